@@ -226,7 +226,7 @@ class KernelFacts(Facts):
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
         joined: "module:function" of the same causal attention on a joined projection,
             `joined(qkv, *, kv_heads, head_dim) -> out`: (batch, seq, (heads + 2 kv_heads) * head_dim) ->
-            (batch, seq, heads * head_dim).
+            (batch, seq, heads * head_dim). With the fact `windows` it takes `first=`, too.
     """
 
     requires: tuple[str, ...] = ()

@@ -97,8 +97,7 @@ def flash_triton(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if first is not None:
-        check_first(q, k, first, causal)
-        first = first.to(torch.int32).expand(len(q), -1).contiguous()
+        first = first_as_read(q, k, first, causal)
         implementation = resolve_first(implementation)
     given = (causal, scale, implementation, deterministic, fp32_precision, first)
     if torch.compiler.is_compiling():
@@ -156,6 +155,14 @@ def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
             hint="use 'auto', which falls back to 'portable'",
         )
     return implementation
+
+
+def first_as_read(q: Tensor, k: Tensor, first: Tensor | None, causal: bool) -> Tensor | None:
+    """Return `first`, checked, as the kernels read it: (batch, num_queries) int32, contiguous."""
+    if first is None:
+        return None
+    check_first(q, k, first, causal)
+    return first.to(torch.int32).expand(len(q), -1).contiguous()
 
 
 def resolve_first(implementation: Implementation) -> Implementation:

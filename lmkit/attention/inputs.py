@@ -83,6 +83,21 @@ def check_first(q: Tensor, k: Tensor, first: Tensor, causal: bool) -> None:
         raise ValueError(f"first {tuple(first.shape)} does not fit queries {tuple(q.shape)}")
 
 
+def first_in_document(ids: Tensor, token: int | None) -> Tensor | None:
+    """Return the first token that each of `ids` (batch, seq) sees if every `token` begins a document: (batch, seq)
+    int32; None without such a token."""
+    if token is None:
+        return None
+    places = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
+    return torch.where(ids == token, places, 0).cummax(dim=1).values
+
+
+def latest(*firsts: Tensor | None) -> Tensor | None:
+    """Return the `first` of tokens that see only what all of `firsts` let them see; None: every earlier token."""
+    given = [first for first in firsts if first is not None]
+    return None if not given else given[0] if len(given) == 1 else torch.maximum(*given)
+
+
 def first_in_window(window: int | None, seq: int, device: torch.device) -> Tensor | None:
     """Return the first token that each token sees, itself and those before it being `window`: (1, seq) int32."""
     if window is None:

@@ -10,22 +10,27 @@ from torch import Tensor
 from lmkit.attention.flash_triton import (
     Options,
     backward,
+    first_as_read,
     flash_triton,
     forward,
     implementation_for,
     refuse_unsupported,
+    resolve_first,
     rows_in_place,
 )
 from lmkit.attention.inputs import SECOND_DERIVATIVES
 from lmkit.autograd import differentiable_once
 
 
-def flash_triton_joined(qkv: Tensor, *, kv_heads: int, head_dim: int, causal: bool = True) -> Tensor:
+def flash_triton_joined(
+    qkv: Tensor, *, kv_heads: int, head_dim: int, causal: bool = True, first: Tensor | None = None
+) -> Tensor:
     """Compute `flash_triton` of the heads of a projection.
 
     Args:
         qkv: (batch, seq, (heads + 2 kv_heads) * head_dim)
         kv_heads: of k, and of v.
+        first: as of `flash_triton`.
 
     Returns:
         (batch, seq, heads * head_dim)
@@ -36,13 +41,14 @@ def flash_triton_joined(qkv: Tensor, *, kv_heads: int, head_dim: int, causal: bo
     qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
     q, k, v = heads_of(qkv, kv_heads, head_dim)
     if torch.compiler.is_compiling() or qkv.numel() == 0:
-        out = flash_triton(q, k, v, causal=causal)
+        out = flash_triton(q, k, v, causal=causal, first=first)
     else:
         refuse_unsupported(q)
         deterministic = torch.are_deterministic_algorithms_enabled()
         precision = "bf16x6" if q.dtype == torch.float32 else "ieee"
-        implementation = implementation_for(q, k, v)
-        options = Options(causal, head_dim**-0.5, implementation, deterministic, precision)
+        implementation = implementation_for(q, k, v) if first is None else resolve_first("auto")
+        first = first_as_read(q, k, first, causal)
+        options = Options(causal, head_dim**-0.5, implementation, deterministic, precision, first)
         out = JoinedAttention.apply(qkv, (kv_heads, head_dim, options))[0]
     return out.transpose(1, 2).flatten(2)
 

@@ -187,6 +187,8 @@ def _speed(made: Plan) -> list[str]:
     lines.append(
         "by what fused kernels reach on an H200" + (", without communication" if made.ranks > 1 else "")
     )
+    if made.documents:
+        lines.append("attention counts as if documents saw one another, and takes less")
     return lines
 
 

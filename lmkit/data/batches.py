@@ -28,7 +28,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class _Sampler:
+class Sampler:
     """Draw a global batch for every step, and cut out the rows of this rank."""
 
     batch_size: int
@@ -63,18 +63,18 @@ class _Sampler:
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
         windows = self._windows(raw[self.rank * rows : (self.rank + 1) * rows])  # (rows, context + 1)
         windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
-        return _inputs(windows[..., :-1]), _targets(windows[..., 1:])
+        return inputs_of(windows[..., :-1]), targets_of(windows[..., 1:])
 
     def _numbers_per_row(self) -> int:
         raise NotImplementedError
 
     def _windows(self, raw: np.ndarray) -> np.ndarray:
-        """Turn random uint64 (rows, numbers per row) into tokens (rows, context_length + 1) as of `_marked`."""
+        """Turn random uint64 (rows, numbers per row) into tokens (rows, context_length + 1) as of `marked`."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
-class TokenBatches(_Sampler):
+class TokenBatches(Sampler):
     """Sample windows from a token file.
 
         >>> batches = TokenBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
@@ -130,11 +130,11 @@ class TokenBatches(_Sampler):
         else:
             starts = self.document_starts[raw[:, 0] % np.uint64(len(self.document_starts))]
         ends = self.context_length + 1
-        return np.stack([_marked(self.tokens, self.mask, i, i + ends) for i in starts.astype(np.int64)])
+        return np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts.astype(np.int64)])
 
 
 @dataclass(kw_only=True, eq=False)
-class RandomTokens(_Sampler):
+class RandomTokens(Sampler):
     """Draw uniformly random token ids, with the interface of `TokenBatches`, for benchmarks without a corpus."""
 
     vocab_size: int = field(kw_only=False)
@@ -173,14 +173,17 @@ def _consecutive_windows(
     num_windows = (len(tokens) - 1) // context_length
     for first in range(0, num_windows, batch_size):
         last = min(first + batch_size, num_windows)
-        span = _marked(tokens, mask, first * context_length, last * context_length + 1)
-        yield _inputs(span[:-1].reshape(-1, context_length)), _targets(span[1:].reshape(-1, context_length))
-    rest = _marked(tokens, mask, num_windows * context_length, len(tokens))
+        span = marked(tokens, mask, first * context_length, last * context_length + 1)
+        yield (
+            inputs_of(span[:-1].reshape(-1, context_length)),
+            targets_of(span[1:].reshape(-1, context_length)),
+        )
+    rest = marked(tokens, mask, num_windows * context_length, len(tokens))
     if len(rest) > 1:
-        yield _inputs(rest[None, :-1]), _targets(rest[None, 1:])
+        yield inputs_of(rest[None, :-1]), targets_of(rest[None, 1:])
 
 
-def _marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
+def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
     """Return tokens as int64; those that do not count as targets as their complement, which is negative."""
     ids = tokens[start:end].astype(np.int64)
     if mask is None:
@@ -189,11 +192,11 @@ def _marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -
     return np.where(bits, ids, ~ids)
 
 
-def _inputs(marked: np.ndarray) -> torch.Tensor:
+def inputs_of(marked: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.maximum(marked, ~marked))
 
 
-def _targets(marked: np.ndarray) -> torch.Tensor:
+def targets_of(marked: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.maximum(marked, -1))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.attention import attention_function, joined_function
-from lmkit.attention.inputs import first_in_window
+from lmkit.attention.inputs import first_in_document, first_in_window, latest
 from lmkit.measure.ranges import range_
 from lmkit.model.again import again, attend_again
 from lmkit.model.layers import (
@@ -51,13 +51,14 @@ class Given(NamedTuple):
 
     Attributes:
         cos_sin: of the positions, see `apply_rope`.
-        first: the first token that each token sees in a layer with a window, (1, seq); None without any.
+        first: the first token that each token sees, (batch or 1, seq), in a layer without a window and in one with;
+            None: all earlier ones.
         ids: (batch, seq), if there are value embeddings.
         embedded: what the residual stream began with, (batch, seq, d_model), if there are layer scalars.
     """
 
     cos_sin: Tensor
-    first: Tensor | None = None
+    first: tuple[Tensor | None, Tensor | None] = (None, None)
     ids: Tensor | None = None
     embedded: Tensor | None = None
 
@@ -77,7 +78,7 @@ class SelfAttention(nn.Module):
         self.window = config.window(layer)
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         self.attention = attention_function(config.attention)
-        self.joined_attention = joined_function(config.attention) if self.window is None else None
+        self.joined_attention = joined_function(config.attention)
         d_kv = config.kv_heads * config.head_dim
         self.qkv_proj = JoinedLinear(
             config.d_model, config.d_model + 2 * d_kv, bias=config.qkv_bias, device=device, dtype=dtype
@@ -129,16 +130,15 @@ class SelfAttention(nn.Module):
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
+        first = given.first[self.window is not None]
+        hides = {} if first is None else {"first": first}  # kernels without the fact `windows` do not know it
         with range_("attention"):
             if len(heads) == 1:
                 assert self.joined_attention is not None
-                return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim)
-            if attend is not None:
-                out = attend(*heads)
-            elif self.window is None:
-                out = self.attention(*heads, causal=True)
-            else:
-                out = self.attention(*heads, causal=True, first=given.first)
+                return self.joined_attention(
+                    heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hides
+                )
+            out = self.attention(*heads, causal=True, **hides) if attend is None else attend(*heads)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -372,7 +372,7 @@ class TransformerLM(nn.Module):
         operations = self.operations
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            given = self._given(self.rope(ids.shape[1]), ids, x)
+            given = self._given(self.rope(ids.shape[1]), ids, x, self._first(ids))
             x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
@@ -381,11 +381,29 @@ class TransformerLM(nn.Module):
         _, normed = self.ln_final(x, delta, operations)
         return normed
 
-    def _given(self, cos_sin: Tensor, ids: Tensor, x: Tensor) -> Given:
+    def _first(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the first token that each of `ids` (batch, seq) sees, as `Given` holds it.
+
+        RoPE needs nothing: attention depends on the distance of two positions only, and those of a document are as
+        far apart as if it stood alone.
+        """
+        config = self.config
+        documents = first_in_document(ids, config.document_token)
+        return documents, latest(
+            documents, first_in_window(config.attention_window, ids.shape[1], ids.device)
+        )
+
+    def _given(
+        self,
+        cos_sin: Tensor,
+        ids: Tensor,
+        x: Tensor,
+        first: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Given:
         config = self.config
         return Given(
             cos_sin,
-            first_in_window(config.attention_window, ids.shape[1], ids.device),
+            first,
             ids if config.value_embeddings else None,
             x if config.layer_scalars else None,
         )

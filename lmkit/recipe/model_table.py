@@ -81,6 +81,9 @@ class ModelConfig(Table):
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
     """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
+    document_token: Annotated[int, Field(ge=0)] | None = None
+    """A token sees nothing before the last of these; generation reads whole prompts all the same.
+    `data.sampling = "packed"` sets it to the end-of-text token, which ends every document."""
     zero_init: bool = False
     """Start the matrices that write to the residual stream from zeros: each block begins as the identity."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -128,9 +131,11 @@ class ModelConfig(Table):
 
     @model_validator(mode="after")
     def _kernel_takes_windows(self) -> ModelConfig:
-        if self.attention_window is not None and not ATTENTION.facts(self.attention).windows:
-            takers = ", ".join(name for name in ATTENTION.names if ATTENTION.facts(name).windows)
-            raise ValueError(f'attention_window: attention = "{self.attention}" takes none; use {takers}')
+        for key in ("attention_window", "document_token"):
+            if getattr(self, key) is not None and not ATTENTION.facts(self.attention).windows:
+                raise ValueError(
+                    f'{key}: attention = "{self.attention}" takes none; use {kernels_with_first()}'
+                )
         return self
 
     @property
@@ -168,6 +173,11 @@ class ModelConfig(Table):
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+
+def kernels_with_first() -> str:
+    """Return the names of the attention kernels that can hide a sequence's beginning, for a hint."""
+    return ", ".join(name for name in ATTENTION.names if ATTENTION.facts(name).windows)
 
 
 def check_heads(d_model: int, num_heads: int) -> None:

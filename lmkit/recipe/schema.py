@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import Field, SerializeAsAny, create_model
 
 from lmkit.errors import did_you_mean
+from lmkit.recipe.model_table import kernels_with_first
 from lmkit.recipe.tables import (
     CheckpointConfig,
     CorpusConfig,
@@ -23,7 +24,7 @@ from lmkit.recipe.tables import (
     TrainConfig,
     WandbConfig,
 )
-from lmkit.registry import BENCHES, OPTIMIZERS, STRATEGIES
+from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, STRATEGIES
 
 
 class BenchConfig(Table):
@@ -96,6 +97,13 @@ def _half_precision_has_a_device(tables: Mapping[str, Any]) -> Iterator[str]:
     run, train = tables.get("run"), tables.get("train")
     if run and train and run.device == "cpu" and train.precision == "fp16":
         yield 'train.precision: "fp16" needs a GPU (run.device is "cpu"); "bf16" and "fp32" run anywhere'
+
+
+def _kernel_hides_documents(tables: Mapping[str, Any]) -> Iterator[str]:
+    data, model = tables.get("data"), tables.get("model")
+    if data and model and data.sampling == "packed" and not ATTENTION.facts(model.attention).windows:
+        why = f'attention = "{model.attention}" cannot hide documents from one another'
+        yield f"data.sampling: {why}; use {kernels_with_first()}"
 
 
 def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
@@ -183,6 +191,7 @@ def _conversations_have_a_tokenizer(tables: Mapping[str, Any]) -> Iterator[str]:
 CHECKS: tuple[Check, ...] = (
     _conversations_have_a_tokenizer,
     _half_precision_has_a_device,
+    _kernel_hides_documents,
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,
     _optimizer_has_its_options,

@@ -13,7 +13,10 @@ from lmkit.training.model_state import load_masters, load_weights
 from lmkit.training.run_data import Data
 from lmkit.training.step import Step
 
-FREE = ("preset", "context_length", "attention", "operations", "activation_checkpointing", "compile")
+FREE = (
+    *("preset", "context_length", "attention", "operations", "activation_checkpointing", "compile"),
+    "document_token",  # a document by itself is the same to all
+)
 """Keys of [model] that may differ: weights of one model compute the same under all their values."""
 
 

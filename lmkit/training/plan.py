@@ -43,6 +43,7 @@ class Plan:
         work: class of kernels -> what a step does on one rank.
         seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype.
         least_seconds: at the data sheet's FLOP/s and bytes/s.
+        documents: whether documents do not see one another; attention is counted as if they did.
     """
 
     card: Card
@@ -62,6 +63,7 @@ class Plan:
     work: Mapping[str, Work]
     seconds: float | None
     least_seconds: float | None
+    documents: bool = False
 
     @property
     def fits(self) -> bool:
@@ -142,6 +144,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         )
         if known
         else None,
+        documents=recipe.data.sampling == "packed" or config.document_token is not None,
     )
 
 

@@ -6,10 +6,12 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
+from lmkit.data.packing import PackedBatches
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -124,6 +126,9 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     recipe = _count_epochs(recipe, data)
     if data.train is None:
         return recipe
+    if recipe.data.sampling == "packed" and model.document_token is None:
+        model = model.model_copy(update={"document_token": _end_of_text(recipe)})
+        recipe = recipe.model_copy(update={"model": model})
     needed = data.train.meta.vocab_size
     if model.vocab_size is None:
         return recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": needed})})
@@ -156,7 +161,7 @@ def _count_epochs(recipe: Recipe, data: Data) -> Recipe:
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     """Return the source of this rank's batches."""
     model, train = resolved_tables(recipe)
-    shared = {
+    shared: dict[str, Any] = {
         "batch_size": train.batch_size,
         "context_length": model.context_length,
         "seed": recipe.run.seed,
@@ -167,17 +172,26 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     if data.train is None:
         assert model.vocab_size is not None
         return RandomTokens(model.vocab_size, **shared)
-    starts = _document_starts(recipe, data.train) if recipe.data.sampling == "documents" else None
-    return TokenBatches(data.train.tokens, **shared, document_starts=starts, mask=data.train.mask)
+    shared["mask"] = data.train.mask
+    starts = None
+    if recipe.data.sampling == "packed":
+        assert model.document_token is not None
+        starts = _document_starts(data.train, model.document_token)
+        return PackedBatches(
+            data.train.tokens, **shared, document_starts=starts, end_of_text=model.document_token
+        )
+    if recipe.data.sampling == "documents":
+        starts = _document_starts(data.train, _end_of_text(recipe))
+    return TokenBatches(data.train.tokens, **shared, document_starts=starts)
 
 
-def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
-    """Return position 0 and the positions after every end-of-text token."""
+def _end_of_text(recipe: Recipe) -> int:
+    """Return the end-of-text token of the run's tokenizer."""
     path = _tokenizer_path(recipe)
     if not path.exists():
         raise UsageError(
             "data.no_document_end",
-            f'{path}: missing; data.sampling = "documents" needs its end-of-text token',
+            f'{path}: missing; data.sampling = "{recipe.data.sampling}" needs its end-of-text token',
             hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
         )
     tokenizer = Tokenizer.load(path)
@@ -187,10 +201,15 @@ def _document_starts(recipe: Recipe, file: TokenFile) -> np.ndarray:
             f"{path}: has no end-of-text token, which ends a document",
             hint='use data.sampling = "windows"',
         )
+    return tokenizer.end_of_text_id
+
+
+def _document_starts(file: TokenFile, end_of_text: int) -> np.ndarray:
+    """Return position 0 and the positions after every end-of-text token."""
     starts = [np.zeros(1, dtype=np.int64)]
     for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
         block = file.tokens[first : first + _TOKENS_AT_ONCE]
-        starts.append(first + 1 + np.flatnonzero(block == tokenizer.end_of_text_id))
+        starts.append(first + 1 + np.flatnonzero(block == end_of_text))
     return np.concatenate(starts)
 
 

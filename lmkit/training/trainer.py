@@ -165,7 +165,8 @@ class Trainer:
         self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
         peak = known_peak(device_name(ranks.device), train.precision.removesuffix("-autocast"))
-        self._flops_share = None if peak is None else flops_per_token(model, model.context_length) / peak
+        seen = getattr(batches, "seen_context", model.context_length)
+        self._flops_share = None if peak is None else flops_per_token(model, seen) / peak
         folder = recipe.run.path / CHECKPOINTS
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)

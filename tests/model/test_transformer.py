@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -145,6 +146,45 @@ def test_logits_and_loss_follow_the_formulas(make_model: MakeModel, fields: dict
         2 * 13
     )
     assert model.loss(ids, targets).item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"attention": name} for name in ("reference", "vectorized", "flash_torch", "sdpa")),
+        ALL_SWITCHES,
+        {"attention": "sdpa", "activation_checkpointing": "attention"},
+        {"rope_scaling": "llama3", "rope_factor": 3.0, "rope_original_context": 40, "rope_theta": 100.0},
+    ],
+    ids=str,
+)
+def test_packed_documents_are_computed_as_if_each_stood_alone(make_model: MakeModel, fields: dict) -> None:
+    """Losses and gradients; the first row begins in the middle of a document, the second has one of one token."""
+    model = make_model(**fields, document_token=7)
+    rows = [[[3, 8, 2, 2], [7, 4, 9, 9, 1, 5], [7, 30]], [[7], [7, 5, 5, 5, 6, 1], [7, 2, 60, 60, 12]]]
+    targets = torch.randint(61, (2, 12))
+    loss = model.loss(torch.tensor([[*chain(*row)] for row in rows]), targets)
+    loss.backward()
+    packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.zeros((), dtype=torch.float64)
+    for row, wanted in zip(rows, targets, strict=True):
+        for document, own in zip(row, wanted.split([len(document) for document in row]), strict=True):
+            alone = alone + model.loss(torch.tensor([document]), own[None]) * len(document) / 24
+    alone.backward()
+    # float64, but for the table of rotations: float32 angles of other positions.
+    torch.testing.assert_close(loss, alone, rtol=1e-6, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_document_token_is_no_switch(make_model: MakeModel) -> None:
+    """A document by itself is the same to a model with it: decode steps and exports need not know it."""
+    ids = torch.randint(1, 61, (2, 9))
+    ids[:, 0] = 0
+    model = make_model(document_token=0)
+    assert not model.config.switches
+    assert torch.equal(model(ids), make_model()(ids))
 
 
 def test_parameter_names(make_model: MakeModel) -> None:

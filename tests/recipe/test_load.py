@@ -192,6 +192,7 @@ def test_every_mistake_is_reported_at_once(write) -> None:
     ("overrides", "key"),
     [
         (["run.device=cpu", "train.precision=fp16"], "train.precision"),
+        (['data.sampling="packed"', "model.attention=flash_cuda"], "data.sampling"),
         (["model.d_model=12", "data.source=random"], "model.vocab_size"),
         (["parallel.weights=bf16"], "parallel.weights"),
         (["parallel.gather=collective"], "parallel.gather"),

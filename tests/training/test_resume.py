@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import assert_same_state, losses, newest, refused, train_here
+from run_folders import PACKED, assert_same_state, losses, newest, refused, train_here
 from test_model_state import Touch
 
 from lmkit.errors import LmkitError, UsageError
@@ -38,6 +38,21 @@ def test_fault_54_10_steps_are_5_and_5_bit_for_bit(
     assert losses(whole) == losses(parts)
     assert losses(whole, "valid") == losses(parts, "valid")
     assert losses(whole, "final") == losses(parts, "final")
+
+
+def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny: Tiny) -> None:
+    """4000 tokens are an epoch of 62.5 steps, whose last row ends in the next epoch."""
+    end = (*PACKED, "train.steps=66", "train.eval_interval=0")
+    whole, parts = tiny(*end, "run.name=whole"), tiny(*end, "run.name=parts")
+    train_here(whole)
+    for stop in (7, 62):
+        train_here(parts, stop_at_step=stop)
+    assert train_here(parts).resumed_from == 62
+    assert_same_state(newest(whole), newest(parts))
+    assert losses(whole) == losses(parts)
+    assert losses(whole, "final") == losses(parts, "final")
+    with refused("resume.other_recipe", "data.sampling"):
+        train_here(tiny("model.document_token=5", "run.name=whole"))
 
 
 def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import TIMEOUT_S, Fleet, ends
-from run_folders import assert_same_tensors, losses, newest, saved
+from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import STRATEGIES
@@ -46,6 +46,15 @@ def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_n
     """Evaluations have three batches on two ranks, and at the end all 23, of which the last is shorter."""
     for name, ranks in (("one", 1), ("two", 2)):
         chosen = settings("train.eval_batches=3", f"run.name={name}")
+        assert fleet.train(chosen, ranks=ranks) == [0] * ranks, fleet.said()
+    assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
+
+
+@full
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_ranks_share_packed_documents(fleet: Fleet, tiny: Tiny, settings: Settings, strategy: str) -> None:
+    for name, ranks in (("one", 1), ("two", 2)):
+        chosen = settings(*PACKED, f"parallel.strategy={strategy}", f"run.name={name}")
         assert fleet.train(chosen, ranks=ranks) == [0] * ranks, fleet.said()
     assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
 

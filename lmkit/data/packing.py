@@ -1,0 +1,190 @@
+"""Pack documents into rows without waste: an epoch has every token once as a target, and no padding.
+
+A document begins with the end-of-text token that ends the one before it, as an input; its own end-of-text token is
+its last target. So n tokens take n places. Documents are drawn without replacement, shuffled anew in every epoch,
+and epochs follow one another without a gap: row g of a run is places g T to (g + 1) T of an endless stream, with T
+the context length. Nothing is kept between steps.
+
+A stream is made in blocks of `BLOCK` documents. The rows of a block are filled best fit: by one document or two that
+fit exactly, or else by the longest that fits. Where none fits, a document is cut, and what is left of it begins the
+next row. So a document without its beginning is always the first of its row: every other one begins with an
+end-of-text token, by which the model tells documents apart (`model.document_token`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from lmkit.data.batches import Batch, Sampler, inputs_of, marked, targets_of
+
+BLOCK = 2048
+"""Documents that are packed together: enough to find exact fits, few enough to be packed in between steps."""
+_ORDER, _ROWS = 1, 2  # streams of random numbers
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `end` of the file, as targets; the token before each is its input."""
+
+    start: int
+    end: int
+
+
+@dataclass(kw_only=True, eq=False)
+class PackedBatches(Sampler):
+    """Batches of packed documents.
+
+    Args:
+        tokens: as of `TokenBatches`.
+        document_starts: positions at which documents begin, 0 first; the last document ends with the file.
+        end_of_text: the id that stands before the first document.
+        mask: of a `TokenFile`: targets that do not count are -1.
+    """
+
+    tokens: np.ndarray = field(kw_only=False)
+    document_starts: np.ndarray
+    end_of_text: int
+    mask: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        starts = self.document_starts[self.document_starts < len(self.tokens)]
+        self._bounds = np.append(starts, len(self.tokens)).astype(np.int64)
+        self._lengths = np.diff(self._bounds)
+        # Of one object, not of the class: blocks and epochs are large.
+        self._order = lru_cache(maxsize=2)(self._drawn)
+        self._rows_of = lru_cache(maxsize=3)(self._packed)
+
+    @property
+    def seen_context(self) -> float:
+        """The context length at which a causal token sees as many tokens on average as in a packed row, where it
+        sees its own document only."""
+        context = self.context_length
+        whole, rest = np.divmod(self._lengths, context)
+        return float((whole * context**2 + rest**2).sum() / len(self.tokens))
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
+        count = self.batch_size // self.world_size
+        first = step * self.batch_size + self.rank * count
+        shape = (self.accumulation, count // self.accumulation, self.context_length)
+        parts = [self._read(piece) for row in range(first, first + count) for piece in self.pieces(row)]
+        inputs, targets = (np.concatenate(side).reshape(shape) for side in zip(*parts, strict=True))
+        return inputs_of(inputs), targets_of(targets)
+
+    def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        """Return the inputs and targets of a piece, as of `marked`."""
+        tokens = marked(self.tokens, self.mask, max(piece.start - 1, 0), piece.end)
+        if piece.start == 0:
+            tokens = np.insert(tokens, 0, self.end_of_text)
+        return tokens[:-1], tokens[1:]
+
+    def pieces(self, row: int) -> list[Piece]:
+        """Return the documents, and parts of them, of a row of the stream."""
+        place, found = row * self.context_length, []
+        end = place + self.context_length
+        while place < end:
+            epoch, within = divmod(place, len(self.tokens))
+            _, begins = self._order(epoch)
+            block = bisect_right(begins, within) - 1
+            start = epoch * len(self.tokens) + begins[block]
+            number = place // self.context_length - start // self.context_length
+            more = self._rows_of(epoch, block)[number]
+            found += more
+            place += sum(piece.end - piece.start for piece in more)
+        return found
+
+    def _drawn(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+        """Return the documents in the order of an epoch, and the places where its blocks begin, then its end."""
+        numbers = self._numbers(epoch, _ORDER, len(self._lengths))
+        order = np.argsort(numbers, kind="stable")
+        ends = np.cumsum(self._lengths[order])
+        return order, [0, *ends[BLOCK - 1 : -1 : BLOCK].tolist(), int(ends[-1])]
+
+    def _packed(self, epoch: int, block: int) -> list[list[Piece]]:
+        """Return the rows of a block; the first and the last may be parts of rows."""
+        order, begins = self._order(epoch)
+        context = self.context_length
+        start = epoch * len(self.tokens) + begins[block]
+        end = epoch * len(self.tokens) + begins[block + 1]
+        cuts = [start, *range((start // context + 1) * context, end, context), end]
+        documents = order[block * BLOCK : (block + 1) * BLOCK]
+        bounds = zip(self._bounds[documents].tolist(), self._bounds[documents + 1].tolist(), strict=True)
+        rows = pack([Piece(*each) for each in bounds], [int(size) for size in np.diff(cuts)])
+        # The longest documents came first: shuffle all rows but the parts of rows at both ends.
+        middle = rows[1:-1]
+        shuffled = np.argsort(self._numbers(epoch, _ROWS + block, len(middle)), kind="stable")
+        return [rows[0], *(middle[i] for i in shuffled), *rows[1:][-1:]]
+
+    def _numbers(self, epoch: int, stream: int, count: int) -> np.ndarray:
+        return np.random.Philox(np.random.SeedSequence([self.seed, epoch, stream])).random_raw(count)
+
+
+def pack(documents: list[Piece], sizes: list[int]) -> list[list[Piece]]:
+    """Fill rows of these sizes with documents whose tokens are as many as all rows have places.
+
+    >>> pack([Piece(0, 5), Piece(5, 8), Piece(8, 10), Piece(10, 14)], [7, 7])
+    [[Piece(start=0, end=5), Piece(start=8, end=10)], [Piece(start=10, end=14), Piece(start=5, end=8)]]
+    """
+    shelf = _Shelf(documents, longest=max(sizes))
+    rows, rest = [], Piece(0, 0)
+    for size in sizes:
+        row, free = [], size
+        while free:
+            whole = rest if rest.end > rest.start else shelf.take(free, begins=free == size)
+            cut = min(whole.end, whole.start + free)
+            row.append(Piece(whole.start, cut))
+            rest = Piece(cut, whole.end)
+            free -= cut - whole.start
+        rows.append(row)
+    return rows
+
+
+class _Shelf:
+    """Documents by length, to be taken one by one.
+
+    Bit n of `_there` says whether there is one of n tokens, up to the longest row; bit longest - n of `_backwards`
+    says the same. Shifted over each other, they show all pairs that fill a gap at once.
+    """
+
+    def __init__(self, documents: list[Piece], longest: int) -> None:
+        self._longest = longest
+        self._there = self._backwards = 0
+        self._by_length: dict[int, list[Piece]] = defaultdict(list)
+        self._beyond: list[Piece] = []  # longer than a row
+        for piece in documents:
+            length = piece.end - piece.start
+            if length > longest:
+                self._beyond.append(piece)
+            elif length:
+                self._by_length[length].append(piece)
+        self._beyond.sort(key=lambda piece: piece.end - piece.start)
+        for length in self._by_length:
+            self._flip(length)
+
+    def _flip(self, length: int) -> None:
+        self._there ^= 1 << length
+        self._backwards ^= 1 << (self._longest - length)
+
+    def take(self, free: int, *, begins: bool) -> Piece:
+        """Take a document that fills `free` places, alone or with another; else the longest that fits; else one to
+        cut. `begins`: these places are a whole row."""
+        fitting = self._there & ((2 << free) - 1)
+        if self._beyond and (begins or not fitting):
+            return self._beyond.pop()
+        length = (fitting or self._there).bit_length() - 1
+        if fitting and length < free:
+            pairs = fitting & (self._backwards >> (self._longest - free))
+            if free % 2 == 0 and len(self._by_length.get(free // 2, ())) == 1:
+                pairs &= ~(1 << free // 2)
+            length = (pairs or fitting).bit_length() - 1
+        taken = self._by_length[length].pop()
+        if not self._by_length[length]:
+            del self._by_length[length]
+            self._flip(length)
+        return taken
