@@ -19,6 +19,7 @@ from lmkit.registry import ATTENTION
 FLOAT = 4  # bytes of a float32
 COUNT = 8  # bytes of the number of targets
 GB = 10**9
+MIB = 2**20
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28, "fused": 1 << 30}
 """Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products, and the fused loss
 holds a slice only once."""
@@ -152,6 +153,7 @@ class Held:
         gathered_units: blocks (or the embedding, or the head) whose whole weights it holds at a time, in the dtype of
             the products: two, or all. Of the two before, it holds the whole gradients.
         packed: the share of the gradients that is copied, to be reduced.
+        is_shared: whether other GPUs read from this rank's memory: its weights, or slots for gathered ones.
     """
 
     weight: int = FLOAT
@@ -164,6 +166,7 @@ class Held:
     of_state: float = 1.0
     gathered_units: int = 0
     packed: float = 0.0
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ def step_memory(
     of_layers = [block + value_table * config.has_value_embeddings(index) for index in range(layers)]
     gathered = _gathered(config, form, held, table=table, blocks=of_layers)
     base = model.weights + model.optimizer
+    if held.is_shared and not held.gathered_units:
+        base += segment(model.weights) - model.weights
     # Sums of more than two micro-batches in bf16 are float32.
     if accumulation > 1:
         base += model.gradients * (2 if accumulation > 2 and held.gradient < FLOAT else 1)
@@ -311,6 +316,14 @@ def step_memory(
     )
 
 
+def segment(num_bytes: int) -> int:
+    """Return what CUDA's caching allocator takes for a tensor of a pool of its own: 2 MiB, 20 MiB, or a multiple of
+    2 MiB."""
+    if num_bytes <= MIB:
+        return 2 * MIB
+    return 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
+
+
 def _gathered(
     config: ModelConfig, form: Form, held: Held, *, table: int, blocks: list[int]
 ) -> dict[str, int]:
@@ -332,7 +345,8 @@ def _gathered(
     }
     of_head = 0 if config.tie_embeddings else table  # the embedding's is added before they are reduced
     gradients = {LOSS: 0, HEAD: of_head, LAST: of_head, FIRST: 2 * block, EMBEDDING: table + block}
-    slots = 2 * min(SLOT_BYTES, int(form.product * max(table, block) * held.of_weights))
+    slot = min(SLOT_BYTES, int(form.product * max(table, block) * held.of_weights))
+    slots = segment(2 * slot) if held.is_shared else 0
     return {moment: slots + form.product * (weights[moment] + gradients[moment]) for moment in MOMENTS}
 
 

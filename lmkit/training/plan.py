@@ -196,12 +196,14 @@ def held_by(
     """Return what a rank holds of the model: what the strategy's facts say."""
     facts = STRATEGIES.facts(parallel.strategy)
     options = {**facts.options, **parallel.options}
-    share = dict.fromkeys(facts.shards, 1 / (int(options.get("shard_ranks", 0)) or ranks))
+    sharing = int(options.get("shard_ranks", 0)) or ranks  # one copy of the model
+    share = dict.fromkeys(facts.shards, 1 / sharing)
     shared: dict[str, Any] = {
         "moments": OPTIMIZERS.facts(optimizer.name).moments,
         "of_weights": share.get("parameters", 1.0),
         "of_gradients": share.get("gradients", 1.0),
         "of_state": share.get("optimizer", 1.0),
+        "is_shared": sharing == ranks > 1 and "gather" in facts.uses and parallel.gather == "auto",
     }
     if "parameters" in facts.shards:  # the shards are the masters
         state = 2 if options.get("state_dtype") == "bf16" else 4

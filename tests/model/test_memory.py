@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from live_memory import LiveMemory
 
 from lmkit.model import ModelConfig, TransformerLM
-from lmkit.model.memory import Form, Held, kept_by_layers, step_memory, training_memory
+from lmkit.model.memory import MIB, Form, Held, kept_by_layers, segment, step_memory, training_memory
 from lmkit.recipe.tables import OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.training import build_step
 from lmkit.training.plan import form_of, held_by
@@ -137,11 +138,32 @@ def test_shards_and_gathered_units() -> None:
     total = 3 * block + 32 + 2 * table
     assert parts.weights == parts.gradients == total
     assert parts.optimizer == 2 * total
-    # In the first block's backward pass: its weights, the embedding's, gradients of two blocks; and two slots, each
-    # of a shard in bf16.
-    assert parts.gathered == 2 * (3 * block + table) + 2 * (2 * block // 4)
+    # In the first block's backward pass: its weights, the embedding's, gradients of two blocks.
+    assert parts.gathered == 2 * (3 * block + table)
+    # Two slots that other GPUs read, each of a shard in bf16: less than the allocator takes for a tensor of its own.
+    assert (
+        step_memory(config, form, replace(sharded, is_shared=True), tokens=128).gathered
+        == parts.gathered + 2 * MIB
+    )
+    zero1 = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4, is_shared=True), tokens=128)
+    assert (
+        zero1.peak
+        == step_memory(config, form, Held(2, 2, 4, of_state=1 / 4), tokens=128).peak + 2 * MIB - whole.weights
+    )
     assert parts.activations == whole.activations
     assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
+
+
+def test_segments_of_the_allocator() -> None:
+    for num_bytes, taken in (
+        (1, 2),
+        (MIB, 2),
+        (MIB + 1, 20),
+        (10 * MIB - 1, 20),
+        (10 * MIB, 10),
+        (10 * MIB + 1, 12),
+    ):
+        assert segment(num_bytes) == taken * MIB
 
 
 def test_a_budget_bounds_what_blocks_keep() -> None:
