@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import refused
+from their_models import CASES, GROUPED, LLAMA3, make_theirs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError, UsageError
@@ -32,55 +33,6 @@ from lmkit.training.tensor_files import TensorFile
 from lmkit.training.verify import verify_path
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-}
-GROUPED = {"num_key_value_heads": 2}
-TIED = {"tie_word_embeddings": True}
-LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}
-LLAMA3 = {
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-}
-CASES = {
-    "llama": ("Llama", {}),
-    "llama grouped tied": ("Llama", {**GROUPED, **TIED, "rms_norm_eps": 0.01}),
-    "llama linear": ("Llama", LINEAR),
-    "llama 3": ("Llama", {**GROUPED, **LLAMA3}),
-    "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
-    "mistral with a wide window": ("Mistral", {**GROUPED, "sliding_window": 256}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2 grouped tied linear": ("Qwen2", {**GROUPED, **TIED, **LINEAR}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "qwen3 grouped tied llama 3": ("Qwen3", {**GROUPED, **TIED, **LLAMA3, "head_dim": 8}),
-}
-
-
-def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0) -> Any:
-    """A model of transformers with random weights, also of norms and biases."""
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.1)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(1.0)
-    return model
 
 
 def byte_tokenizer() -> Tokenizer:
