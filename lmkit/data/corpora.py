@@ -7,6 +7,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -24,13 +25,15 @@ from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.tokenizer.chat import messages_of
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
+from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _END_OF_DOCUMENT = END_OF_TEXT.encode()
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
+_HALF = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
 
 log = logging.getLogger("lmkit")
@@ -286,8 +289,7 @@ def _json_documents(stream: IO[bytes] | gzip.GzipFile, path: Path, table: Corpus
                 f'{path}, line {number}: no text under "{table.field}"',
                 hint="a recipe names the key that holds the text: corpus.field",
             )
-        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
-        yield document.encode("utf-8", "replace") + _END_OF_DOCUMENT + b"\n"
+        yield document.encode() + _END_OF_DOCUMENT + b"\n"
 
 
 def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
@@ -303,7 +305,8 @@ def json_records(
     """Yield the number and the content of every line that is not blank.
 
     Raises:
-        LmkitError: a line is too long, not UTF-8 or not JSON.
+        LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
+            UTF-8; it is an error or becomes U+FFFD, as `errors` says.
     """
     read = number = 0
     while line := stream.readline(_LONGEST_LINE + 1):
@@ -322,6 +325,8 @@ def json_records(
             continue
         try:
             record = json.loads(text)
+            if _SURROGATE.search(text):
+                record = _without_halves(record, f"{path}, line {number}", table.errors)
         except (ValueError, RecursionError) as error:
             raise LmkitError(
                 "corpus.not_json",
@@ -329,3 +334,20 @@ def json_records(
                 hint="every line must hold one JSON object",
             ) from None
         yield number, record
+
+
+def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
+    """Return the content of a line with U+FFFD in place of surrogates that are in no pair.
+
+    Raises:
+        LmkitError: there are such, and `errors` is "strict".
+    """
+    text = json.dumps(record, ensure_ascii=False)
+    half = _HALF.search(text)
+    if half is None:
+        return record
+    if errors == "strict":
+        raise LmkitError(
+            "text.not_utf8", f"{where}: \\u{ord(half[0]):x} without its other half", hint=REPLACE
+        )
+    return json.loads(_HALF.sub("\ufffd", text))

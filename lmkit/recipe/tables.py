@@ -43,7 +43,7 @@ class RunConfig(Table):
     """`auto` uses CUDA if there is a GPU, else the CPU; `cuda` without a GPU is an error."""
     deterministic: bool = False
     """On GPUs, use only kernels that return the same bits every time (slower). CPU runs always repeat."""
-    threads: Count = 0
+    threads: Workers = 0
     """CPU threads of torch; 0: torch decides. A bit-for-bit repeat needs the same number."""
 
     @field_validator("name")
@@ -189,7 +189,7 @@ class TrainConfig(Table):
     """Optimizer steps; the learning-rate schedule spans them."""
     tokens_per_parameter: PositiveFloat = TOKENS_PER_PARAMETER
     """With `model.depth`: tokens to train on for each parameter that multiplies; decides `steps`."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
     max_minutes: PositiveFloat | None = None
     """Stop after this much wall-clock time; the schedule then follows the fraction of time used."""

@@ -49,8 +49,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
             partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
-            error.filename = str(final)  # the kernel does not say which file did not fit
+        _name_what_did_not_fit(error, final)
         raise
     finally:
         os.close(descriptor)
@@ -95,11 +94,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         lock.unlink()
         os.replace(partial, path)
         fsync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        _name_what_did_not_fit(error, path)
         raise
     finally:
         os.close(descriptor)
+
+
+def _name_what_did_not_fit(error: BaseException, path: Path) -> None:
+    """Put the file or folder that was written into an error about a full disk: the kernel names none."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
+        error.filename = str(path)
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:

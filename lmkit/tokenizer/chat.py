@@ -64,8 +64,7 @@ def messages_of(record: Any, where: str) -> list[Message]:
             what = "no text as content" if role in ROLES else f"role {json.dumps(role)[:40]}"
             hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"
             raise UsageError("chat.wrong_message", f"{where}: message {number}: {what}", hint=hint)
-        # A lone surrogate (\ud800) is valid JSON but cannot be encoded.
-        messages.append(Message(role, content.encode("utf-8", "replace").decode()))
+        messages.append(Message(role, content))
     return messages
 
 

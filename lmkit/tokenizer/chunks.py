@@ -23,6 +23,9 @@ from lmkit.tokenizer.engine import CHUNK_BYTES, is_utf8
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 ErrorMode = Literal["strict", "replace"]
+REPLACE = (
+    'convert the file, or read what is invalid as U+FFFD: corpus.errors = "replace", or --errors replace'
+)
 
 _BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?= )|[0-9A-Za-z](?=\n)")
 _AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])")
@@ -148,7 +151,7 @@ def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
         raise LmkitError(
             "text.not_utf8",
             f"{path}: invalid UTF-8 at byte {chunk.offset + error.start}",
-            hint='convert the file, or read invalid bytes as U+FFFD: corpus.errors = "replace", or --errors replace',
+            hint=REPLACE,
         ) from None
 
 

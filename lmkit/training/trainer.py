@@ -269,8 +269,11 @@ class Trainer:
         return load_batch(self._batches, self._launched, self.ranks.device)
 
     def _progress(self, step: int) -> float:
-        """Return the share of the schedule that is done: of the steps or of the time, whichever is further."""
-        return max(step / self._train.steps, self._fraction or 0.0)
+        """Return the share of the schedule that is done: of the steps or of the time, whichever is further.
+
+        Time counts from the first step on: a run makes one, however short its time is.
+        """
+        return max(step / self._train.steps, (self._fraction or 0.0) if step else 0.0)
 
     def _wishes(self) -> Wishes:
         """Stop after a signal; save if this is rank 0 and the last save is `checkpoint.minutes` ago."""

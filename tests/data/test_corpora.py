@@ -142,10 +142,10 @@ def test_text_and_json_lines_are_joined(write, tmp_path):
     assert files.valid == (valid,)
 
 
-def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
-    lines = b'{"text": "a\xffb"}\n{"text": "c\\ud800d"}\n{"text": "e"}\n'
+def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
+    lines = b'{"text": "a\xffb\\ud83d\\ude00"}\n{"text": "c\\ud800d"}\n{"text": "e"}\n'
     train, valid = split(write("x.jsonl", lines), errors="replace", valid_fraction=0.05)
-    assert train.decode() == f"a\ufffdb{MARK}c?d{MARK}"
+    assert train.decode() == f"a\ufffdb\U0001f600{MARK}c\ufffdd{MARK}"
     assert valid.decode() == f"e{MARK}"
 
 
@@ -159,9 +159,10 @@ def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
         ('["a"]\n', "corpus.no_field", "line 1"),
         ("\n \n", "corpus.empty", "x.jsonl"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "text.not_utf8", "byte 24"),
+        ('{"text": "a"}\n{"text": "b\\ud83d"}\n', "text.not_utf8", "x.jsonl, line 2: \\ud83d"),
     ],
 )
-def test_bad_json_lines_name_the_line(write, split, tmp_path, refuses, content, code, where):
+def test_fault_140_bad_json_lines_name_the_line(write, split, tmp_path, refuses, content, code, where):
     with refuses(code, where) as caught:
         split(write("x.jsonl", content))
     assert caught.value.exit_code == (2 if code in ("corpus.no_field", "corpus.empty") else 1)

@@ -124,10 +124,14 @@ def test_fault_04_unknown_key_with_did_you_mean(write, text: str, near: str) -> 
         (11, "[model]\nd_model = 96\nnum_heads = 6\nnum_kv_heads = 4\n", "model", "num_kv_heads 4"),
         (27, "[tokenizer]\nvocab_size = 256\n", "tokenizer", "257"),
         (135, "[model]\nnum_layers = 100000000\n", "model.num_layers", "100000000"),
+        (142, "[train]\nepochs = 1e300\n", "train.epochs", "1e+300"),
+        (142, "[run]\nthreads = 100000\n", "run.threads", "100000"),
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
 )
-def test_faults_05_06_07_11_27_135_wrong_values(write, fault: int, text: str, path: str, shown: str) -> None:
+def test_faults_05_06_07_11_27_135_142_wrong_values(
+    write, fault: int, text: str, path: str, shown: str
+) -> None:
     message = refusal(write(text), code="recipe.wrong_value")
     assert path in message
     assert shown in message

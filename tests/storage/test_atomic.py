@@ -12,6 +12,7 @@ import pytest
 
 from lmkit.errors import LmkitError
 from lmkit.storage import atomic_path, remove_partials, sha256_file, write_atomic
+from lmkit.storage.atomic import atomic_folder
 
 
 def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_the_call_returns(
@@ -55,11 +56,14 @@ def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_without_room_is_told_with_the_final_name_and_other_errors_as_they_are(tmp_path):
+def test_fault_143_a_disk_without_room_is_told_with_the_final_name_and_other_errors_as_they_are(tmp_path):
     path = tmp_path / "file"
     full = OSError(errno.ENOSPC, "no space")
     with pytest.raises(OSError, match="no space") as caught, atomic_path(path):
         raise full
+    assert caught.value.filename == str(path)
+    with pytest.raises(OSError, match="no space") as caught, atomic_folder(path):
+        raise OSError(errno.ENOSPC, "no space")
     assert caught.value.filename == str(path)
     for error in (OSError(errno.EIO, "broken"), OSError(errno.ENOSPC, "no space", "another file")):
         before = error.filename

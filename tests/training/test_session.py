@@ -166,6 +166,14 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
     assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
 
 
+def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny: Tiny) -> None:
+    recipe = tiny("train.max_minutes=1e-9")
+    first = train_here(recipe)
+    assert (first.status, first.step) == ("finished", 1)
+    assert newest(recipe).state.step == 1
+    assert train_here(recipe).status == "nothing to do"
+
+
 def test_a_trained_model_is_found_and_loaded(
     tiny: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
