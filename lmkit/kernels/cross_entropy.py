@@ -272,7 +272,7 @@ def _scaled(
     )
     for wanted, x, out in ((of_hidden, grad_hidden, grad_hidden), (of_weight, grad_weight, place)):
         if wanted and x.numel():
-            scale_calls((x, scale), (out,), (x is out,))
+            scale_calls((x, scale), (out,), (x is out, out.dtype))
             torch.autograd.graph.increment_version(out)  # a second backward pass finds out
     return grad_hidden if of_hidden else None, place if of_weight else None
 

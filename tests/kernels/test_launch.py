@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels import launch
+from lmkit.kernels import cross_entropy, launch
 from lmkit.kernels.flash import backward as flash_backward
 from lmkit.kernels.flash import backward_dkdv, backward_dq, tuning
 from lmkit.kernels.flash import forward as flash_forward
@@ -20,10 +20,13 @@ from lmkit.kernels.launch import LaunchCache, empty_in_order_of
 
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
-KERNELS = (flash_forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel)
-
-
-CALLS = (flash_forward.forward_calls, flash_backward.backward_calls)
+KERNELS = (
+    flash_forward.forward_kernel,
+    backward_dq.dq_kernel,
+    backward_dkdv.dkdv_kernel,
+    cross_entropy.scale_kernel,
+)
+CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +141,18 @@ def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_
     for _ in range(2):  # prepared, then known
         for name, call in calls.items():
             assert launches_of(call, stand_in_gpu) == expected[name], name
+
+
+def test_a_result_of_another_dtype_is_of_another_kind(stand_in_gpu):
+    """The weight's gradient is a float32 sum for float16 and for bfloat16."""
+    sums, scale = torch.ones(4, 64), torch.ones(())
+
+    def scaled(dtype):
+        hidden = torch.ones(2, 64, dtype=dtype)
+        return lambda: cross_entropy._scaled(hidden, sums, scale, (False, True), in_place=True)
+
+    functions = [launches_of(scaled(dtype), stand_in_gpu)[0][2] for dtype in (torch.float16, torch.bfloat16)]
+    assert functions[0] != functions[1]
 
 
 def test_other_tensors_of_the_same_kind_are_launched_on_without_preparing(stand_in_gpu, monkeypatch):
