@@ -39,7 +39,7 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
     a, b, c = COEFFICIENTS
     rows, columns = matrices.shape[-2:]
     x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
-    x = x.mT if rows > columns else x  # the products are those of the shorter side
+    x = x.mT.contiguous() if rows > columns else x  # the products are those of the shorter side
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(
         torch.finfo(x.dtype).tiny
     )  # a matrix of zeros stays zero
@@ -144,6 +144,10 @@ class Muon(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.decision is not None and not self.decision.is_cuda:  # costs nothing to read
+            if not self.decision:
+                return loss
+            self.decision = None
         for group in self.param_groups:
             for sweep in _sweeps(_matrices(group), lambda pair: pair[0].numel()):
                 self._update_matrices(sweep, group)
