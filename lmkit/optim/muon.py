@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from lmkit.measure.limits import has_bf16
 from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, decay_of, settings_of
 from lmkit.registry import OPTIMIZERS
 
@@ -51,15 +51,9 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
 
 
 def _dtype_of_products(matrices: Tensor) -> torch.dtype:
-    if matrices.is_cuda or (matrices.dtype == torch.float32 and _cpu_has_bf16()):
+    if matrices.is_cuda or (matrices.dtype == torch.float32 and has_bf16(matrices.device)):
         return torch.bfloat16
     return matrices.dtype
-
-
-@cache
-def _cpu_has_bf16() -> bool:
-    """Return whether the CPU multiplies bf16 by instructions of its own; elsewhere float32 is faster."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 class MatrixShard(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
+from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics
 from lmkit.training.setup import TrainingStep
 
@@ -62,7 +63,8 @@ class Workload:
 
     @property
     def train(self) -> TrainConfig:
-        return required(self.recipe.train, "train", command="profile")
+        required(self.recipe.train, "train", command="profile")
+        return cast(TrainConfig, with_precision(self.recipe, self.ranks.device).train)
 
     @property
     def batch_size(self) -> int:

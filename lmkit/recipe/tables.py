@@ -197,9 +197,10 @@ class TrainConfig(Table):
     """Sequences per optimizer step over all ranks; accumulation and ranks divide it."""
     accumulation: PositiveInt = 1
     """Micro-batches per optimizer step."""
-    precision: Literal["fp32", "bf16", "bf16-autocast", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16-autocast", "fp16", "auto"] = "fp32"
     """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer;
-    `bf16-autocast` and `fp16` cast fp32 weights in every pass."""
+    `bf16-autocast` and `fp16` cast fp32 weights in every pass; `auto` is `bf16` where the GPU or CPU has instructions
+    for it, else `fp32`."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture the training step in a CUDA graph; `auto`: on one GPU, where the host would set the pace."""
     grad_clip: NonNegativeFloat = 1.0

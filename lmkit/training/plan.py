@@ -93,6 +93,8 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         UsageError: a table or the vocabulary is missing, or the ranks do not divide the batch.
     """
     config, train = _tables(recipe)
+    if train.precision == "auto":
+        train = train.model_copy(update={"precision": "bf16" if known_peak(card.name, "bf16") else "fp32"})
     parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
     if train.batch_size % (ranks * train.accumulation):
         raise UsageError(

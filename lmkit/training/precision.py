@@ -6,6 +6,7 @@
 | `bf16` | matrices bf16, gains float32 | bf16 | float32, float32 |
 | `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
 | `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
+| `auto` | `bf16` where the device has instructions for it, else `fp32` | | |
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from lmkit.measure.limits import has_bf16
+from lmkit.recipe.schema import Recipe
 from lmkit.training.state import LossScaleState
 
 PRODUCTS = {
@@ -28,6 +31,19 @@ PRODUCTS = {
 GROWTH_INTERVAL = 2000
 INITIAL_SCALE = 65536.0
 SMALLEST_SCALE = 1.0
+
+
+def with_precision(recipe: Recipe, device: torch.device, *, saved: str | None = None) -> Recipe:
+    """Return the recipe with the precision that "auto" stands for: that of a checkpoint, or what suits the device.
+
+    Args:
+        saved: the precision of the checkpoint to resume from, if there is one.
+    """
+    train = recipe.train
+    if train is None or train.precision != "auto":
+        return recipe
+    precision = saved or ("bf16" if has_bf16(device) else "fp32")
+    return recipe.model_copy(update={"train": train.model_copy(update={"precision": precision})})
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

@@ -38,6 +38,7 @@ from lmkit.training.given_weights import GivenWeights
 from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.plan import misfit
+from lmkit.training.precision import with_precision
 from lmkit.training.process import StopSignals, numerics, ranks_of
 from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_newer, restore
 from lmkit.training.run_data import (
@@ -269,7 +270,7 @@ def _prepare(
         hold: locks the run folder, which is cleaned then; None writes nothing.
     """
     data = open_data(recipe)
-    resolved = resolve(recipe, data)
+    resolved = with_precision(resolve(recipe, data), ranks.device)
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
@@ -285,6 +286,8 @@ def _prepare(
     if path is None:
         return _Start(resolved, data, batches, None, notes, warnings, None, open_given(resolved, data))
     checkpoint = open_checkpoint(path)
+    before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
+    resolved = with_precision(resolve(recipe, data), ranks.device, saved=before.get("precision"))
     changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size) + warnings
     done = None
     if is_finished(checkpoint.state, resolved, stop_at_step):

@@ -14,13 +14,16 @@ from lmkit.errors import UsageError
 from lmkit.optim.clipping import gradient_norm
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
+from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.model_state import model_weights, plain_model
 from lmkit.training.precision import GradientSums
 from lmkit.training.resume import restore
+from lmkit.training.session import train
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 
@@ -214,3 +217,20 @@ def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, setti
 def test_ranks_of_none_keep_their_own_masters() -> None:
     """There is no process group: a collective would raise."""
     NoSync(Ranks(rank=1, world_size=2), ParallelConfig(strategy="none")).take_first_ranks([torch.ones(2)])
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_auto_is_bf16_where_the_device_has_it_and_stays_what_it_was(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    monkeypatch.setattr("lmkit.training.precision.has_bf16", lambda device: has_bf16)
+    recipe = tiny("train.precision=auto", "train.steps=4", "checkpoint.interval=2")
+    train(recipe, stop_at_step=2)
+    wanted = "bf16" if has_bf16 else "fp32"
+    assert newest_checkpoint(recipe.run.path).state.recipe["train"]["precision"] == wanted
+    monkeypatch.setattr("lmkit.training.precision.has_bf16", lambda device: not has_bf16)
+    resumed = train(recipe)
+    assert resumed is not None
+    assert (resumed.resumed_from, resumed.step) == (2, 4)
+    assert newest_checkpoint(recipe.run.path).state.recipe["train"]["precision"] == wanted
+    assert load_recipe(recipe.run.path / "recipe.toml").train.precision == "auto"  # type: ignore[union-attr]
