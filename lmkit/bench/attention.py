@@ -88,11 +88,11 @@ class Options(Table):
     """Kernels that `lmkit env` lists, KERNEL:VARIANT such as flash_triton:deterministic, sdpa:cudnn|flash|efficient,
     each with an optional `+compile`; empty: all that run on the device."""
     grid_head_dims: tuple[PositiveInt, ...] = ()
-    """Head sizes of the head_dim x length sweep, forward only; empty: no sweep."""
+    """Head sizes of the head_dim x length sweep; empty: no sweep."""
     grid_lengths: tuple[PositiveInt, ...] = ()
     """Lengths of the head_dim x length sweep; empty: no sweep."""
     grid_kernels: tuple[AttentionVariant, ...] = ()
-    """Kernels of the sweep; empty: `kernels`, or without these the baseline, ours and PyTorch's."""
+    """Kernels of the sweep; empty: `kernels`, or without these the baseline, eager and compiled, ours and PyTorch's."""
     baseline: AttentionVariant = "vectorized"
     """The kernel that speedups are relative to."""
     projection_layout: bool = False
@@ -156,8 +156,6 @@ def build_cases(options: Options) -> list[Case]:
 def attention(context: Context) -> Rows:
     """Return a row per case, variant and direction, and the longest sequences that fit.
 
-    The grid is forward only: its picture shows nothing else.
-
     Raises:
         UsageError: an unknown kernel.
     """
@@ -167,8 +165,9 @@ def attention(context: Context) -> Rows:
     on_gpu = context.device.type == "cuda"
     kernels = options.kernels or default_kernels(on_gpu=on_gpu)
     rivals = ("flash_triton", "sdpa:cudnn") if on_gpu else ("flash_torch", "sdpa")
+    compiled = options.baseline.removesuffix("+compile") + "+compile"
     grid_kernels = (
-        options.grid_kernels or options.kernels or tuple(dict.fromkeys((options.baseline, *rivals)))
+        options.grid_kernels or options.kernels or tuple(dict.fromkeys((options.baseline, compiled, *rivals)))
     )
     for name in (*kernels, *grid_kernels):
         check_kernel(name)
@@ -178,9 +177,10 @@ def attention(context: Context) -> Rows:
     rows: Rows = []
     for done, case in enumerate(cases):
         context.progress("attention", done, len(cases))
-        found = sweep.measure(case, grid_kernels if case.part == "grid" else kernels)
-        if options.backward and case.part != "grid":
-            found += sweep.measure(case, kernels, ("fwd+bwd", "backward"))
+        of_case = grid_kernels if case.part == "grid" else kernels
+        found = sweep.measure(case, of_case)
+        if options.backward:
+            found += sweep.measure(case, of_case, ("fwd+bwd", "backward"))
         rows += found
         context.keep(found)
     rows += sweep.longest_that_fit(rows)

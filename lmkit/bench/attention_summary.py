@@ -97,7 +97,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     square = [row for row in square_tiers(rows) if row["direction"] == "forward"]
     files = {
         "attention_sweep_forward.png": _bars(rows, "forward"),
-        "attention_sweep_heatmap.png": _heat_map(grid or square),
+        "attention_sweep_heatmap.png": _heat_map(grid or square, "forward"),
         "attention_sweep_scaling.png": lines(
             square,
             "num_keys",
@@ -109,8 +109,11 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             log_y=True,
         ),
     }
-    if any(row["direction"] == "backward" for row in rows):
+    with_backward = any(row["direction"] == "backward" for row in rows)
+    if with_backward:
         files["attention_sweep_backward.png"] = _bars(rows, "backward")
+    if with_backward and grid:
+        files["attention_sweep_heatmap_backward.png"] = _heat_map(grid, "backward")
     return files
 
 
@@ -139,8 +142,9 @@ def _bars(rows: Rows, direction: str) -> bytes:
     )
 
 
-def _heat_map(rows: Rows) -> bytes:
+def _heat_map(rows: Rows, direction: str) -> bytes:
     """Draw our best kernel's speedup over the baseline; its TFLOP/s if there is no baseline."""
+    rows = [row for row in rows if row["direction"] == direction]
     timed = {row["kernel"] for row in rows if row.get("median_ms")}
     ours = [name for name in ATTENTION.names if name in timed and name != "sdpa"]
     baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
@@ -153,7 +157,7 @@ def _heat_map(rows: Rows) -> bytes:
         [str(length) for length in lengths],
         [str(head_dim) for head_dim in head_dims],
         [[found.get((head_dim, length)) for length in lengths] for head_dim in head_dims],
-        title=_title(rows, f"forward, {kernel}"),
+        title=_title(rows, f"{direction}, {kernel}"),
         x_label="sequence length (tokens)",
         y_label="head_dim",
         value_label=f"times as fast as {baseline}" if as_ratio else "TFLOP/s",

@@ -20,7 +20,7 @@ from lmkit.measure.memory import PeakMemory
 from lmkit.registry import ATTENTION
 
 CPU = torch.device("cpu")
-PICTURES = ("forward", "backward", "heatmap", "scaling")
+PICTURES = ("forward", "backward", "heatmap", "heatmap_backward", "scaling")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
 
@@ -49,8 +49,7 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
     kernels = ("reference", "vectorized", "flash_torch", "sdpa", "sdpa:cudnn")
     grid = {"grid_head_dims": (16, 32), "grid_lengths": (24,)}
     result = measure(journal, tiers=("32", "40:24"), kernels=kernels, backward=True, **grid)
-    # 2 tiers x 3 directions x 5 kernels, and 2 cells of the grid, forward, x the kernels
-    assert len(result.rows) == 30 + 10
+    assert len(result.rows) == (2 + 2) * 3 * 5  # tiers and cells of the grid x directions x kernels
     for row in result.rows:
         if row["kernel"] == "sdpa:cudnn":
             assert row["status"] == "unsupported"  # on a CPU
@@ -67,7 +66,7 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
     assert all(content[:4] == b"\x89PNG" for name, content in result.files.items() if name.endswith(".png"))
     stored = [json.loads(line) for line in result.files["attention_sweep_results.jsonl"].splitlines()]
     assert stored == journal.rows() == result.rows
-    assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 40
+    assert len(list(csv.DictReader(io.StringIO(result.files["attention_sweep_results.csv"])))) == 60
     assert max(map(len, result.table.splitlines())) <= 100
 
 
