@@ -234,13 +234,15 @@ def loss_curve(
     x_label: str = "step",
     y_label: str = "loss (nats per token)",
     marked: Collection[str] = (),
+    width: float = 8.0,
 ) -> bytes:
     """Draw training curves: thin lines, one per name.
 
     Args:
+        width: inches; letters keep their size.
         marked: names whose every point gets a marker; the others are measured too often for that.
     """
-    figure, axes = _figure(title, x_label, y_label)
+    figure, axes = _figure(title, x_label, y_label, width=width)
     for index, (name, points) in enumerate(series.items()):
         look = {
             "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
@@ -248,7 +250,7 @@ def loss_curve(
             "markersize": max(1.0, min(5.5, 250 / max(1, len(points)))),  # neighbours do not touch
         }
         _curve(axes, points, name, index, **look)
-    return _finish(figure)
+    return _finish(figure, columns=max(1, int(width / 2)))
 
 
 def grouped_bars(

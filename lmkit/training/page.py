@@ -30,6 +30,13 @@ pre { background: #f4f4f4; padding: .7rem; font-size: 13px; }
 pre.text { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; }
 th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #ddd; white-space: nowrap; }
+@media (max-width: 40rem) {
+  table, tbody, tr, td { display: block; }
+  tr.head { display: none; }
+  tr { margin-bottom: 1rem; }
+  td { display: flex; justify-content: space-between; padding-right: 0; white-space: normal; }
+  td::before { content: attr(data-name); padding-right: 1rem; white-space: nowrap; color: #666; }
+}
 """
 _LOADS_NOTHING = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -186,9 +193,12 @@ def _figures(runs: Sequence[Run]) -> str:
                 _number(judged.get("bits_per_byte"), ".4f"),
             )
         )
-    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    lines = []
+    for row in rows:  # on a narrow screen the cells stand one below the other, each with its name
+        cells = (f'<td data-name="{name}">{cell}</td>' for name, cell in zip(head, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     heads = "".join(f"<th>{name}</th>" for name in head)
-    return f'<div class="wide"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
+    return f'<div class="wide"><table><tr class="head">{heads}</tr>{"".join(lines)}</table></div>'
 
 
 def _number(value: Any, spec: str) -> str:
@@ -216,9 +226,16 @@ def _picture(
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
-    drawn = loss_curve(series, title=title, x_label=x_label, y_label=y_label, marked=marked)
-    data = base64.b64encode(drawn).decode("ascii")
-    return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{data}"></p>'
+    wide, narrow = (
+        base64.b64encode(
+            loss_curve(series, title=title, x_label=x_label, y_label=y_label, marked=marked, width=width)
+        ).decode("ascii")
+        for width in (8.0, 4.2)
+    )
+    return (
+        f'<p><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,{narrow}">'
+        f'<img alt="{escape(title)}" src="data:image/png;base64,{wide}"></picture></p>'
+    )
 
 
 def _section(title: str, content: str) -> str:

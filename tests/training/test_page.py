@@ -99,8 +99,10 @@ def test_a_page_holds_figures_curves_texts_recipe_and_environment(make_run: Make
     assert recipe == (folder / "recipe.toml").read_text()
     assert json.loads(environment) == {"lmkit": "9.9"}
     pictures = [value for tag, name, value in parts.attributes if (tag, name) == ("img", "src")]
-    assert len(pictures) == 3
-    for picture in pictures:
+    narrow = [value for tag, name, value in parts.attributes if (tag, name) == ("source", "srcset")]
+    assert len(pictures) == len(narrow) == len({*pictures, *narrow}) / 2 == 3
+    assert [value for _, name, value in parts.attributes if name == "data-name"] == parts.texts["th"]
+    for picture in (*pictures, *narrow):
         assert base64.b64decode(picture.removeprefix("data:image/png;base64,")).startswith(PNG)
 
 
@@ -111,7 +113,7 @@ def test_it_loads_nothing_and_runs_nothing(make_run: MakeRun) -> None:
     assert "script" not in parts.tags
     assert not [name for _, name, _ in parts.attributes if name.startswith("on")]
     for tag, name, value in parts.attributes:
-        if name in ("src", "href"):
+        if name in ("src", "srcset", "href"):
             assert value.startswith("data:"), (tag, name)
     assert not re.search(r"url\(|@import", text)
     policy = [value for _, name, value in parts.attributes if name == "content" and "default-src" in value]
