@@ -33,7 +33,7 @@ def plan(
     strategy: Annotated[str | None, option("How they share the work (parallel.strategy).")] = None,
     all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Make two steps here; compare with the plan.")
+        bool, typer.Option("--check", help="Make a few steps here; compare with the plan.")
     ] = False,
 ) -> Result:
     """Say what a training needs and whether it fits, from its recipe alone.
@@ -78,7 +78,7 @@ def _compared(made: Plan, found: Measured) -> str:
         return "measured: out of memory"
     lines = [_beside("peak", made.memory.peak / GB, found.peak_bytes / GB, "GB", ".2f")]
     if made.seconds is not None:
-        lines.append(_beside("second step", made.seconds * 1e3, found.seconds * 1e3, "ms", ",.1f"))
+        lines.append(_beside("a step", made.seconds * 1e3, found.seconds * 1e3, "ms", ",.1f"))
     return "\n".join(lines)
 
 

@@ -81,7 +81,10 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     sums = max(form.stream, FLOAT) if form.device == "cpu" and not fused else form.stream
     attention = form.product * d + FLOAT * config.num_heads
     if ATTENTION.facts(config.attention).keeps_scores:
-        attention += form.product * (config.num_heads * config.context_length + d + 2 * d_kv)
+        attention += form.product * config.num_heads * config.context_length
+        attention += (
+            0 if fused else form.product * (d + 2 * d_kv)
+        )  # the rotated ones, which are not contiguous
     heads_normed = 0
     if (
         config.qk_norm
@@ -396,8 +399,8 @@ def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
         return logits, logits + hidden + cast
     logits = rows * vocab_size * product
     narrow = product < FLOAT
-    if form.compiled and slices == 1:  # as tinystories took it on an H200: the gradient overwrites the logits
-        return logits, logits + hidden + cast
+    if form.compiled:  # as tinystories took it on an H200: the gradient overwrites the logits
+        return logits, min(slices, 2) * logits + hidden + cast
     # Logits and their gradient, that of the slice before, log-probabilities in float32; later a product to add.
     of_slice = logits * (2 if slices > 1 or narrow else 1) + rows * vocab_size * FLOAT
     return logits, max(of_slice, 2 * logits + (product * table if narrow else 0)) + hidden + cast

@@ -70,6 +70,11 @@ class StepGraph:
         self._captures = captures
         self.note = f"CUDA graph: {'on' if captures else 'off'}, {why}"
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether the step is captured, or may be after a few more."""
+        return self._captures is not False
+
     def fits(self, inputs: torch.Tensor) -> bool:
         """Return whether `replay` may be called for a batch."""
         if self._graph is None:

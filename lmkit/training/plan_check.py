@@ -1,4 +1,4 @@
-"""Compare a plan with a training on this machine: two steps, on random tokens."""
+"""Compare a plan with a training on this machine: a few steps, on random tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.recipe.schema import Recipe
+from lmkit.training.graph import MEASURED, WARM_UPS
 from lmkit.training.plan import plan
 from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import ALONE, TrainingStep
@@ -20,14 +21,14 @@ from lmkit.training.setup import ALONE, TrainingStep
 
 @dataclass(frozen=True)
 class Measured:
-    """What the second step took on the rank that took most; None: memory ran out."""
+    """What a step took on the rank that took most, its memory without a CUDA graph; None: memory ran out."""
 
     peak_bytes: int | None
     seconds: float | None
 
 
 def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
-    """Make two steps of a recipe on this machine's GPUs.
+    """Make a few steps of a recipe on this machine's GPUs.
 
     Raises:
         UsageError: as `plan`, or there is no GPU, or there are fewer than ranks.
@@ -45,7 +46,7 @@ def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
 
 
 def measure(recipe: Recipe) -> Measured:
-    """Make two steps as one of the ranks; return what the second took on the rank that took most."""
+    """Make a few steps as one of the ranks; return what one took on the rank that took most."""
     with ranks_of(recipe) as ranks, numerics(recipe.run, ranks):
         made = plan(recipe, card_here(), ranks=ranks.world_size)
         config, train = made.config, made.train
@@ -70,16 +71,26 @@ def measure(recipe: Recipe) -> Measured:
                 parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
                 precision=train.precision,
                 grad_clip=train.grad_clip,
-                cuda_graph="off",
+                cuda_graph=train.cuda_graph,
             )
             training.run(wait=True)
             with track_peak(ranks.device) as peak:
-                started = time.perf_counter()
-                training.run(wait=True)
-                seconds = time.perf_counter() - started
+                seconds = _seconds(training)
+            graph = training.step.graph
+            if graph is not None and graph.may_capture:
+                for _ in range(WARM_UPS + MEASURED - 2):
+                    training.run(wait=True)
+                seconds = _seconds(training)
         except RuntimeError as error:
             raise limit_reached(error) or error from error
         most = torch.tensor([peak.peak_bytes - before, seconds], dtype=torch.float64)
         if ranks.world_size > 1:
             torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         return Measured(int(most[0]), most[1].item())
+
+
+def _seconds(training: TrainingStep) -> float:
+    """Return how long a step takes."""
+    started = time.perf_counter()
+    training.run(wait=True)
+    return time.perf_counter() - started

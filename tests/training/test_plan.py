@@ -20,6 +20,38 @@ MEASURED = {
 }
 """Name -> shape, batch, GB and ms of a step (artifacts/h200/step: bf16, fused operations, flash_triton)."""
 
+RECIPES = [
+    ("quickstart", [], 0.1059, 1.19),
+    ("quickstart", ["train.precision=bf16", "model.attention=flash_triton"], 0.0637, 0.77),
+    ("text_files", [], 0.0290, 0.58),
+    ("chat", [], 0.2008, 1.56),
+    ("speedrun", [], 1.5545, 17.20),
+    ("tinystories", [], 3.5002, 10.70),
+    ("profile", [], 10.0956, 23.96),
+    ("llama_1b", [], 60.6628, 461.57),
+    (
+        "llama_1b",
+        [
+            *("model.tie_embeddings=false", "model.context_length=2048"),
+            "model.activation_checkpointing=attention",
+        ],
+        26.5219,
+        272.53,
+    ),
+    ("llama_1b", ["model.activation_checkpointing=block"], 23.0389, 568.55),
+    (
+        "llama_1b",
+        [
+            *("model.activation_checkpointing=selective", "model.activation_gb=6.0"),
+            "model.num_layers=8",
+        ],
+        19.8550,
+        305.80,
+    ),
+]
+"""Recipe, keys -> GB of a step without a CUDA graph, ms of one that `train.cuda_graph = "auto"` makes (one H200,
+torch 2.11, 2026-11-27)."""
+
 LLAMA = [
     *("parallel.strategy=fsdp", "model.tie_embeddings=false"),
     *("model.activation_checkpointing=attention", "model.context_length=2048"),
@@ -44,6 +76,16 @@ def test_the_plan_agrees_with_what_an_h200_took(name: str) -> None:
     assert made.least_seconds < made.seconds
 
 
+@pytest.mark.parametrize(("name", "keys", "gb", "ms"), RECIPES)
+def test_the_plan_of_a_recipe_agrees_with_what_an_h200_took(
+    name: str, keys: list[str], gb: float, ms: float
+) -> None:
+    made = plan(load_recipe(name, keys), H200)
+    assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.05)
+    assert made.seconds is not None
+    assert made.seconds * 1e3 == pytest.approx(ms, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "gb"),
     [
@@ -51,6 +93,11 @@ def test_the_plan_agrees_with_what_an_h200_took(name: str) -> None:
         ("course_8b", [], 73.092),
         ("llama_1b", LLAMA, 13.607),
         ("tinystories", ["parallel.strategy=bucketed"], 1.926),
+        (
+            "quickstart",
+            ["model.attention=flash_triton", "train.precision=bf16", "parallel.strategy=zero1"],
+            0.052,
+        ),
     ],
 )
 def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
