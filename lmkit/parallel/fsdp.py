@@ -227,6 +227,20 @@ class Fsdp(Strategy):
                 weights[plain_name(name)] = weights[first]
         return weights
 
+    def weights_to_save(self) -> dict[str, torch.Tensor] | None:
+        """Return the exact weights of some layers, in host memory; each rank has others. Collective."""
+        if self.ranks.world_size == 1:
+            return None
+        weights: dict[str, torch.Tensor] = {}
+        sizes = [0] * self.ranks.world_size
+        for flat in self._flats:
+            owner = sizes.index(min(sizes))
+            sizes[owner] += flat.shard_size
+            whole = flat.gather_state()
+            if owner == self.ranks.rank:
+                weights |= flat.named(whole.to("cpu"))
+        return weights
+
     def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
         weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
         for name in state_dict:

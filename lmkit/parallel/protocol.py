@@ -111,6 +111,13 @@ class GradientSync(Protocol):
         parameters only after a barrier behind this call if another rank could be reading them.
         """
 
+    def weights_to_save(self) -> Mapping[str, torch.Tensor] | None:
+        """Return this rank's share of the weights by the names of checkpoints; None: rank 0 has them all. Collective.
+
+        Every weight belongs to one rank. The shares need not be on the model's device.
+        """
+        return None
+
     def reset(self) -> None:
         """Forget a step that raised in the backward pass, or whose gradients are not wanted.
 

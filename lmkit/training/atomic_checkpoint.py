@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step-00000100/`:
 
-    model.safetensors                          weights by parameter name
+    model.safetensors                          weights by parameter name; of sharded weights, one file per rank:
+    model-00000-of-00002.safetensors ...
     optimizer-00000-of-00002.safetensors ...   optimizer state, one file per shard
     state.json                                 `TrainingState`: step, model, recipe, random generators
     manifest.json                              size and SHA-256 of every other file, and its own checksum
@@ -34,11 +35,13 @@ import torch
 from lmkit.errors import LmkitError, reason
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
 
-FORMAT = 1
+FORMAT = 2
+"""1, unless the weights are in several files."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
 REPLACED_SUFFIX = ".replaced"
+_MODEL_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_MANIFEST_BYTES = 1 << 24
@@ -99,6 +102,21 @@ class SavedStep(NamedTuple):
 def step_name(step: int) -> str:
     """Return `step-00000100` for 100."""
     return f"step-{step:08d}"
+
+
+def model_name(rank: int, ranks: int) -> str:
+    """Return the name of the file of `rank`, from 0, of so many ranks that each save some of the weights."""
+    return MODEL if ranks == 1 else f"model-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """Return which of a checkpoint's files hold the weights; [] if one of them is missing."""
+    names = set(names)
+    if MODEL in names:
+        return [MODEL]
+    counts = {int(match[2]) for name in names if (match := _MODEL_NAME.fullmatch(name))}
+    wanted = [model_name(rank, count) for count in counts for rank in range(count)]
+    return wanted if len(counts) == 1 and names.issuperset(wanted) else []
 
 
 def shard_name(rank: int, shards: int) -> str:
@@ -174,7 +192,7 @@ def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
 def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write and fsync `manifest.json`, the last file of a checkpoint."""
     files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
-    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    content: dict[str, Any] = {"format": 1 if MODEL in entries else FORMAT, "files": files}
     content["checksum"] = manifest_checksum(content)
     write_text(folder / MANIFEST, json.dumps(content, indent=2))
 
@@ -260,7 +278,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     if not isinstance(found, int) or found > FORMAT:
         raise newer(path, "checkpoint", found, FORMAT)
     files = content.get("files")
-    if not isinstance(files, dict) or not {MODEL, STATE} <= files.keys():
+    if not isinstance(files, dict) or STATE not in files or not model_files(files):
         raise damaged(path, f"does not list {MODEL} and {STATE}")
     return {name: _entry(path, name, fields) for name, fields in files.items()}
 

@@ -4,9 +4,10 @@
 only read weights, and writes the files from that copy. Before the optimizer changes anything, the trainer calls
 `release_weights`, which waits for the copy; usually it is long done.
 
-Every rank has a writer. Rank 0 writes the model, `state.json` and the manifest; each rank writes its optimizer shard
-if the state is sharded. The threads exchange messages through the process group's key-value store. They use no
-collectives, so nothing can get out of order with those of training.
+Every rank has a writer. Rank 0 writes `state.json`, the manifest and the model; if the weights are sharded, each rank
+writes a part of the model. Each rank writes its optimizer shard, if the state is sharded. The threads exchange
+messages through the process group's key-value store. They use no collectives, so nothing can get out of order with
+those of training.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.training.atomic_checkpoint import (
-    MODEL,
     STATE,
     FileEntry,
+    model_name,
     publish,
     shard_name,
     step_name,
@@ -75,22 +76,25 @@ class CheckpointWriter:
         self.stall_seconds = 0.0
         """How long training has waited for saving so far."""
 
-    def reserve(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
-        """Allocate host memory in the background, so that the first save is as fast as the others."""
+    def reserve(
+        self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1
+    ) -> None:
+        """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
         self.wait()
-        files = self._own_files(state, model, optimizer)
+        files = self._own_files(state, model, optimizer, model_files)
         self._start(state.step, lambda: self._copies.reserve(files))
 
-    def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors) -> None:
+    def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1) -> None:
         """Begin to save. Every rank calls it at the same step.
 
         Args:
             state: with this rank's RNG state; those of the other ranks are added.
             model, optimizer: the live tensors, on any device; under a sharded optimizer this rank's shard.
+            model_files: 1: the model is rank 0's; the number of ranks: each saves the part that it gives.
         """
         started = time.perf_counter()
         self.wait()
-        files = self._own_files(state, model, optimizer)
+        files = self._own_files(state, model, optimizer, model_files)
         self._copies.mark()
         self._copied.clear()
         self._start(state.step, lambda: self._write(state, files))
@@ -153,10 +157,10 @@ class CheckpointWriter:
         self._abandoned.set()
         self._thread.shutdown()
 
-    def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors) -> Files:
+    def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors, model_files: int) -> Files:
         """Return what this rank writes: file name -> tensors."""
         rank = self._ranks.rank
-        files: Files = {MODEL: model} if self._ranks.is_first else {}
+        files: Files = {model_name(rank, model_files): model} if rank < model_files else {}
         if rank < state.optimizer_shards:  # further ranks keep copies
             files[shard_name(rank, state.optimizer_shards)] = optimizer
         return files
@@ -191,7 +195,7 @@ class CheckpointWriter:
         self._retention.prune()
 
     def _write_part(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
-        """On every rank but the first: write the optimizer shard, if there are shards; send the RNG state."""
+        """On every rank but the first: write its files, if it has some; send the RNG state."""
         message: dict[str, object] = {"error": "an error of its own"}
         try:
             if copies:

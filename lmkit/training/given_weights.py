@@ -79,11 +79,14 @@ def open_weights(path: Path) -> GivenWeights:
     if is_hugging_face(path):
         return open_hugging_face(path)
     checkpoint = newest_checkpoint(path)
-    file = checkpoint.path / MODEL
-    verify_file(file, checkpoint.entries[MODEL])
-    opened, config = TensorFile(file), checkpoint.state.model
-    places = {name: (opened, name) for name in opened.tensors}
-    specs = _specs(file, config, places)
+    config = checkpoint.state.model
+    places: dict[str, tuple[TensorFile, str]] = {}
+    for name in checkpoint.model_files:
+        file = checkpoint.path / name
+        verify_file(file, checkpoint.entries[name])
+        opened = TensorFile(file)
+        places |= {stored_as: (opened, stored_as) for stored_as in opened.tensors}
+    specs = _specs(checkpoint.path / MODEL, config, places)
     return GivenWeights(checkpoint.path, config, run_tokenizer(checkpoint.path), specs, places, False)
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -423,7 +423,12 @@ class Trainer:
         with losses_named(self.ranks, f"after step {self.moment.step}"):
             self._writer.wait_for_all()
 
-    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _tensors(self) -> dict[str, Any]:
         """Return the live tensors that a checkpoint holds, as `CheckpointWriter.save` takes them."""
         model, optimizer = self.step.model, self.step.optimizer
-        return {"model": model_weights(model), "optimizer": optimizer_tensors(optimizer, model)}
+        part = self.step.sync.weights_to_save()
+        return {
+            "model": model_weights(model) if part is None else part,
+            "model_files": 1 if part is None else self.ranks.world_size,
+            "optimizer": optimizer_tensors(optimizer, model),
+        }

@@ -16,6 +16,7 @@ from test_checkpoint_writer import make_state
 
 from lmkit.storage import sha256_file
 from lmkit.training.atomic_checkpoint import (
+    FORMAT,
     MANIFEST,
     MODEL,
     STATE,
@@ -23,6 +24,7 @@ from lmkit.training.atomic_checkpoint import (
     NewerFormat,
     clean_leftovers,
     manifest_checksum,
+    model_name,
     newest_valid,
     publish,
     read_manifest,
@@ -191,7 +193,7 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer:
         make_checkpoint(tmp_path, step)
     folder = tmp_path / step_name(2)
     if newer == MANIFEST:
-        rewrite_manifest(folder, format=2)
+        rewrite_manifest(folder, format=FORMAT + 1)
     else:
         content = json.loads((folder / STATE).read_text()) | {"format": 2, "unheard_of": True}
         entry = write_text(folder / STATE, json.dumps(content))
@@ -234,6 +236,25 @@ def test_a_manifest_of_another_shape_is_damage(text: str | None, tmp_path: Path)
         (folder / MANIFEST).write_text(text)
     with refused("checkpoint.damaged", folder / MANIFEST, kind=DamagedCheckpoint):
         read_manifest(folder)
+
+
+def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+    parts = [{"a": torch.ones(2), "c": torch.zeros(1)}, {"b": torch.ones(3)}, {}]
+    entries = {
+        name: write_tensors(tmp_path / name, part)
+        for name, part in ((model_name(rank, 3), part) for rank, part in enumerate(parts))
+    }
+    entries |= {SHARD: write_tensors(tmp_path / SHARD, {})}
+    entries |= {STATE: write_text(tmp_path / STATE, make_state(1).model_dump_json())}
+    write_manifest(tmp_path, entries)
+    assert json.loads((tmp_path / MANIFEST).read_text())["format"] == 2  # which older versions refuse
+    opened = open_checkpoint(tmp_path)
+    assert {name: len(tensor) for name, tensor in opened.model_tensors().items()} == {"a": 2, "b": 3, "c": 1}
+    assert opened.model_shapes() == {"a": (2,), "b": (3,), "c": (1,)}
+    for missing in range(3):
+        write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != model_name(missing, 3)})
+        with refused("checkpoint.damaged", tmp_path / MANIFEST, kind=DamagedCheckpoint):
+            open_checkpoint(tmp_path)
 
 
 # Tensor files

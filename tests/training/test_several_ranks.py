@@ -15,6 +15,7 @@ from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import STRATEGIES
+from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import plain_model
 
 Tiny = Callable[..., Recipe]
@@ -111,8 +112,9 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     assert fleet.train(parts, **options) == [0, 0], fleet.said()
     left, right = newest(tiny(chosen, "run.name=whole")), newest(tiny(chosen, "run.name=parts"))
     shards = 2 if "optimizer" in STRATEGIES.facts(strategy).shards else 1
+    models = ["model-00000-of-00002", "model-00001-of-00002"] if strategy == "fsdp" else ["model"]
     assert {path.stem for path in left.path.glob("*.safetensors")} == {
-        "model", *(f"optimizer-0000{rank}-of-0000{shards}" for rank in range(shards)),
+        *models, *(f"optimizer-0000{rank}-of-0000{shards}" for rank in range(shards)),
     }  # fmt: skip
     assert left.state.rng == right.state.rng
     assert len(set(left.state.rng)) == 2  # each rank has its own
@@ -120,6 +122,10 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     for kind in ("train", "valid", "final"):
         assert losses(tiny("run.name=whole"), kind) == losses(tiny("run.name=parts"), kind) != []
     plain_model(left, device="cpu")  # fault 59, for what each strategy wraps a model in
+    saved_weights = left.model_tensors()
+    opened = open_weights(left.path)
+    assert opened.specs.keys() == saved_weights.keys()
+    assert all(torch.equal(opened.read(name), weights) for name, weights in saved_weights.items())
 
 
 @pytest.mark.parametrize(
