@@ -102,7 +102,8 @@ def findings(rows: Rows) -> list[str]:
         best = min(full_precision, key=lambda row: row["step_ms"])
         scaling = f", {best['scaling']:.1%} of linear scaling" if best.get("scaling") else ""
         found.append(
-            f"Fastest with fp32 gradients: {best['variant']}, {best['step_ms']:.2f} ms a step{scaling}."
+            f"Fastest, no gradient narrower than its weight: {best['variant']}, {best['step_ms']:.2f} ms a "
+            f"step{scaling}."
         )
     for sharded in (False, True):
         found += _against_pytorch([row for row in synced if is_sharded(row["variant"]) is sharded])
