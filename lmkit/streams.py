@@ -10,13 +10,24 @@ import errno
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from lmkit.errors import LmkitError, reason
 
 LOST: dict[str, str] = {}
 """Name of a stream that could not be written -> why."""
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | {ord(sign): sign for sign in "\t\n\r"}
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+def harmless(text: str, stream: TextIO) -> str:
+    """Return what a stream may show of a text: for a terminal, with U+FFFD in place of control characters.
+
+    They drive a terminal or reverse the rest of a line. An untrained model writes them by chance; a foreign
+    checkpoint, recipe or file name may have them on purpose.
+    """
+    return text.translate(_SHOWN) if stream.isatty() else text
 
 
 def secure_streams() -> None:

@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmkit.measure.progress import Progress, wants_plain_text
+from lmkit.streams import harmless
 
 SECONDS_BETWEEN_LINES = 10.0
-_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}") | {
-    ord(harmless): harmless for harmless in "\t\n\r"
-}
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,10 @@ def _plain(value: Any) -> Any:
 
 
 def write(text: str) -> None:
-    """Write text to stdout at once; under torchrun, only on rank 0.
-
-    A terminal gets U+FFFD for control characters: an untrained model writes them by chance, and a foreign checkpoint
-    may do so on purpose.
-    """
+    """Write text to stdout at once; under torchrun, only on rank 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
         return
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(harmless(text, sys.stdout))
     sys.stdout.flush()
 
 
@@ -69,7 +63,7 @@ def log_to_stderr() -> None:
 
     class Lines(logging.StreamHandler):
         def format(self, record: logging.LogRecord) -> str:
-            text = super().format(record)
+            text = harmless(super().format(record), sys.stderr)
             return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
         def emit(self, record: logging.LogRecord) -> None:

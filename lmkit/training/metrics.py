@@ -31,6 +31,7 @@ from lmkit.measure.progress import wants_plain_text
 from lmkit.recipe.run_folder import METRICS
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
+from lmkit.streams import harmless
 
 LOSS_PICTURE = "loss.png"
 SECONDS_BETWEEN_LINES = 1.0
@@ -195,7 +196,7 @@ class PlainConsole(Sink):
             self.note(text)
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 class BarConsole(Sink):
@@ -231,7 +232,7 @@ class BarConsole(Sink):
             self.note(text)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(harmless(text, sys.stderr), markup=False, highlight=False)
 
     def close(self) -> None:
         self._progress.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import signal
@@ -253,6 +254,26 @@ def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     ids = map(str, b"a\tb\x1b[2J\xc2\x9b\xff")
     assert run_command_line(["tokenizer", "decode", str(path), *ids]) == 0
     assert raw.getvalue() == printed
+
+
+@pytest.mark.parametrize("no_color", ["1", ""])
+def test_fault_144_names_of_files_cannot_drive_a_terminal(
+    no_color: str, as_terminal: Callable[[], io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmkit.cli.console import log_to_stderr
+    from lmkit.training.metrics import console
+
+    log, shown = logging.getLogger("lmkit"), as_terminal()
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", False)
+    log_to_stderr()
+    log.warning("read %s", "\x1b]0;title\x07.txt")
+    display = console(10)
+    display.note("kept \x1b[2J\u202e/run")
+    display.close()
+    for line in ("warning: read \ufffd]0;title\ufffd.txt\n", "kept \ufffd[2J\ufffd/run"):
+        assert line in shown.getvalue()
 
 
 def test_ids_and_text_as_json(terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
