@@ -302,10 +302,9 @@ def loaded_model(
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
-    from lmkit.tokenizer import Tokenizer
     from lmkit.tokenizer.chat import beside
     from lmkit.training.atomic_checkpoint import MANIFEST
-    from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+    from lmkit.training.checkpoint import load_tokenizer, newest_checkpoint, run_tokenizer
     from lmkit.training.model_state import plain_model
 
     for override in overrides:
@@ -328,13 +327,8 @@ def loaded_model(
         if path is None:
             message, hint = f"{source}: the run has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
-        loaded, trained_on = Tokenizer.load(path), checkpoint.state.data
-        if trained_on is not None and trained_on.tokenizer_sha256 != loaded.sha256:
-            raise UsageError(
-                "generate.wrong_tokenizer",
-                f"{path}: is tokenizer {loaded.sha256}, but the model was trained with {trained_on.tokenizer_sha256}",
-                hint="use the tokenizer that encoded its token files",
-            )
+        trained_on = checkpoint.state.data
+        loaded = load_tokenizer(path, None if trained_on is None else trained_on.tokenizer_sha256)
         model = plain_model(checkpoint, device=ranks.device)
         narrow = table.precision == "bf16" or (table.precision == "auto" and ranks.device.type == "cuda")
         model.to(torch.bfloat16 if narrow else torch.float32)

@@ -186,6 +186,10 @@ class Pipeline:
                     f"{self.folder}: --force would delete {others[0]!r}, and this folder is not a run",
                     hint="empty it yourself, or choose another folder with --set run.folder=...",
                 )
+        if self.force or self.redone or not self.record.is_finished("train"):
+            from lmkit.training.setup import check_before_data
+
+            check_before_data(self.recipe, nproc=self.nproc)
         refuse_unwritable(self.folder, option="--set run.folder=...")
 
     def _refuse_to_skip(self) -> None:

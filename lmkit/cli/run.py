@@ -75,7 +75,10 @@ def run(
 
     recipes = [loaded] if seeds is None else _with_seeds(loaded, seeds)
     if dry_run:
-        plans = [pipeline.plan(it, from_stage=from_stage, skip_data=skip_data, force=force) for it in recipes]
+        plans = [
+            pipeline.plan(it, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc)
+            for it in recipes
+        ]
         return plans[0] if seeds is None else _joined(plans)
     with progress_on_stderr() as progress:
         results = [

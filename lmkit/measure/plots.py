@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,13 @@ def _finish(figure: Figure, columns: int = 4) -> bytes:
 def png(figure: Figure) -> bytes:
     """Return the picture's file, the same bytes for the same figure."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": None})  # no version string: same rows, same bytes
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing from", UserWarning
+        )  # a name in another script: boxes
+        figure.savefig(
+            out, format="png", metadata={"Software": None}
+        )  # no version string: same rows, same bytes
     return out.getvalue()
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, TOKENIZER
 from lmkit.recipe.tables import RunConfig
+from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
     MODEL,
@@ -162,6 +163,26 @@ def run_tokenizer(checkpoint: Path) -> Path | None:
     """Return `tokenizer.json` of the run that holds a checkpoint; of old checkpoints, the one beside them."""
     folder = checkpoint.resolve().parent
     return next((path for path in (folder / TOKENIZER, folder.parent / TOKENIZER) if path.is_file()), None)
+
+
+def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:
+    """Load the tokenizer of a model.
+
+    Args:
+        trained_with: the SHA-256 of the tokenizer that made its token files; None: not known.
+
+    Raises:
+        UsageError: it is another one.
+        LmkitError: the file is damaged.
+    """
+    tokenizer = Tokenizer.load(path)
+    if trained_with not in (None, tokenizer.sha256):
+        raise UsageError(
+            "checkpoint.wrong_tokenizer",
+            f"{path}: is tokenizer {tokenizer.sha256}, but the model was trained with {trained_with}",
+            hint="use the tokenizer that encoded its token files",
+        )
+    return tokenizer
 
 
 # Retain

@@ -36,6 +36,7 @@ from lmkit.training.atomic_checkpoint import (
     write_tensors,
     write_text,
 )
+from lmkit.training.checkpoint import load_tokenizer
 from lmkit.training.given_weights import INDEX, ONE_FILE, GivenWeights, open_hugging_face, open_weights
 from lmkit.training.setup import recipe_sha256
 from lmkit.training.state import TrainingState, capture_rng
@@ -86,11 +87,14 @@ def export_model(
         shard_bytes: largest safetensors file.
 
     Raises:
-        UsageError: the output exists, or the architecture cannot express the model; the message names the key.
+        UsageError: the output exists, the tokenizer is not the model's, or the architecture cannot express the model;
+            the message names the key.
         LmkitError: the checkpoint is damaged.
     """
     weights = open_weights(source)
-    tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
+    tokenizer = None
+    if weights.tokenizer is not None:
+        tokenizer = load_tokenizer(weights.tokenizer, weights.tokenizer_sha256)
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)

@@ -43,6 +43,7 @@ class GivenWeights:
         specs: name -> a tensor on "meta", with the shape that `config` asks for and the dtype of the file.
         places: name -> the file, and the name in it.
         in_halves: whether q and k lie in the order of Hugging Face folders.
+        tokenizer_sha256: of the tokenizer that they were trained with; None: not known.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class GivenWeights:
     specs: Mapping[str, torch.Tensor]
     places: Mapping[str, tuple[TensorFile, str]]
     in_halves: bool
+    tokenizer_sha256: str | None = None
 
     def read(self, name: str) -> torch.Tensor:
         """Return a weight on the CPU, in memory of its own.
@@ -87,7 +89,9 @@ def open_weights(path: Path) -> GivenWeights:
         opened = TensorFile(file)
         places |= {stored_as: (opened, stored_as) for stored_as in opened.tensors}
     specs = _specs(checkpoint.path / MODEL, config, places)
-    return GivenWeights(checkpoint.path, config, run_tokenizer(checkpoint.path), specs, places, False)
+    tokenizer, data = run_tokenizer(checkpoint.path), checkpoint.state.data
+    trained_with = None if data is None else data.tokenizer_sha256
+    return GivenWeights(checkpoint.path, config, tokenizer, specs, places, False, trained_with)
 
 
 def is_hugging_face(path: Path) -> bool:

@@ -7,7 +7,7 @@ import shlex
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
-from lmkit.tokenizer import Tokenizer
+from lmkit.training.checkpoint import load_tokenizer
 from lmkit.training.given_weights import GivenWeights, open_weights
 from lmkit.training.model_state import load_masters, load_weights
 from lmkit.training.run_data import Data
@@ -34,7 +34,10 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights | None:
         return None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
-        theirs, ours = Tokenizer.load(given.tokenizer).sha256, data.train.meta.tokenizer_sha256
+        theirs, ours = (
+            load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256,
+            data.train.meta.tokenizer_sha256,
+        )
         if theirs != ours:
             raise UsageError(
                 "train.other_tokenizer",

@@ -26,7 +26,7 @@ from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of,
 from lmkit.recipe.tables import ModelConfig, RunConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import STATE
-from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.checkpoint import load_tokenizer, newest_checkpoint, run_tokenizer
 from lmkit.training.evaluation import EvaluateResult, evaluate, held_out_of, summarise
 from lmkit.training.given_weights import is_hugging_face, open_hugging_face
 from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_of
@@ -80,12 +80,12 @@ class TrainedModel:
         """Return its tokenizer.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or another one than it was trained with.
         """
         if self.tokenizer is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = Tokenizer.load(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer, self.tokenizer_sha256)
         self.refuse_more_ids(tokenizer.vocab_size, self.tokenizer)
         return tokenizer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -23,10 +24,12 @@ from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, STRATEGIES
+from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.precision import PRODUCTS, autocast, hold_weights
 from lmkit.training.run_data import Data, resolved_tables
@@ -234,7 +237,9 @@ class TrainingStep:
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse what does not run on the device, before anything is written or built: fp16 on a CPU, kernels."""
-    model, train = resolved_tables(recipe)
+    model, train = recipe.model, recipe.train
+    assert model is not None
+    assert train is not None
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[train.precision], device=device)
     check_kernel(model.attention, one_query)
     choose_operations(model.operations, one_query)
@@ -242,6 +247,23 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
         )
+
+
+def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
+    """Refuse what `train` would refuse whatever the data are, before hours go into making them.
+
+    Args:
+        nproc: ranks to start on this machine.
+
+    Raises:
+        UsageError: the device is not there, something does not run on it, or there is no such checkpoint.
+        LmkitError: a checkpoint that the recipe names is damaged.
+    """
+    check_device(recipe, local_device(recipe.run.device, local_rank=nproc - 1))
+    if recipe.checkpoint.resume not in ("auto", "never"):
+        open_checkpoint(Path(recipe.checkpoint.resume))
+    if recipe.train is not None and recipe.train.init_from is not None:
+        open_weights(recipe.train.init_from)
 
 
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:

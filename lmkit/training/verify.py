@@ -12,11 +12,12 @@ from pathlib import Path
 
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.measure.tables import megabytes
 from lmkit.recipe.load import load_recipe, required
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RECORD, TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
-from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -107,13 +108,17 @@ def _is_run(folder: Path) -> bool:
 def _checks_of_run(folder: Path) -> Iterator[Check]:
     for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
         yield _check(folder / name, look)
-    sha256 = None
+    sha256, made = None, _made(folder)
+    for path in sorted(made.keys() - {folder / TOKENIZER, *folder.glob("tokens/*.npy")}):
+        yield _check(
+            path, lambda path: f"{megabytes(path.stat().st_size)}, as `lmkit run` left it", made[path]
+        )
     if (folder / TOKENIZER).exists():
-        tokenizer = _check(folder / TOKENIZER, _tokenizer)
+        tokenizer = _check(folder / TOKENIZER, _tokenizer, made.get(folder / TOKENIZER))
         yield tokenizer
         sha256 = Tokenizer.load(folder / TOKENIZER).sha256 if tokenizer.ok else None
     for tokens in sorted(folder.glob("tokens/*.npy")):
-        yield _check(tokens, lambda path: _token_file(path, sha256))
+        yield _check(tokens, lambda path: _token_file(path, sha256), made.get(tokens))
     checkpoints = saved_steps(folder / CHECKPOINTS)
     if not checkpoints:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
@@ -124,10 +129,25 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
             yield Check(str(left), ok=False, found="half written, or being written")
 
 
-def _check(path: Path, look: Callable[[Path], str]) -> Check:
+def _made(folder: Path) -> dict[Path, str]:
+    """Return what `lmkit run` noted of the files that training reads: file -> SHA-256."""
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        made = [
+            record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
+        ]
+        return {folder / name: str(digest) for files in made for name, digest in files.items()}
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError):
+        return {}  # made without `lmkit run`, or damaged, of which that speaks
+
+
+def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -> Check:
+    """Return what `look` finds in a file, or what is wrong with it; `sha256` is the hash that it had, if known."""
     if not path.exists():
         return Check(str(path), ok=False, found="missing")
     try:
+        if sha256 is not None and sha256_file(path) != sha256:
+            return Check(str(path), ok=False, found="changed or damaged since `lmkit run` made it")
         return Check(str(path), ok=True, found=look(path))
     except LmkitError as error:
         return Check(str(path), ok=False, found=re.sub(f"^{re.escape(str(path))}(: |/| )", "", error.message))

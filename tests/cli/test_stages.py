@@ -373,3 +373,47 @@ def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run: Path, te
         (run / "recipe.toml").write_text(recipe.replace(old, new, 1))  # then it did not make these stages
         record = stage_record.StageRecord(run, load_recipe("fish.toml"))
         assert [stage for stage in stage_record.READS if not record.is_finished(stage)] == redone
+
+
+def test_fault_145_the_tokenizer_of_another_model_is_refused(run: Path, terminal) -> None:
+    Path("other.txt").write_text("quite other words\n" * 50)
+    terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")
+    Path("questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
+    for command in (
+        f"generate {run}",
+        f"export {run} exported",
+        f"evaluate {run} --text corpus.txt",
+        f"evaluate {run} --choices questions.jsonl",
+    ):
+        terminal.refuses(command, code="checkpoint.wrong_tokenizer", says=[str(run / "tokenizer.json")])
+    assert not Path("exported").exists()
+
+
+@pytest.mark.parametrize("damaged", ["tokens/train.npy", "corpus/valid.txt"])
+def test_fault_146_verify_notices_other_content(damaged: str, run: Path, terminal) -> None:
+    assert "all is well" in terminal(f"verify {run}")
+    content = (run / damaged).read_bytes()
+    (run / damaged).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    (wrong,) = [
+        line for line in terminal(f"verify {run}", exit_code=1).splitlines() if line.startswith("WRONG")
+    ]
+    assert str(run / damaged) in wrong
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("run.device=cuda", "parallel.no_gpu"),
+        ("train.precision=fp16 --set run.device=auto", "train.wrong_device"),
+        ("train.init_from=nowhere", "checkpoint.not_found"),
+        ("checkpoint.resume=nowhere", "checkpoint.not_found"),
+    ],
+)
+def test_fault_148_what_cannot_train_is_refused_before_the_data(
+    setting: str, code: str, run: Path, terminal, monkeypatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for command in ("run fish.toml --dry-run", "run fish.toml"):
+        terminal.refuses(f"{command} --set run.name=new --set {setting}", code=code)
+    assert not run.with_name("new").exists()

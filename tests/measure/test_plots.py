@@ -1,6 +1,7 @@
 """Whether a plot is legible only eyes can tell; these check that one comes out, is not empty and is reproducible."""
 
 import io
+import warnings
 
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_a_picture_comes_out(name):
     assert pixels.shape[0] > 80
     assert pixels.shape[1] > 400
     assert np.unique(pixels[..., :3].reshape(-1, 3), axis=0).shape[0] > 10
+
+
+def test_fault_147_a_name_that_the_font_lacks_is_drawn_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plots.loss_curve({"\u65e5\u672c": [(1, 2.0), (2, 1.0)]}, title="\u65e5\u672c").startswith(
+            b"\x89PNG"
+        )
 
 
 def test_the_same_rows_make_the_same_bytes():
