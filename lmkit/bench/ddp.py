@@ -3,7 +3,8 @@
 What is timed is the step that `lmkit train` runs. Definitions, all per round and then summarized by medians with a
 95% interval over rounds:
 
-- scaling: step time of one rank alone / step time with W ranks (weak scaling: the same rows per rank);
+- one rank: every GPU makes the steps of one rank by itself, all at once; a sample is the slowest's, as for W ranks;
+- scaling: step time of one rank / step time with W ranks (weak scaling: the same rows per rank);
 - exposed communication: step time - step time of the same step without communication (`none`);
 - communication alone: the time of a step's reduction with no compute at the same time;
 - host time: how long rank 0's CPU is busy with a step on an idle GPU;
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
     from lmkit.training.setup import TrainingStep
 
 SETTLE_S = 1.5
-"""How long all GPUs work, untimed, before the first sample and after a sample of one rank: the power of those that
-rested has fallen, and its limit answers late, so that the next samples would be too short and then too long."""
+"""How long all GPUs work, untimed, before the first sample: the power of GPUs that rested has fallen, and its limit
+answers late, so that the next samples would be too short and then too long."""
 TRACE_WARMUP = 5
 TRACE_STEPS = 16  # the first traced steps show a host that is not ahead of its GPU yet
 
@@ -75,7 +76,7 @@ class Sample(NamedTuple):
     """What one rank measured.
 
     Attributes:
-        step_ms: ms per step; 0 or almost on ranks that only wait.
+        step_ms: ms per step.
         ahead_ms: as in `SteadyStateClock`; NaN on a CPU.
     """
 
@@ -85,8 +86,8 @@ class Sample(NamedTuple):
 
 Samples = dict[str, list[list[Sample]]]
 """Variant -> round -> rank."""
-Trainings = dict[str, "TrainingStep | None"]
-"""Variant -> its training; None on ranks that only wait."""
+Trainings = dict[str, "TrainingStep"]
+"""Variant -> its training."""
 
 
 def ladder() -> tuple[str, ...]:
@@ -167,7 +168,7 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     return rows_of(samples)
 
 
-def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, dict[str, Any]] | str:
+def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str, Any]] | str:
     """Build a variant, run its first steps, note memory and traffic; return why, if it does not fit on some rank."""
     import torch
     import torch.distributed as dist
@@ -183,17 +184,17 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, di
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
-        built = make_training(name, case, ranks) if ranks.is_first or name not in SOLO else None
+        built = make_training(name, case, ranks)
     # Steps are collective: ranks agree before them, too.
     if agree(ranks, stop=facts["status"] != "ok"):
         return str(facts.get("detail", "on another rank"))
     with out_of_memory_is_a_row(facts, ranks.device):
-        if built is not None:
-            facts |= _first_steps(built, name)
+        assert built is not None
+        facts |= _first_steps(built, name)
         if on_gpu:
             torch.cuda.synchronize(ranks.device)
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
-            facts["host_ms"] = _host_ms(built, ranks) if built is not None else None
+            facts["host_ms"] = _host_ms(built, ranks)
         facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
     if agree(ranks, stop=facts["status"] != "ok"):
         del built
@@ -201,6 +202,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep | None, di
         return str(facts.get("detail", "on another rank"))
     of_first: list[Any] = [facts]  # so that all ranks return the same rows
     dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
+    assert built is not None
     return built, of_first[0]
 
 
@@ -249,11 +251,11 @@ def _host_ms(built: TrainingStep, ranks: Ranks) -> float:
     return median(samples)
 
 
-def _communication_alone(name: str, built: TrainingStep | None, ranks: Ranks) -> float | None:
+def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float | None:
     """Return the median ms of reducing gradients that are all there; None where that cannot be separated."""
     from lmkit.parallel.collectives import agree
 
-    if built is None or not is_own(name) or is_sharded(name):
+    if not is_own(name) or is_sharded(name):
         return None
     built.backward()
     clock, sync = SteadyStateClock(ranks.device, 1), built.step.sync
@@ -278,17 +280,12 @@ def _time_together(
     samples_before = count()
     clock = SteadyStateClock(ranks.device, options.steps_per_sample)
     turns: list[str] = []  # variants in the order of this round
-    may_rest = ranks.device.type == "cuda" and ranks.world_size > 1
-    rested = may_rest  # while the last variant was built
 
     def prepare(name: str) -> None:
-        nonlocal rested
-        context.progress(f"{part}, timing", next(samples_before), options.rounds * len(trainings))
-        built = trainings[name]
-        if rested and name not in SOLO:
-            assert built is not None
-            settle(built.run, ranks, options.steps_per_sample)
-        rested = may_rest and name in SOLO
+        done = next(samples_before)
+        context.progress(f"{part}, timing", done, options.rounds * len(trainings))
+        if done == 0 and ranks.device.type == "cuda":  # they rested while the last variant was built
+            settle(trainings[name].run, ranks, options.steps_per_sample)
         turns.append(name)
         agree(ranks)
 
@@ -308,7 +305,7 @@ def _time_together(
         return agree(ranks, stop=time.monotonic() > deadline)
 
     time_variants(
-        {name: built.run if built else lambda: None for name, built in trainings.items()},
+        {name: built.run for name, built in trainings.items()},
         device=ranks.device,
         repeats=options.rounds,
         warmup=0,
@@ -325,7 +322,6 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
 
     from lmkit.parallel.collectives import agree
 
-    agree(ranks)  # or the time of those that rested would run out while the first is still measured
     until = time.perf_counter() + SETTLE_S
     while not agree(ranks, stop=time.perf_counter() > until):
         for _ in range(steps):
@@ -347,11 +343,11 @@ def numbers(name: str, case: Case, ranks: Ranks, samples: Samples) -> dict[str, 
         "tokens_per_s": world_size * case.tokens_per_step / times.median * 1e3,
         "samples_ms": own,
     }
-    if name == "none":  # with all others, ranks wait for one another
+    if name in SOLO:  # with all others, ranks wait for one another
         of_ranks = zip(*samples[name], strict=True)
         fields["rank_ms"] = [median([sample.step_ms for sample in of_rank]) for of_rank in of_ranks]
     if ranks.device.type == "cuda":
-        least = [min(sample.ahead_ms for sample in of_rank[:world_size]) for of_rank in samples[name]]
+        least = [min(sample.ahead_ms for sample in of_rank) for of_rank in samples[name]]
         fields["ahead_ms"] = median(least)
     baseline = baseline_of(name)
     if baseline in samples and name not in SOLO:

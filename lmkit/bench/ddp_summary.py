@@ -35,8 +35,9 @@ WIDE = (
     Column("peak_gb", "peak GB", ".2f"),
 )
 NOTES = (
-    "ms/step: median of the slowest rank's samples; spread: (p90 - p10) / median; scaling: one rank's step time over "
-    "this one's, same rows per rank; exposed: step time minus that of `none`; memory: peak over one rank's",
+    "ms/step: median of the slowest rank's samples, for one rank too, which every rank is by itself; spread: (p90 - "
+    "p10) / median; scaling: one rank's step time over this one's, same rows per rank; exposed: step time minus that "
+    "of `none`; memory: peak over one rank's",
     "MB sent (10^6 bytes): of a rank in a step; formula: 2 (W-1)/W of the gradients, and (W-1)/W of the weights that "
     "PyTorch's ZeRO broadcasts",
 )
@@ -107,6 +108,9 @@ def findings(rows: Rows) -> list[str]:
         )
     for sharded in (False, True):
         found += _against_pytorch([row for row in synced if is_sharded(row["variant"]) is sharded])
+    if alone := timed.get("one rank", {}).get("rank_ms"):
+        each = ", ".join(f"{step_ms:.2f}" for step_ms in alone)
+        found.append(f"Each rank by itself: {each} ms a step.")
     naive, bucketed = timed.get("naive"), timed.get("bucketed")
     if naive and bucketed and naive.get("exposed_ms") and bucketed.get("exposed_ms") is not None:
         found.append(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmkit.training.setup import TrainingStep
 
 SOLO = ("one rank", "one rank bf16")
-"""Variants that run on rank 0 alone, while the other ranks wait."""
+"""Variants whose ranks train alone, each on its own."""
 TORCH_ZERO = "torch_ddp + ZeRO"
 TORCH_BUCKET_MB = 25.0  # PyTorch's default
 NAMED: dict[str, dict[str, Any]] = {

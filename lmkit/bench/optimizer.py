@@ -53,8 +53,8 @@ def check(recipe: Any) -> None:
         if name in SOLO:
             raise UsageError(
                 "bench.not_of_all_ranks",
-                f"bench.optimizer.variants: {name!r} does not run on all ranks",
-                hint='use "none": each of its ranks holds what one rank would',
+                f"bench.optimizer.variants: {name!r} trains on one rank",
+                hint='use "none": its ranks agree on every step, and each holds what one rank would',
             )
 
 
