@@ -22,22 +22,20 @@ from typing import Any
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import follow, leading
 from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
-from lmkit.cli.stages import STAGES
-from lmkit.data.token_files import open_tokens
+from lmkit.cli.stages import STAGES, summary
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
-from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import (
     CHAT_TEMPLATE,
     CHECKPOINTS,
+    ENVIRONMENT,
     METRICS,
     RECIPE,
     RECORD,
     STORIES,
     TOKENIZER,
-    token_file,
 )
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
@@ -52,6 +50,11 @@ LOCK = ".lock"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no stage before `generate` depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)
+# Files that the stages write.
+MADE = (
+    *("corpus/train.*", "corpus/valid.*", TOKENIZER, CHAT_TEMPLATE, "tokens/train.*", "tokens/valid.*"),
+    *(METRICS, "loss.png", ENVIRONMENT, "training.json", "evaluation.json", STORIES),
+)
 OTHERWISE = (
     "name a new run: --set run.name=...; or --force: it keeps the old checkpoints as checkpoints.old-<time>"
 )
@@ -95,7 +98,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
                 log.warning(no_fit)  # before hours of making data
         done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
         pipeline.record.save()
-        return _summary(pipeline, done)
+        return summary(pipeline, done)
 
 
 def plan(recipe: Recipe, **options: Any) -> Result:
@@ -176,6 +179,7 @@ class Pipeline:
         if not self.force:
             self._refuse_another_recipe()
             self._refuse_to_read_a_pipe_again()
+            self._refuse_files_of_others()
         elif self.folder.is_dir():
             # One look: another process may be making a run of it.
             names = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
@@ -245,6 +249,18 @@ class Pipeline:
                 f"{damage}: it came from a pipe, which cannot be read again",
                 hint="use it as it is: --skip-data; or read the pipe anew: --set run.name=...",
             )
+
+    def _refuse_files_of_others(self) -> None:
+        """Refuse a folder that is no run and has files under names that the stages write."""
+        if (self.folder / RECIPE).exists() or (self.folder / RECORD).exists():
+            return
+        for name in MADE:
+            for found in self.folder.glob(name):
+                raise UsageError(
+                    "run.not_a_run_folder",
+                    f"{self.folder}: this run would replace {str(found.relative_to(self.folder))!r}",
+                    hint="move it away, or choose another folder: --set run.name=...",
+                )
 
     def _came_from_a_pipe(self) -> bool:
         return any(PIPE in hashes for hashes in self.record.content.values())
@@ -321,9 +337,20 @@ class Pipeline:
             if self.record.damage:
                 log.warning("%s", self.record.damage)
             remove_partials(self.folder)
-            write_atomic(self.folder / RECIPE, recipe_to_toml(self.recipe))
+            write_atomic(self.folder / RECIPE, recipe_to_toml(self._with_trained_steps()))
             self.record.forget(self.redone)
             yield
+
+    def _with_trained_steps(self) -> Recipe:
+        """Return the recipe with the steps of a longer training of this run, whose model is kept."""
+        path, trained, table = self.folder / RECIPE, self._trained_steps(), self.recipe.train
+        assert table is not None
+        if trained is None or trained <= table.steps or table.epochs or self.redone or not path.exists():
+            return self.recipe
+        longer = required(load_recipe(path).train, "train", command="run").steps
+        log.warning("train.steps = %d: the run was trained to step %d, which it keeps", table.steps, trained)
+        train = table.model_copy(update={"steps": max(longer, trained)})
+        return self.recipe.model_copy(update={"train": train})
 
     def _is_kept(self, path: Path) -> bool:
         """Return whether `--force` leaves a path of the run folder alone."""
@@ -407,44 +434,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _summary(run: Pipeline, done: dict[str, str]) -> Result:
-    """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
-    evaluation = run.read("evaluation", "loss", "perplexity", "bits_per_byte")
-    training = run.read("training", "parameters", "step")
-    train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
-    story = (run.folder / STORIES).read_text("utf-8", "replace")
-    loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
-    parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
-    corpus_bytes = train.num_bytes + valid.num_bytes
-    lines = [
-        "",
-        story.strip(),
-        "",
-        f"corpus      {megabytes(corpus_bytes)} of text",
-        f"tokenizer   {train.vocab_size:,} tokens",
-        f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
-        f"model       {parameters:,} parameters, {steps:,} steps"
-        + ("" if speed is None else f", {speed:,.0f} tokens/s"),
-        f"held out    loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte",
-        f"run folder  {run.folder}",
-        statement("another story", f"lmkit generate {shlex.quote(str(run.folder))} --seed 1"),
-    ]
-    fields = {
-        "folder": run.folder,
-        "stages": done,
-        "corpus_bytes": corpus_bytes,
-        "vocab_size": train.vocab_size,
-        "train_tokens": train.num_tokens,
-        "valid_tokens": valid.num_tokens,
-        "parameters": parameters,
-        "steps": steps,
-        "tokens_per_second": speed,
-        "loss": loss,
-        "perplexity": perplexity,
-        "bits_per_byte": bits,
-        "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != LOCK},
-        "story": story,
-    }
-    return Result("\n".join(lines), fields)

@@ -1,22 +1,25 @@
 """What the stages of `lmkit run` do: corpus -> tokenizer -> token files -> training -> evaluation -> stories.
 
-`STAGES`, at the end, lists them. The stages that need torch import it when they run.
+`STAGES` lists them, and `summary` collects what they left. The stages that need torch import it when they run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone
 from lmkit.cli.stage_record import Outputs
 from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import mask_path, sidecar_path
+from lmkit.data.token_files import mask_path, open_tokens, sidecar_path
+from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
 from lmkit.tokenizer import Tokenizer, train_tokenizer
@@ -131,3 +134,44 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
     "evaluate": _evaluate,
     "generate": _generate,
 }
+
+
+def summary(run: Pipeline, done: dict[str, str]) -> Result:
+    """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
+    evaluation = run.read("evaluation", "loss", "perplexity", "bits_per_byte")
+    training = run.read("training", "parameters", "step")
+    train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
+    story = (run.folder / STORIES).read_text("utf-8", "replace")
+    loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
+    parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
+    corpus_bytes = train.num_bytes + valid.num_bytes
+    lines = [
+        "",
+        story.strip(),
+        "",
+        f"corpus      {megabytes(corpus_bytes)} of text",
+        f"tokenizer   {train.vocab_size:,} tokens",
+        f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
+        f"model       {parameters:,} parameters, {steps:,} steps"
+        + ("" if speed is None else f", {speed:,.0f} tokens/s"),
+        f"held out    loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte",
+        f"run folder  {run.folder}",
+        statement("another story", f"lmkit generate {shlex.quote(str(run.folder))} --seed 1"),
+    ]
+    fields = {
+        "folder": run.folder,
+        "stages": done,
+        "corpus_bytes": corpus_bytes,
+        "vocab_size": train.vocab_size,
+        "train_tokens": train.num_tokens,
+        "valid_tokens": valid.num_tokens,
+        "parameters": parameters,
+        "steps": steps,
+        "tokens_per_second": speed,
+        "loss": loss,
+        "perplexity": perplexity,
+        "bits_per_byte": bits,
+        "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
+        "story": story,
+    }
+    return Result("\n".join(lines), fields)

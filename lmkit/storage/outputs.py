@@ -102,7 +102,7 @@ def refuse_too_large(output: Path, num_bytes: float) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """Return a path or the nearest of its parents that exists."""
-    while not path.exists():
+    """Return a path or the nearest of its parents that exists, if only as a link that leads nowhere."""
+    while not os.path.lexists(path):
         path = path.absolute().parent
     return path

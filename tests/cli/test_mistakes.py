@@ -52,6 +52,14 @@ def test_fault_123_a_link_that_leads_nowhere_is_named(terminal) -> None:
     terminal.refuses("recipe validate loop.toml", code="recipe.unreadable", says=["loop.toml", "links"])
 
 
+@pytest.mark.parametrize(("target", "why"), [("nowhere/x", "no such file"), ("link", "too many levels")])
+def test_fault_151_a_run_folder_that_is_a_link_to_nothing_is_named(target: str, why: str, terminal) -> None:
+    Path("link").symlink_to(target)
+    command = "run quickstart --set run.folder=. --set run.name=link"
+    for words in (command, f"{command} --dry-run"):
+        terminal.refuses(words, code="output.unwritable", says=["link", why])
+
+
 def test_fault_123_import_and_export_of_gpt2_files_name_the_folder(terminal, text: Path) -> None:
     Path("empty").mkdir()
     terminal("tokenizer train text.txt ours.json --vocab-size 260")

@@ -417,3 +417,15 @@ def test_fault_148_what_cannot_train_is_refused_before_the_data(
     for command in ("run fish.toml --dry-run", "run fish.toml"):
         terminal.refuses(f"{command} --set run.name=new --set {setting}", code=code)
     assert not run.with_name("new").exists()
+
+
+@pytest.mark.parametrize("mine", ["corpus/train.txt", "tokenizer.json", "tokens/valid.npy", "stories.txt"])
+def test_fault_149_a_first_run_replaces_no_files_of_the_users(mine: str, run: Path, terminal) -> None:
+    path = run.with_name("new") / mine
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    for command in ("run fish.toml --dry-run", "run fish.toml"):
+        terminal.refuses(f"{command} --set run.name=new", code="run.not_a_run_folder", says=[mine])
+    assert content(run.with_name("new")) == {mine: b"mine"}
+    path.rename(path.with_name("notes"))
+    terminal("run fish.toml --set run.name=new")
