@@ -39,14 +39,18 @@ def vectorized(
     group = heads // kv_heads if kv_heads else 1
 
     # The heads of a group become further rows of one matrix: one product per key head.
-    rows = q.reshape(batch, kv_heads, group * num_queries, head_dim)
+    rows = q.reshape(batch * kv_heads, group * num_queries, head_dim)
+    keys = k.reshape(batch * kv_heads, num_keys, head_dim)
     with range_("attention.scores"):
-        # (batch, kv_heads, group * num_queries, num_keys)
-        scores = torch.matmul(rows, k.transpose(-2, -1)) * scale
+        # (batch * kv_heads, group * num_queries, num_keys); scaled while they are written
+        scores = torch.baddbmm(q.new_zeros(()), rows, keys.mT, beta=0, alpha=scale)
+        scores = scores.view(batch, kv_heads, group * num_queries, num_keys)
         visible = visible_keys(q, k, causal, mask, first)
         if visible is not None:
-            by_head = scores.view(batch, heads, num_queries, num_keys)
-            scores = by_head.masked_fill(~visible, -math.inf).view(scores.shape)
+            # Where a weight is zero, so is the gradient that softmax passes on. The filling needs a backward pass
+            # only if a row may see no key, as softmax of -inf alone is NaN.
+            with torch.set_grad_enabled(mask is not None and torch.is_grad_enabled()):
+                scores.view(batch, heads, num_queries, num_keys).masked_fill_(~visible, -math.inf)
     with range_("attention.softmax"):
         weights = scores.softmax(dim=-1).to(v.dtype)  # (batch, kv_heads, group * num_queries, num_keys)
         if mask is not None and visible is not None:
