@@ -212,9 +212,13 @@ def children(pid: int) -> list[int]:
 
 @needs_proc
 @pytest.mark.full
-def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(
+    strategy: str, recipe: Path, tmp_path: Path
+) -> None:
     """From the newest checkpoint. Of torchrun, the agents of two machines."""
-    machines = Machines(tmp_path, ["-m", "lmkit", "train", str(recipe)])
+    chosen = ["--set", f"parallel.strategy={strategy}"]
+    machines = Machines(tmp_path, ["-m", "lmkit", "train", str(recipe), *chosen])
     with closing(machines):
         machines.start("first", hosts=True)
         machines.start("second")
