@@ -101,6 +101,30 @@ class FsdpOptimizer(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load this rank's own state. Load the model's weights before, not after.
+
+        Raises:
+            ValueError: it was saved by another rank or under another layout (see `load_resharded`).
+        """
+        layout = ShardLayout.from_json(state_dict["layout"])
+        if state_dict["rank"] != self._ranks.rank or layout != self.shard_layout:
+            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+        for number, part in enumerate(self._slices):
+            saved = state_dict["state"].get(str(number), {})
+            if part is None or not saved:
+                continue
+            wrong = [key for key, value in saved.items() if value.ndim and value.numel() != part.numel()]
+            if wrong:
+                raise ValueError(f"{wrong[0]} of bucket {number} has not {part.numel()} elements")
+            self.inner.state[part] = {
+                key: value.to(part.device, copy=True) if value.ndim else value.clone()
+                for key, value in saved.items()
+            }
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(loaded)
+
+    @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's elements from whole weights by name, after the model's, which may have been rounded."""
         for flat in self._flats:

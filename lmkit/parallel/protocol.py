@@ -138,6 +138,9 @@ class ShardedState(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}."""
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank saved under the same layout."""
+
     def load_resharded(self, states: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of a run saved, whatever its world size."""
 

@@ -268,6 +268,17 @@ def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
     return optimizer.shard_layout.as_json() if isinstance(optimizer, ShardedState) else None
 
 
+def own_shard(optimizer: torch.optim.Optimizer, layout: Layout | None) -> int | None:
+    """Return which shard of a saved state is just what this rank holds; None: there is none."""
+    if layout is None or not isinstance(optimizer, ShardedState):
+        return None
+    try:
+        is_equal = ShardLayout.from_json(layout) == optimizer.shard_layout
+    except (ValueError, KeyError, TypeError, AttributeError):  # `load_optimizer_tensors` says what is wrong
+        return None
+    return int(optimizer.state_dict()["rank"]) if is_equal else None
+
+
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -275,12 +286,14 @@ def load_optimizer_tensors(
     layout: Layout | None,
     *,
     origin: str,
+    own: int | None = None,
 ) -> None:
     """Load saved state into an optimizer, which may be sharded otherwise than the saved one.
 
     Args:
         shards, layout: the state of all ranks that saved it, or one part without a layout.
         origin: names the checkpoint in errors.
+        own: of `own_shard`; `shards` is then that one alone.
 
     Raises:
         LmkitError: the state belongs to other parameters.
@@ -289,7 +302,12 @@ def load_optimizer_tensors(
         return  # of an imported model: the optimizer begins afresh
     grouped = [_by_owner(shard) for shard in shards]
     try:
-        if isinstance(optimizer, ShardedState):
+        if own is not None:
+            assert isinstance(optimizer, ShardedState)
+            assert layout is not None
+            (state,) = _shard_states(grouped, layout, groups=len(optimizer.param_groups))
+            optimizer.load_state_dict({**state, "rank": own})
+        elif isinstance(optimizer, ShardedState):
             _load_into_shards(optimizer, model, grouped, layout)
         else:
             whole = grouped[0] if layout is None else consolidate(_shard_states(grouped, layout, groups=0))

@@ -16,7 +16,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import keep_damaged
 from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
-from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights
+from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights, own_shard
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
@@ -118,12 +118,14 @@ def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     weights = checkpoint.model_tensors()
     load_weights(step.model, weights, origin=checkpoint.path)
     load_masters(step.optimizer, step.model, weights)
+    own = own_shard(step.optimizer, state.optimizer_layout)
     load_optimizer_tensors(
         step.optimizer,
         step.model,
-        checkpoint.all_optimizer_shards(),
+        checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)],
         state.optimizer_layout,
         origin=str(checkpoint.path),
+        own=own,
     )
     restore_rng(state.rng[ranks.rank if ranks.rank < len(state.rng) else 0], ranks.device)
     step.skipped.fill_(state.skipped_in_a_row)
