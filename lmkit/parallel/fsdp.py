@@ -241,6 +241,12 @@ class Fsdp(Strategy):
                 weights |= flat.named(whole.to("cpu"))
         return weights
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Load this rank's elements of whole weights, of which one parameter is in memory at a time."""
+        if self.ranks.world_size > 1:
+            self._sharded.load_masters(weights)
+        return self.ranks.world_size > 1
+
     def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
         weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
         for name in state_dict:

@@ -118,6 +118,14 @@ class GradientSync(Protocol):
         """
         return None
 
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Load this rank's share of the weights, by the names of checkpoints, each read when its turn has come.
+
+        Returns:
+            False: nothing is loaded, because the rank holds whole weights, the model's.
+        """
+        return False
+
     def reset(self) -> None:
         """Forget a step that raised in the backward pass, or whose gradients are not wanted.
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -69,6 +70,26 @@ class GivenWeights:
         weights = {name: self.read(name) for name in self.specs}
         config = runnable(self.config, device)
         return filled_model(config, weights, device=device, origin=self.path).eval()
+
+
+class WeightsOnDemand(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint by name, opened at the first access and read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _given(self) -> GivenWeights:
+        return open_weights(self._path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._given.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given.specs)
+
+    def __len__(self) -> int:
+        return len(self._given.specs)
 
 
 def open_weights(path: Path) -> GivenWeights:

@@ -16,6 +16,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import keep_damaged
 from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
+from lmkit.training.given_weights import WeightsOnDemand
 from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights, own_shard
 from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
@@ -115,9 +116,10 @@ def check_agreement(
 def restore(checkpoint: Checkpoint, step: Step) -> Moment:
     """Load weights, optimizer state and this rank's generators; return the position of the run."""
     state, ranks = checkpoint.state, step.ranks
-    weights = checkpoint.model_tensors()
-    load_weights(step.model, weights, origin=checkpoint.path)
-    load_masters(step.optimizer, step.model, weights)
+    if not step.sync.load_weights(WeightsOnDemand(checkpoint.path)):
+        weights = checkpoint.model_tensors()
+        load_weights(step.model, weights, origin=checkpoint.path)
+        load_masters(step.optimizer, step.model, weights)
     own = own_shard(step.optimizer, state.optimizer_layout)
     load_optimizer_tensors(
         step.optimizer,
