@@ -197,7 +197,7 @@ def library() -> ctypes.CDLL | None:
 
 def _load_or_compile() -> ctypes.CDLL:
     """Load the shared library; its name is a hash of everything that decides its content."""
-    compiler = os.environ.get("CC", "cc")
+    compiler = os.environ.get("CC") or "cc"
     ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
     name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}.so"
     return load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
@@ -208,13 +208,17 @@ def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
         words = next((line for line in lines if "error" in line.lower()), lines[-1])
-        return f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()})"
+        return (
+            f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
+        )
     return f"no C compiler ({error})"
 
 
 def _compile(compiler: str, output: Path) -> None:
     command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, check=True, capture_output=True, timeout=120)
+    if not output.exists():
+        raise subprocess.CalledProcessError(done.returncode, command, stderr=b"it made no file")
 
 
 # ---- threads

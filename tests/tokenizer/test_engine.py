@@ -230,6 +230,30 @@ def test_fault_108_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path
         assert ("no C compiler" in warning) == (name == "cc-nowhere")
 
 
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("exit 0", "it made no file"),
+        ("head -c 1000000 /dev/zero | tr '\\0' a >&2; exit 1", "aaaa"),
+        (None, "gcc"),
+    ],
+    ids=["no file", "endless", "empty"],
+)
+def test_fault_152_compilers_that_fail_oddly_are_one_short_line(
+    script, says, cache, monkeypatch, tmp_path, caplog
+):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\n{script or 'echo gcc >&2; exit 1'}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CC", "" if script is None else str(compiler))  # empty: as if it were not set
+    engine.library.cache_clear()
+    assert engine.library() is None
+    (warning,) = caplog.messages
+    assert says in warning
+    assert len(warning) < 500
+
+
 @pytest.mark.parametrize("why", ["a file is in the way", "no home directory"])
 def test_without_a_cache_it_is_compiled_for_the_process(cache, monkeypatch, caplog, why):
     def no_home():

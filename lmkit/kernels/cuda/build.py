@@ -87,7 +87,7 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
             words = next((line for line in lines if "error" in line.lower()), lines[-1])
             raise LmkitError(
                 "attention.build_failed",
-                f"flash_cuda: {compiler} failed with exit code {done.returncode}: {words.strip()}",
+                f"flash_cuda: {compiler} failed with exit code {done.returncode}: {words.strip()[:200]}",
                 hint="the toolkit has to know this GPU and this C++ compiler; or choose flash_triton or sdpa",
             )
 
