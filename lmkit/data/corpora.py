@@ -24,6 +24,7 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
+from lmkit.storage.atomic import naming
 from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
@@ -132,7 +133,8 @@ def plain_text_files(
         for number, path in enumerate(texts):
             if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")
-                _join("sources", [path], CorpusConfig(errors=errors), texts[number], progress)
+                with naming(f"the text of {path}, in {made}"):
+                    _join("sources", [path], CorpusConfig(errors=errors), texts[number], progress)
         yield texts
 
 

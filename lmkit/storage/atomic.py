@@ -42,14 +42,14 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         )
     try:
         os.ftruncate(descriptor, 0)  # drop what a killed process left
-        yield partial
-        fsync_file(partial)
+        with naming(final):
+            yield partial
+            fsync_file(partial)
         os.replace(partial, final)
         fsync_folder(final.parent)
-    except BaseException as error:
+    except BaseException:
         with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
             partial.unlink(missing_ok=True)
-        _name_what_did_not_fit(error, final)
         raise
     finally:
         os.close(descriptor)
@@ -86,7 +86,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         for left in partial.iterdir():
             if left != lock:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        yield partial
+        with naming(path):
+            yield partial
         for folder, _, files in os.walk(partial):
             for name in files:
                 fsync_file(Path(folder, name))
@@ -94,18 +95,22 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         lock.unlink()
         os.replace(partial, path)
         fsync_folder(path.parent)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        _name_what_did_not_fit(error, path)
         raise
     finally:
         os.close(descriptor)
 
 
-def _name_what_did_not_fit(error: BaseException, path: Path) -> None:
-    """Put the file or folder that was written into an error about a full disk: the kernel names none."""
-    if isinstance(error, OSError) and error.filename is None and error.errno in _NO_ROOM:
-        error.filename = str(path)
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Put what is written into an error about a full disk that the block raises: the kernel names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _NO_ROOM:
+            error.filename = str(what)
+        raise
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:

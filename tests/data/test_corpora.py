@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -286,6 +287,18 @@ def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, re
         assert tracemalloc.get_traced_memory()[1] < size / 4
     finally:
         tracemalloc.stop()
+
+
+def test_fault_153_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tmp_path, monkeypatch):
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("lmkit.data.corpora._join", fill)
+    texts = plain_text_files(tmp_path / "bomb.txt.gz", tmp_path)
+    with pytest.raises(OSError, match="no space left") as caught:
+        texts.__enter__()
+    assert "bomb.txt.gz" in caught.value.filename
+    assert str(tmp_path) in caught.value.filename
 
 
 @pytest.mark.parametrize(
