@@ -85,10 +85,12 @@ class FlatParameters:
         self._is_replicating = False
         self._lent: torch.Tensor | None = None
         self.slices: dict[nn.Parameter, nn.Parameter] = {}
+        self._where: dict[nn.Parameter, slice] = {}  # in the shard
         for position, parameter in enumerate(parameters):
             in_shard, _ = self.own_part(position)
             if self.trains and in_shard.start < in_shard.stop:
                 self.slices[parameter] = nn.Parameter(self.shard[in_shard])
+                self._where[parameter] = in_shard
 
     def own_part(self, position: int) -> tuple[slice, slice]:
         """Return where this rank's part of the `position`-th parameter lies: in the shard, and in the flattened
@@ -275,17 +277,19 @@ class FlatParameters:
 
     def give_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the slices of these parameters have their parts of the gradient."""
-        for position, parameter in enumerate(self.parameters):
-            if self.gradient is not None and parameter in parameters and parameter in self.slices:
-                self.slices[parameter].grad = self.gradient[self.own_part(position)[0]]
+        if self.gradient is None:
+            return
+        for parameter, where in self._where.items():
+            if parameter in parameters:
+                self.slices[parameter].grad = self.gradient[where]
 
     def notice_released(self) -> None:
         """Forget the gradient where the slices' have been set to None."""
         if self.gradient is None:
             return
-        for position, parameter in enumerate(self.parameters):
-            if parameter in self.slices and self.slices[parameter].grad is None:
-                self.gradient[self.own_part(position)[0]] = 0
+        for parameter, where in self._where.items():
+            if self.slices[parameter].grad is None:
+                self.gradient[where] = 0
 
     def drop_gradients(self) -> None:
         """Forget all gradients, also if they are still being reduced."""
