@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -443,8 +443,8 @@ def _differentiable(values: Any) -> list[torch.Tensor]:
 def _leaves(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
-    elif isinstance(values, Mapping):
-        yield from _leaves(list(values.values()))
-    elif isinstance(values, Sequence) and not isinstance(values, str):
+    elif isinstance(values, tuple | list):
         for value in values:
             yield from _leaves(value)
+    elif isinstance(values, dict):
+        yield from _leaves(list(values.values()))

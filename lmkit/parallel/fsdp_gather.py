@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
-import torch.distributed as dist
 
 from lmkit.model.memory import SLOT_BYTES
 from lmkit.parallel.collectives import Averager, Traffic, Work
@@ -33,47 +35,78 @@ class PeerShardGather(ShardGather):
     """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
 
     Copies take no SMs from the matrix products beside them, as NCCL's kernels do. A shard is first written, in the
-    dtype of the gathered weights, to slots that all ranks see: piece by piece, to two slots in turn. A reduction of
-    four bytes then tells that all ranks have written theirs. It tells, too, that all have read the slots of the piece
-    before, which the next piece is written to.
+    dtype of the gathered weights, to slots that all ranks see: piece by piece, to two slots in turn. A barrier then
+    tells that all ranks have written theirs. It tells, too, that all have read the slots of the piece before, so that
+    the next piece may be written there.
     """
 
     def __init__(self, averager: Averager, ranks: Ranks, traffic: Traffic) -> None:
         super().__init__(averager)
         self._ranks = ranks
         self._traffic = traffic
-        self._written = torch.zeros(1, device=ranks.device)
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
         self._turn = 0
+        self._pieces: dict[
+            tuple[torch.Tensor, int], list[Piece]
+        ] = {}  # making views takes longer than copying
 
     def reserve(self, num_bytes: int) -> None:
         size = min(aligned(num_bytes), SLOT_BYTES)
-        of_rank = PeerMemory(2 * size, self._ranks).of_rank
-        self._slots = [[memory[turn * size :][:size] for memory in of_rank] for turn in range(2)]
+        self._memory = PeerMemory(2 * size, self._ranks)
+        self._slots = [[memory[turn * size :][:size] for memory in self._memory.of_rank] for turn in range(2)]
 
     @torch.no_grad()
     def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
-        parts = whole.chunk(self._ranks.world_size)
-        length = self._slots[0][0].nbytes // whole.itemsize
+        key = whole, self._turn
+        if key not in self._pieces:
+            self._pieces[key] = list(self._cut(whole, shard))
+        pieces = self._pieces[key]
+        self._turn = (self._turn + len(pieces)) % 2
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for begin in range(0, len(shard), length):
-                piece = slice(begin, min(begin + length, len(shard)))
-                written = self._exchange([part[piece] for part in parts], shard[piece])
-            return written if self._stream is None else self._stream.record_event()
+            for piece in pieces:
+                piece.slot.copy_(piece.mine)
+                piece.own.copy_(piece.mine)
+                self._memory.barrier()
+                for part, slot in piece.others:
+                    part.copy_(slot, non_blocking=True)
+            return _Done() if self._stream is None else self._stream.record_event()
 
-    def _exchange(self, parts: list[torch.Tensor], mine: torch.Tensor) -> Work:
+    def _cut(self, whole: torch.Tensor, shard: torch.Tensor) -> Iterator[Piece]:
+        """Yield pieces as large as a slot, for both slots in turn."""
         world_size, rank = self._ranks.world_size, self._ranks.rank
-        slots = [slot[: parts[rank].nbytes].view(parts[rank].dtype) for slot in self._slots[self._turn]]
-        self._turn = 1 - self._turn
-        self._traffic.count_all_reduce(self._written.nbytes, world_size)
-        slots[rank].copy_(mine)
-        all_written: Work = dist.all_reduce(self._written, async_op=True)
-        parts[rank].copy_(mine)
-        all_written.wait()
-        for step in range(1, world_size):  # all ranks read from different ones at a time
-            other = (rank + step) % world_size
-            parts[other].copy_(slots[other], non_blocking=True)
-        return all_written
+        parts = whole.chunk(world_size)
+        length = self._slots[0][0].nbytes // whole.itemsize
+        for number, begin in enumerate(range(0, len(shard), length)):
+            end = min(begin + length, len(shard))
+            slots = [
+                slot[: (end - begin) * whole.itemsize].view(whole.dtype)
+                for slot in self._slots[(self._turn + number) % 2]
+            ]
+            others = [(rank + step) % world_size for step in range(1, world_size)]
+            yield Piece(
+                shard[begin:end],
+                slots[rank],
+                parts[rank][begin:end],
+                [(parts[other][begin:end], slots[other]) for other in others],
+            )
+
+
+class Piece(NamedTuple):
+    """A piece of this rank's shard, its slot, its place in the whole; and of each other rank the place and the slot.
+
+    They start at the next rank, so that all ranks read from different ones at a time.
+    """
+
+    mine: torch.Tensor
+    slot: torch.Tensor
+    own: torch.Tensor
+    others: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Done:
+    """On a CPU, where copies are made at once."""
+
+    def wait(self) -> None: ...

@@ -122,7 +122,7 @@ class PeerMemory:
             self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
             with without_expandable_segments(), torch.cuda.use_mem_pool(self._pool):
                 own = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
-            shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
+            self._shared = symmetric_memory.rendezvous(own, dist.group.WORLD)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise torch.OutOfMemoryError(str(error)) from error
@@ -132,10 +132,17 @@ class PeerMemory:
                 hint=_USE_COLLECTIVES,
             ) from error
         self.of_rank = [
-            own if rank == ranks.rank else shared.get_buffer(rank, (num_bytes,), torch.uint8)
+            own if rank == ranks.rank else self._shared.get_buffer(rank, (num_bytes,), torch.uint8)
             for rank in range(ranks.world_size)
         ]
         check_pairing(self.of_rank, ranks)
+
+    def barrier(self) -> None:
+        """Hold the current stream until every rank's has come to this call, and see what they wrote before it.
+
+        A kernel of one block, without the host work of a collective of the backend. Collective.
+        """
+        self._shared.barrier()
 
 
 @contextmanager

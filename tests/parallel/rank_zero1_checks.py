@@ -379,6 +379,9 @@ class FileMemory:
         if ranks.is_first:
             shutil.rmtree(folder[0])
 
+    def barrier(self) -> None:
+        dist.barrier()
+
 
 @check()
 def check_memory_that_is_mixed_up_is_refused(ranks: Ranks) -> None:
