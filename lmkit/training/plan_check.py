@@ -18,6 +18,9 @@ from lmkit.training.plan import plan
 from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import ALONE, TrainingStep
 
+FEW = 10
+"""Captured steps that are timed together: a short one alone would show what the host does before it."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -80,7 +83,7 @@ def measure(recipe: Recipe) -> Measured:
             if graph is not None and graph.may_capture:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
-                seconds = _seconds(training)
+                seconds = _seconds(training, FEW if graph.may_capture else 1)
         except RuntimeError as error:
             raise limit_reached(error) or error from error
         most = torch.tensor([peak.peak_bytes - before, seconds], dtype=torch.float64)
@@ -89,8 +92,10 @@ def measure(recipe: Recipe) -> Measured:
         return Measured(int(most[0]), most[1].item())
 
 
-def _seconds(training: TrainingStep) -> float:
+def _seconds(training: TrainingStep, steps: int = 1) -> float:
     """Return how long a step takes."""
     started = time.perf_counter()
+    for _ in range(steps - 1):
+        training.run()
     training.run(wait=True)
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / steps
