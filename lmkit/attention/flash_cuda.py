@@ -39,15 +39,17 @@ LARGEST_HEAD_DIM = 128
     variants={
         "sm_75": {"build": "PTX=75"},
         "step_1": {
-            "build": "SWIZZLE=0,FORWARD_STAGES=1,BACKWARD_STAGES=1,CAUSAL_SKIP=0,"
+            "build": "SWIZZLE=0,FORWARD_STAGES=1,BACKWARD_STAGES=1,BACKWARD_HELPERS=0,CAUSAL_SKIP=0,"
             "FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"
         },
         "step_2": {
-            "build": "FORWARD_STAGES=1,BACKWARD_STAGES=1,CAUSAL_SKIP=0,"
+            "build": "FORWARD_STAGES=1,BACKWARD_STAGES=1,BACKWARD_HELPERS=0,CAUSAL_SKIP=0,"
             "FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"
         },
-        "step_3": {"build": "CAUSAL_SKIP=0,FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"},
-        "step_4": {"build": "FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"},
+        "step_3": {
+            "build": "CAUSAL_SKIP=0,BACKWARD_HELPERS=0,FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"
+        },
+        "step_4": {"build": "BACKWARD_HELPERS=0,FORWARD_WARPS=8,FORWARD_BLOCKS=1,FORWARD_CTAS=1"},
         "lagging": {"build": "FORWARD_LAG=8"},
     },
 )

@@ -92,7 +92,7 @@ class Options(Table):
     grid_lengths: tuple[PositiveInt, ...] = ()
     """Lengths of the head_dim x length sweep; empty: no sweep."""
     grid_kernels: tuple[AttentionVariant, ...] = ()
-    """Kernels of the sweep; empty: `kernels`, or without these the baseline, eager and compiled, ours and PyTorch's."""
+    """Kernels of the sweep; empty: `kernels`, or without these the baseline (also compiled), ours and PyTorch's."""
     baseline: AttentionVariant = "vectorized"
     """The kernel that speedups are relative to."""
     projection_layout: bool = False

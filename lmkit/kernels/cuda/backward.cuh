@@ -2,29 +2,37 @@
 //
 //   P = 2^(S - lse)     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dK = dS^T Q     dQ = dS K
 //
-// A CTA owns KEYS keys, 16 * BACKWARD_BLOCKS in each warp, and their sums of dK and dV. Tiles of QUERIES queries stream
-// by, the last first. The warps work on transposed scores (keys x queries), so that P^T and dS^T feed the products for
-// dV and dK from registers. Only dS crosses warps, through shared memory, for dQ.
+// A CTA owns KEYS keys and their sums of dK and dV. Tiles of QUERIES queries stream by, the last first. The warps work
+// on transposed scores (keys x queries), 16 * BLOCKS keys in a warp. With BACKWARD_SPLIT = 1 P^T and dS^T feed the
+// products for dV and dK from registers, and only dS goes to shared memory, for dQ. With 2 a pair of warps shares its
+// keys: each computes the scores of half of the queries and half of the columns of dV and dK, so P goes there too.
 //
 // What the tiles of keys add to one tile of dQ is summed in global memory, in float32 and in the order of the keys: a
 // flag counts the tiles of keys that were added, and each CTA waits for its turn. It waits only for CTAs that began
 // before it, because CTAs draw their tiles as tickets.
+//
+// With BACKWARD_HELPERS (sm_90) more warps copy, wait for flags and raise them, while the others multiply.
 
 #pragma once
 
 struct Backward {
     static constexpr int WARPS = BACKWARD_WARPS, BLOCKS = BACKWARD_BLOCKS, STAGES = BACKWARD_STAGES;
-    static constexpr int THREADS = WARPS * 32, KEYS = WARPS * BLOCKS * 16;
+    static constexpr int SPLIT = BACKWARD_SPLIT, HELPERS = BACKWARD_HELPERS;
+    static constexpr int THREADS = WARPS * 32, LAUNCHED = THREADS + HELPERS * 32;  // that multiply; all
+    static constexpr int COPIERS = HELPERS ? HELPERS * 32 : THREADS;  // the last ones
+    static constexpr int KEYS = WARPS / SPLIT * BLOCKS * 16;
     static constexpr int QUERIES = BACKWARD_QUERIES, PART = BACKWARD_PART;  // queries of a tile; at a time
+    static constexpr int COLUMNS = HEAD_DIM / SPLIT;  // of dK and dV in a warp
     static constexpr int ACROSS = WARPS / (QUERIES / 16 / BACKWARD_DQ_BLOCKS);  // warps beside each other in a tile of dQ
     static constexpr int DQ_COLUMNS = HEAD_DIM / ACROSS;
     static_assert(DQ_COLUMNS % 16 == 0 && DQ_COLUMNS * ACROSS == HEAD_DIM, "warps do not divide a tile of dQ");
+    static_assert(STAGES > 1 || !HELPERS, "helpers copy the next stage");
     using Keys = Tile<KEYS, HEAD_DIM>;
     using Queries = Tile<QUERIES, HEAD_DIM>;
-    using Scores = Tile<KEYS, QUERIES>;  // dS^T
+    using Scores = Tile<KEYS, QUERIES>;  // dS^T, and with SPLIT = 2 P^T
     static constexpr int STATISTICS = QUERIES * 8;
     static constexpr int STAGE = 2 * Queries::BYTES + STATISTICS;
-    static constexpr int BYTES = 2 * Keys::BYTES + Scores::BYTES + STAGES * STAGE;
+    static constexpr int BYTES = 2 * Keys::BYTES + SPLIT * Scores::BYTES + STAGES * STAGE;
 };
 
 // Before the pass: lse * log2(e) and delta = rowsum(dO * O) of every query, zeros past the last; flags down.
@@ -58,12 +66,13 @@ __global__ void statistics_kernel(const __grid_constant__ Arguments a) {
     }
 }
 
-__global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_kernel(const __grid_constant__ Arguments a) {
     using B = Backward;
     constexpr int BLOCKS = B::BLOCKS, QUERIES = B::QUERIES, PART = B::PART, STAGES = B::STAGES, THREADS = B::THREADS;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + B::Keys::BYTES;
-    const uint32_t ds_tile = v_tile + B::Keys::BYTES, stages = ds_tile + B::Scores::BYTES;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warp_row = warp * BLOCKS * 16;
+    const uint32_t ds_tile = v_tile + B::Keys::BYTES, p_tile = ds_tile + B::Scores::BYTES;
+    const uint32_t stages = ds_tile + B::SPLIT * B::Scores::BYTES;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warp_row = warp / B::SPLIT * BLOCKS * 16;
 
     __shared__ int drawn;
     if (thread == 0) drawn = atomicAdd(a.turns, 1);
@@ -78,36 +87,60 @@ __global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_ker
     const int begin = a.causal && CAUSAL_SKIP ? first_key / QUERIES : 0;
     const int each = max(query_tiles - begin, 0), steps = each * group;
 
+    auto completes = [&](int tile) {  // no key after these adds to this tile of dQ
+        int keys = a.causal && CAUSAL_SKIP ? min(tile * QUERIES + QUERIES, a.num_keys) : a.num_keys;
+        return key_tile == (keys - 1) / B::KEYS;
+    };
+    const int copier = thread - (B::LAUNCHED - B::COPIERS);  // below 0: copies nothing
     auto load_step = [&](int step) {
         if (step < steps) {
             const uint32_t stage = stages + step % STAGES * B::STAGE;
             const int head = kv_head * group + step / each, tile = query_tiles - 1 - step % each;
             const Head q(a.q, batch, head), dout(a.dout, batch, head);
-            B::Queries::load<THREADS>(stage, q, tile * QUERIES, a.num_queries, a.head_dim);
-            B::Queries::load<THREADS>(stage + B::Queries::BYTES, dout, tile * QUERIES, a.num_queries, a.head_dim);
+            B::Queries::load<B::COPIERS>(copier, stage, q, tile * QUERIES, a.num_queries, a.head_dim);
+            B::Queries::load<B::COPIERS>(copier, stage + B::Queries::BYTES, dout, tile * QUERIES, a.num_queries, a.head_dim);
             const float* from = a.statistics + (int64_t(batch * a.heads + head) * query_tiles + tile) * QUERIES * 2;
-            if (thread < QUERIES / 2) copy_16_bytes(stage + 2 * B::Queries::BYTES + thread * 16, from + thread * 4, true);
+            if (copier < QUERIES / 2) copy_16_bytes(stage + 2 * B::Queries::BYTES + copier * 16, from + copier * 4, true);
         }
         close_copies();
     };
-    B::Keys::load<THREADS>(k_tile, k, first_key, a.num_keys, a.head_dim);
-    B::Keys::load<THREADS>(v_tile, v, first_key, a.num_keys, a.head_dim);
-    for (int step = 0; step < STAGES - 1; step++) load_step(step);
+    auto load_keys = [&] {
+        B::Keys::load<B::COPIERS>(copier, k_tile, k, first_key, a.num_keys, a.head_dim);
+        B::Keys::load<B::COPIERS>(copier, v_tile, v, first_key, a.num_keys, a.head_dim);
+        for (int step = 0; step < STAGES - 1; step++) load_step(step);
+    };
+#if BACKWARD_HELPERS
+    if (warp >= B::WARPS) {
+        keep_24_registers();
+        load_keys();
+        int* done = nullptr;
+        for (int step = 0; step < steps; step++) {
+            const int head = batch * a.heads + kv_head * group + step / each, tile = query_tiles - 1 - step % each;
+            int* const flag = a.turns + 1 + int64_t(head) * query_tiles + tile;
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // this barrier and the next are those of a step below
+            if (copier == 0) {
+                if (done) raise_flag(done, key_tile + 1);
+                wait_for_flag(flag, key_tile);
+            }
+            __syncwarp();
+            load_step(step + STAGES - 1);
+            __syncthreads();
+            done = completes(tile) ? nullptr : flag;
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+        if (copier == 0 && done) raise_flag(done, key_tile + 1);
+        return;
+    }
+    take_240_registers();
+#else
+    load_keys();
+#endif
 
-    Sums<BLOCKS, HEAD_DIM> dk, dv;
+    Sums<BLOCKS, B::COLUMNS> dk, dv;
     const Reader<HEAD_DIM, true> k_reader(k_tile + warp_row * HEAD_DIM * 2), v_reader(v_tile + warp_row * HEAD_DIM * 2);
     int* written = nullptr;  // the flag of a tile of dQ that all threads wrote before the next barrier
-
-#if BACKWARD_KEYS_KEPT
-    uint32_t k_kept[BLOCKS][HEAD_DIM / 16][4];
-    if (STAGES == 1) close_copies();
-    wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
-    __syncthreads();
-    #pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-        #pragma unroll
-        for (int d = 0; d < HEAD_DIM / 16; d++) read_matrices(k_kept[m][d], k_reader.at(m, d));
-#endif
 
     for (int step = 0; step < steps; step++) {
         const int head = batch * a.heads + kv_head * group + step / each, tile = query_tiles - 1 - step % each;
@@ -115,50 +148,22 @@ __global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_ker
             __syncthreads();  // all warps are done with the step before
             load_step(step);
         }
-        wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
-        __syncthreads();  // the copies of all threads are there; the stage before, dS and its part of dQ are done
-        if (written && thread == 0) raise_flag(written, key_tile + 1);
-        if (STAGES > 1) load_step(step + STAGES - 1);
+        if (!B::HELPERS) wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
+        __syncthreads();  // the copies are there; the stage before, its scores and its part of dQ are done
+        if (!B::HELPERS && written && thread == 0) raise_flag(written, key_tile + 1);
+        if (STAGES > 1 && !B::HELPERS) load_step(step + STAGES - 1);
         const uint32_t q_tile = stages + step % STAGES * B::STAGE, dout_tile = q_tile + B::Queries::BYTES;
         const uint32_t statistics = dout_tile + B::Queries::BYTES;
         const bool cut = first_key + B::KEYS > a.num_keys || (a.causal && tile * QUERIES < first_key + B::KEYS - 1);
 
         #pragma unroll
-        for (int part = 0; part < QUERIES / PART; part++) {
+        for (int i = 0; i < QUERIES / PART / B::SPLIT; i++) {
+            const int part = B::SPLIT * i + warp % B::SPLIT;
             const uint32_t down = part * PART * HEAD_DIM * 2;
             Sums<BLOCKS, PART> p, ds;  // transposed; first S^T = K Q^T and dP^T = V dO^T
             const Reader<HEAD_DIM, false> q_columns(q_tile + down), dout_columns(dout_tile + down);
-            #pragma unroll
-            for (int d = 0; d < HEAD_DIM / 16; d++) {
-                uint32_t k_part[BLOCKS][4];
-                #pragma unroll
-                for (int m = 0; m < BLOCKS; m++)
-#if BACKWARD_KEYS_KEPT
-                    for (int i = 0; i < 4; i++) k_part[m][i] = k_kept[m][d][i];
-#else
-                    read_matrices(k_part[m], k_reader.at(m, d));
-#endif
-                #pragma unroll
-                for (int n = 0; n < PART / 16; n++) {
-                    uint32_t q_part[4];
-                    read_matrices(q_part, q_columns.at(n, d));
-                    #pragma unroll
-                    for (int m = 0; m < BLOCKS; m++) p.add(m, n, k_part[m], q_part);
-                }
-            }
-            #pragma unroll
-            for (int d = 0; d < HEAD_DIM / 16; d++) {
-                uint32_t v_part[BLOCKS][4];
-                #pragma unroll
-                for (int m = 0; m < BLOCKS; m++) read_matrices(v_part[m], v_reader.at(m, d));
-                #pragma unroll
-                for (int n = 0; n < PART / 16; n++) {
-                    uint32_t dout_part[4];
-                    read_matrices(dout_part, dout_columns.at(n, d));
-                    #pragma unroll
-                    for (int m = 0; m < BLOCKS; m++) ds.add(m, n, v_part[m], dout_part);
-                }
-            }
+            p.add_transposed(k_reader, q_columns);
+            ds.add_transposed(v_reader, dout_columns);
             if (cut) {
                 #pragma unroll
                 for (int n = 0; n < PART / 8; n++)
@@ -185,51 +190,51 @@ __global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_ker
                         ds.x[m][n][i] = p.x[m][n][i] * (ds.x[m][n][i] - delta[i % 2]);
                     }
             }
-            const Reader<HEAD_DIM, true> q_rows(q_tile + down), dout_rows(dout_tile + down);
             #pragma unroll
             for (int n = 0; n < PART / 16; n++) {
-                uint32_t left[BLOCKS][4], right[4];
-                #pragma unroll
-                for (int m = 0; m < BLOCKS; m++) p.as_operand(left[m], m, n);
-                #pragma unroll
-                for (int d = 0; d < HEAD_DIM / 16; d++) {
-                    read_transposed(right, dout_rows.at(n, d));
-                    #pragma unroll
-                    for (int m = 0; m < BLOCKS; m++) dv.add(m, d, left[m], right);
-                }
+                uint32_t p_left[BLOCKS][4], ds_left[BLOCKS][4];
                 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++) {
-                    ds.as_operand(left[m], m, n);
+                    p.as_operand(p_left[m], m, n);
+                    ds.as_operand(ds_left[m], m, n);
                     #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        store_shared(B::Scores::pair(ds_tile, warp_row + m * 16 + i % 2 * 8 + lane / 4,
-                                                     part * PART + n * 16 + i / 2 * 8 + lane % 4 * 2), left[m][i]);
+                    for (int i = 0; i < 4; i++) {
+                        int row = warp_row + m * 16 + i % 2 * 8 + lane / 4;
+                        int column = part * PART + n * 16 + i / 2 * 8 + lane % 4 * 2;
+                        if (B::SPLIT > 1) store_shared(B::Scores::pair(p_tile, row, column), p_left[m][i]);
+                        store_shared(B::Scores::pair(ds_tile, row, column), ds_left[m][i]);
+                    }
                 }
-                #pragma unroll
-                for (int d = 0; d < HEAD_DIM / 16; d++) {
-                    read_transposed(right, q_rows.at(n, d));
-                    #pragma unroll
-                    for (int m = 0; m < BLOCKS; m++) dk.add(m, d, left[m], right);
+                if (B::SPLIT == 1) {
+                    dv.add_rows(p_left, Reader<HEAD_DIM, true>(dout_tile + down), n);
+                    dk.add_rows(ds_left, Reader<HEAD_DIM, true>(q_tile + down), n);
                 }
             }
         }
 
-        // The CTA's part of a tile of dQ: added to the sum of the tiles of keys before, which this thread's CTA waits for.
         const int64_t place = int64_t(head) * query_tiles + tile;
         int* const flag = a.turns + 1 + place;
-        if (thread == 0) wait_for_flag(flag, key_tile);
-        __syncthreads();  // dS is there
+        if (!B::HELPERS && thread == 0) wait_for_flag(flag, key_tile);
+        __syncthreads();  // the scores are there, and it is this CTA's turn to add to the tile of dQ
+        if (B::SPLIT > 1) {
+            const Reader<QUERIES, true> p_rows(p_tile + warp_row * QUERIES * 2);
+            const Reader<QUERIES, true> ds_rows(ds_tile + warp_row * QUERIES * 2);
+            const int columns = warp % B::SPLIT * B::COLUMNS / 16;
+            const Reader<HEAD_DIM, true> q_rows(q_tile, columns), dout_rows(dout_tile, columns);
+            #pragma unroll
+            for (int n = 0; n < QUERIES / 16; n++) {
+                uint32_t left[BLOCKS][4];
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) read_matrices(left[m], p_rows.at(m, n));
+                dv.add_rows(left, dout_rows, n);
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) read_matrices(left[m], ds_rows.at(m, n));
+                dk.add_rows(left, q_rows, n);
+            }
+        }
+
         Sums<BACKWARD_DQ_BLOCKS, B::DQ_COLUMNS> dq;
         float4* const sum = reinterpret_cast<float4*>(a.dq_sum + place * QUERIES * HEAD_DIM) + thread;
-        if (key_tile > 0) {
-            #pragma unroll
-            for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
-                #pragma unroll
-                for (int n = 0; n < B::DQ_COLUMNS / 8; n++) {
-                    float4 x = load_from_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS);
-                    dq.x[m][n][0] = x.x, dq.x[m][n][1] = x.y, dq.x[m][n][2] = x.z, dq.x[m][n][3] = x.w;
-                }
-        }
         const int dq_row = warp / B::ACROSS * BACKWARD_DQ_BLOCKS, dq_column = warp % B::ACROSS * B::DQ_COLUMNS;
         const Reader<QUERIES, false> ds_reader(ds_tile, dq_row);
         const Reader<HEAD_DIM, true> key_rows(k_tile, dq_column / 16);
@@ -238,25 +243,29 @@ __global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_ker
             uint32_t ds_part[BACKWARD_DQ_BLOCKS][4];
             #pragma unroll
             for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++) read_transposed(ds_part[m], ds_reader.at(key, m));
-            #pragma unroll
-            for (int d = 0; d < B::DQ_COLUMNS / 16; d++) {
-                uint32_t k_part[4];
-                read_transposed(k_part, key_rows.at(key, d));
-                #pragma unroll
-                for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++) dq.add(m, d, ds_part[m], k_part);
-            }
+            dq.add_rows(ds_part, key_rows, key);
         }
-        const int last_key = a.causal && CAUSAL_SKIP ? min(tile * QUERIES + QUERIES, a.num_keys) - 1 : a.num_keys - 1;
-        if (key_tile < last_key / B::KEYS) {
+        if (!completes(tile)) {
             #pragma unroll
             for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
                 #pragma unroll
-                for (int n = 0; n < B::DQ_COLUMNS / 8; n++)
-                    store_for_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS,
-                                  make_float4(dq.x[m][n][0], dq.x[m][n][1], dq.x[m][n][2], dq.x[m][n][3]));
+                for (int n = 0; n < B::DQ_COLUMNS / 8; n++) {
+                    float4 x = make_float4(dq.x[m][n][0], dq.x[m][n][1], dq.x[m][n][2], dq.x[m][n][3]);
+                    if (key_tile > 0) add_for_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS, x);
+                    else store_for_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS, x);
+                }
             written = flag;
         } else {  // no key after these: dQ is complete
             written = nullptr;
+            if (key_tile > 0) {
+                #pragma unroll
+                for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
+                    #pragma unroll
+                    for (int n = 0; n < B::DQ_COLUMNS / 8; n++) {
+                        float4 x = load_from_all(sum + (m * (B::DQ_COLUMNS / 8) + n) * THREADS);
+                        dq.x[m][n][0] += x.x, dq.x[m][n][1] += x.y, dq.x[m][n][2] += x.z, dq.x[m][n][3] += x.w;
+                    }
+            }
             const Head dq_head(a.dq, batch, head - batch * a.heads);
             #pragma unroll
             for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
@@ -275,12 +284,15 @@ __global__ void __launch_bounds__(Backward::THREADS, BACKWARD_CTAS) backward_ker
 
     wait_for_copies<0>();
     __syncthreads();  // K and V are free, and dQ is written
-    if (written && thread == 0) raise_flag(written, key_tile + 1);
+    if (!B::HELPERS && written && thread == 0) raise_flag(written, key_tile + 1);
     float ones[BLOCKS][2], scales[BLOCKS][2];
     #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
         for (int half = 0; half < 2; half++) ones[m][half] = 1.0f, scales[m][half] = a.scale;
-    const Head dk_head(a.dk, batch, kv_head), dv_head(a.dv, batch, kv_head);
-    dk.store(dk_head, first_key + warp_row, a.num_keys, a.head_dim, k_tile, warp_row, scales);
-    dv.store(dv_head, first_key + warp_row, a.num_keys, a.head_dim, v_tile, warp_row, ones);
+    Head dk_head(a.dk, batch, kv_head), dv_head(a.dv, batch, kv_head);
+    const int warp_column = warp % B::SPLIT * B::COLUMNS;
+    dk_head.data += warp_column, dv_head.data += warp_column;
+    const int own = warp * (BLOCKS * 16 * B::COLUMNS * 2);  // where this warp's part of a tile of keys begins
+    dk.store(dk_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, k_tile + own, scales);
+    dv.store(dv_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, v_tile + own, ones);
 }

@@ -35,8 +35,12 @@ def tiling(head_dim: int, arch: int) -> dict[str, int]:
         "FORWARD_Q_KEPT": int(not wide),
         "BACKWARD_WARPS": 8, "BACKWARD_BLOCKS": 1 if wide else 2, "BACKWARD_QUERIES": 64, "BACKWARD_PART": 32,
         "BACKWARD_DQ_BLOCKS": 2 if head_dim in (64, 128) else 1, "BACKWARD_STAGES": 2, "BACKWARD_CTAS": 1,
-        "BACKWARD_KEYS_KEPT": int(wide),
+        "BACKWARD_SPLIT": 1, "BACKWARD_HELPERS": 0,
     }  # fmt: skip
+    if arch == 90:
+        found |= {"BACKWARD_HELPERS": 4, "BACKWARD_STAGES": 3}
+        if wide:
+            found |= {"BACKWARD_BLOCKS": 2, "BACKWARD_SPLIT": 2}
     if arch not in (80, 87, 90, 100, 101, 103):  # less shared memory: 99 KiB for a CTA, or 64 on sm_75
         stages = 1 if arch < 80 else 2
         found |= {
@@ -66,7 +70,8 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
     """
     padded = next(size for size in HEAD_DIMS if size >= head_dim)
     arch = 10 * capability[0] + capability[1]
-    target = f"arch=compute_{arch},code=sm_{arch}"
+    suffix = "a" if arch == 90 else ""  # setmaxnreg
+    target = f"arch=compute_{arch}{suffix},code=sm_{arch}{suffix}"
     ptx, _, rest = build.partition("PTX=75")
     if rest or ptx != build:
         arch, target, build = 75, "arch=compute_75,code=compute_75", (ptx + rest).strip(",")
@@ -75,7 +80,7 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
         f"-D{name}={value}" for name, value in macros(padded, bf16=bf16, arch=arch, build=build).items()
     ]
     compiler = nvcc()
-    sources = sorted(SOURCES.glob("*.cu*"))
+    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cu", ".cuh"))
     ingredients = [compiler, *flags, *(source.read_text("utf-8") for source in sources)]
     name = f"flash-{padded}-{hashlib.sha256('0'.join(ingredients).encode()).hexdigest()[:16]}.so"
 

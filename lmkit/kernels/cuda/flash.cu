@@ -32,7 +32,7 @@ int backward(const Arguments* a, cudaStream_t stream) {
     int error = launch(statistics_kernel, tiles(lanes, 256), 256, 0, *a, stream);
     if (error) return error;
     int64_t ctas = tiles(a->num_keys, Backward::KEYS) * a->batch * a->kv_heads;
-    return launch(backward_kernel, ctas, Backward::THREADS, Backward::BYTES, *a, stream);
+    return launch(backward_kernel, ctas, Backward::LAUNCHED, Backward::BYTES, *a, stream);
 }
 
 int naive_forward(const Arguments* a, cudaStream_t stream) {

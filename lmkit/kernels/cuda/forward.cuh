@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(Forward::THREADS, FORWARD_CTAS) forward_kernel
     auto load_keys = [&](int tile) {
         if (tile < end) {
             int offset = tile % STAGES * F::Keys::BYTES;
-            F::Keys::load<F::THREADS>(k_tiles + offset, k, tile * KEYS, a.num_keys, a.head_dim);
-            F::Keys::load<F::THREADS>(v_tiles + offset, v, tile * KEYS, a.num_keys, a.head_dim);
+            F::Keys::load<F::THREADS>(threadIdx.x, k_tiles + offset, k, tile * KEYS, a.num_keys, a.head_dim);
+            F::Keys::load<F::THREADS>(threadIdx.x, v_tiles + offset, v, tile * KEYS, a.num_keys, a.head_dim);
         }
         close_copies();
     };
-    F::Queries::load<F::THREADS>(q_tile, q, first, a.num_queries, a.head_dim);
+    F::Queries::load<F::THREADS>(threadIdx.x, q_tile, q, first, a.num_queries, a.head_dim);
     for (int tile = 0; tile < STAGES - 1; tile++) load_keys(tile);
 
     Sums<BLOCKS, HEAD_DIM> sum;  // of 2^(score - reference) * v
@@ -155,13 +155,7 @@ __global__ void __launch_bounds__(Forward::THREADS, FORWARD_CTAS) forward_kernel
                     }
                 scores.as_operand(p[m], m, n);
             }
-            #pragma unroll
-            for (int d = 0; d < HEAD_DIM / 16; d++) {
-                uint32_t v_part[4];
-                read_transposed(v_part, v_reader.at(n, d));
-                #pragma unroll
-                for (int m = 0; m < BLOCKS; m++) sum.add(m, d, p[m], v_part);
-            }
+            sum.add_rows(p, v_reader, n);
         }
     }
 
@@ -179,5 +173,5 @@ __global__ void __launch_bounds__(Forward::THREADS, FORWARD_CTAS) forward_kernel
                 a.lse[int64_t(batch_head) * a.num_queries + row] = (reference[m][half] + log2f(x)) * 0.69314718056f;
         }
     // The warp's own rows of Q are free: only the warp itself read them.
-    sum.store(out, first + warp_row, a.num_queries, a.head_dim, q_tile, warp_row, inverse);
+    sum.store(out, first + warp_row, a.num_queries, a.head_dim, q_tile + warp_row * HEAD_DIM * 2, inverse);
 }

@@ -122,6 +122,12 @@ __device__ __forceinline__ float from_lane_xor(float x, int mask) { return __shf
 
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
+#if BACKWARD_HELPERS
+// Give registers back, and take more than the launch gave: each 128 threads together.
+__device__ __forceinline__ void keep_24_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+__device__ __forceinline__ void take_240_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+#endif
+
 // Wait until `*flag` is at least `value`; what the thread that wrote it had written before is visible then.
 __device__ __forceinline__ void wait_for_flag(const int* flag, int value) {
     int found;
@@ -137,3 +143,14 @@ __device__ __forceinline__ void raise_flag(int* flag, int value) {
 // Read and write past the first-level cache, which does not see what other SMs write.
 __device__ __forceinline__ float4 load_from_all(const float4* from) { return __ldcg(from); }
 __device__ __forceinline__ void store_for_all(float4* to, float4 x) { __stcg(to, x); }
+
+// Add to a sum that only the CTA whose turn it is writes. From sm_90 on the thread does not wait for the sum.
+__device__ __forceinline__ void add_for_all(float4* to, float4 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+#else
+    float4 y = __ldcg(to);
+    __stcg(to, make_float4(y.x + x.x, y.y + x.y, y.z + x.z, y.w + x.w));
+#endif
+}

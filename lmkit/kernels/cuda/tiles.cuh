@@ -29,11 +29,12 @@ struct Head {  // rows of one head
 
 // How many rows down a row's 16-byte chunks are turned: with rows of 8 or more chunks, 8 rows that are read at one
 // column lie in 8 different groups of 4 banks if chunk c of row r is stored as chunk c ^ (r % 8). Rows of 4 or 12
-// chunks begin in only two groups, so there r / 2 turns.
+// chunks begin in two groups, so there r / 2 turns; rows of 6 chunks begin in four, and r / 4 turns two chunks.
 template <int COLUMNS>
 __device__ __forceinline__ int turn(int row) {
 #if SWIZZLE
-    return COLUMNS / 8 % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    constexpr int CHUNKS = COLUMNS / 8;
+    return CHUNKS % 8 == 0 ? row & 7 : CHUNKS % 4 == 0 ? (row >> 1) & 3 : (row >> 2) & 1;
 #else
     return 0;
 #endif
@@ -52,14 +53,14 @@ struct Tile {
 
     // Begin to copy rows of a head from `first` on; zeros past `length` and past `head_dim`.
     template <int THREADS>
-    static __device__ __forceinline__ void load(uint32_t tile, const Head& head, int first, int length, int head_dim) {
+    static __device__ __forceinline__ void load(int thread, uint32_t tile, const Head& head, int first, int length, int head_dim) {
         constexpr int STEP = THREADS / CHUNKS;  // rows that the threads copy at a time; some threads may be left over
-        int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        int row = thread / CHUNKS, chunk = thread % CHUNKS;
         int inside = chunk * 8 < head_dim ? length - first : 0;
         const uint16_t* from = head.data + (first + row) * head.row + chunk * 8;
         #pragma unroll
         for (int i = 0; i < (ROWS + STEP - 1) / STEP; i++) {
-            if (STEP * CHUNKS == THREADS && ROWS % STEP == 0 || row < ROWS && threadIdx.x < STEP * CHUNKS)
+            if (STEP * CHUNKS == THREADS && ROWS % STEP == 0 || row < ROWS && thread < STEP * CHUNKS)
                 copy_16_bytes(pair(tile, row, chunk * 8), from, row < inside);
             row += STEP;
             from += STEP * head.row;
@@ -111,6 +112,37 @@ struct Sums {
         multiply_add(x[m][2 * pair + 1], a, b[2], b[3]);
     }
 
+    // Add a b^T: a begins at the reader's place, b is the COLUMNS rows of a tile.
+    template <int WIDTH>
+    __device__ __forceinline__ void add_transposed(const Reader<WIDTH, true>& a, const Reader<WIDTH, false>& b) {
+        #pragma unroll
+        for (int d = 0; d < WIDTH / 16; d++) {
+            uint32_t left[BLOCKS][4], right[4];
+            #pragma unroll
+            for (int m = 0; m < BLOCKS; m++) read_matrices(left[m], a.at(m, d));
+            #pragma unroll
+            for (int n = 0; n < COLUMNS / 16; n++) {
+                read_matrices(right, b.at(n, d));
+                #pragma unroll
+                for (int m = 0; m < BLOCKS; m++) add(m, n, left[m], right);
+            }
+        }
+    }
+
+    // Add left operands, 16 columns of each, times 16 rows of a tile: 16 * row_block rows down.
+    template <int WIDTH>
+    __device__ __forceinline__ void add_rows(
+        const uint32_t (&left)[BLOCKS][4], const Reader<WIDTH, true>& rows, int row_block
+    ) {
+        #pragma unroll
+        for (int d = 0; d < COLUMNS / 16; d++) {
+            uint32_t right[4];
+            read_transposed(right, rows.at(row_block, d));
+            #pragma unroll
+            for (int m = 0; m < BLOCKS; m++) add(m, d, left[m], right);
+        }
+    }
+
     // Columns 16 * pair and the next 15 as the left operand of the next product: the layouts agree.
     __device__ __forceinline__ void as_operand(uint32_t (&a)[4], int m, int pair) const {
         a[0] = pack(x[m][2 * pair][0], x[m][2 * pair][1]);
@@ -119,10 +151,10 @@ struct Sums {
         a[3] = pack(x[m][2 * pair + 1][2], x[m][2 * pair + 1][3]);
     }
 
-    // Write the rows, each times its factor, to rows of `head` from `first` on, through the warp's own rows of a tile
-    // (from `row` on), so that 16 bytes go to global memory at a time.
+    // Write the rows, each times its factor, to rows of `head` from `first` on, through shared memory that is the warp's
+    // own, so that 16 bytes go to global memory at a time.
     __device__ __forceinline__ void store(
-        const Head& head, int first, int length, int head_dim, uint32_t tile, int row, const float (&factor)[BLOCKS][2]
+        const Head& head, int first, int length, int head_dim, uint32_t tile, const float (&factor)[BLOCKS][2]
     ) const {
         using Staged = Tile<BLOCKS * 16, COLUMNS>;
         constexpr int CHUNKS = Staged::CHUNKS;
@@ -134,12 +166,12 @@ struct Sums {
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint32_t value = pack(x[m][n][2 * half] * factor[m][half], x[m][n][2 * half + 1] * factor[m][half]);
-                    store_shared(Staged::pair(tile, row + m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2), value);
+                    store_shared(Staged::pair(tile, m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2), value);
                 }
         __syncwarp();
         for (int i = lane; i < BLOCKS * 16 * CHUNKS; i += 32) {
             int down = i / CHUNKS, chunk = i % CHUNKS;
-            uint4 value = load_shared(Staged::pair(tile, row + down, chunk * 8));
+            uint4 value = load_shared(Staged::pair(tile, down, chunk * 8));
             if (first + down < length && chunk * 8 < head_dim)
                 *reinterpret_cast<uint4*>(head.data + (first + down) * head.row + chunk * 8) = value;
         }

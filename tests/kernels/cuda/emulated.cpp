@@ -20,7 +20,7 @@ int forward(const Arguments* a, void*) {
 int backward(const Arguments* a, void*) {
     int64_t padded = tiles(a->num_queries, Backward::QUERIES) * Backward::QUERIES;
     run(statistics_kernel, tiles(padded * rows(a) * (HEAD_DIM % 64 == 0 ? 8 : 4), 256), 256, *a);
-    run(backward_kernel, tiles(a->num_keys, Backward::KEYS) * a->batch * a->kv_heads, Backward::THREADS, *a);
+    run(backward_kernel, tiles(a->num_keys, Backward::KEYS) * a->batch * a->kv_heads, Backward::LAUNCHED, *a);
     return Backward::BYTES > int(sizeof shared);
 }
 

@@ -89,7 +89,7 @@ static void enter() {
 template <typename Kernel, typename Arguments>
 void run(Kernel kernel, int64_t ctas, int count, const Arguments& arguments) {
     static std::vector<std::vector<char>> stacks;
-    if (int(stacks.size()) < count) stacks.resize(count, std::vector<char>(1 << 16));
+    if (int(stacks.size()) < count) stacks.resize(count, std::vector<char>(1 << 17));
     blockDim.x = count;
     body = [&] { kernel(arguments); };
     for (blockIdx.x = 0; blockIdx.x < ctas; blockIdx.x++) {
@@ -169,7 +169,10 @@ inline int atomicAdd(int* to, int x) { *to += x; return *to - x; }
 inline void wait_for_flag(const int* flag, int value) { if (*flag < value) abort(); }  // no CTA runs that could raise it
 inline void raise_flag(int* flag, int value) { *flag = value; }
 inline float4 load_from_all(const float4* from) { return *from; }
+inline void keep_24_registers() {}
+inline void take_240_registers() {}
 inline void store_for_all(float4* to, float4 x) { *to = x; }
+inline void add_for_all(float4* to, float4 x) { *to = {to->x + x.x, to->y + x.y, to->z + x.z, to->w + x.w}; }
 
 // ---- warps. Lanes leave what they bring in a slot; the last one computes for all.
 

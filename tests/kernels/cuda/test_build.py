@@ -47,8 +47,9 @@ def test_tiles_fit_into_shared_memory(head_dim, arch, limit):
     row = head_dim * 2
     queries = tiles["FORWARD_WARPS"] * tiles["FORWARD_BLOCKS"] * 16
     forward = row * (queries + 2 * tiles["FORWARD_STAGES"] * tiles["FORWARD_KEYS"])
-    keys, queries = tiles["BACKWARD_WARPS"] * tiles["BACKWARD_BLOCKS"] * 16, tiles["BACKWARD_QUERIES"]
+    split, queries = tiles["BACKWARD_SPLIT"], tiles["BACKWARD_QUERIES"]
+    keys = tiles["BACKWARD_WARPS"] // split * tiles["BACKWARD_BLOCKS"] * 16
     stage = queries * (2 * row + 8)
-    backward = 2 * row * keys + 2 * keys * queries + tiles["BACKWARD_STAGES"] * stage
+    backward = 2 * row * keys + 2 * keys * queries * split + tiles["BACKWARD_STAGES"] * stage
     assert forward <= limit * 1024
     assert backward + 128 <= limit * 1024  # its ticket has 128 bytes of its own

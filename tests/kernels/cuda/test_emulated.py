@@ -53,7 +53,14 @@ def emulate(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "arch"),
-    [(64, torch.bfloat16, 90), (128, torch.bfloat16, 90), (80, torch.float16, 75), (40, torch.bfloat16, 86)],
+    [
+        (64, torch.bfloat16, 90),
+        (96, torch.float16, 90),
+        (128, torch.bfloat16, 90),
+        (128, torch.bfloat16, 80),
+        (80, torch.float16, 75),
+        (40, torch.bfloat16, 86),
+    ],
     ids=str,
 )
 def test_kernels_equal_the_oracle(emulate, head_dim, dtype, arch):
