@@ -8,7 +8,7 @@ Eager calls use an `autograd.Function`. Under torch.compile, forward and backwar
 compiler, so that they do not break the graph.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def flash_triton(
     copy. See `lmkit.attention` for shapes and conventions.
 
     Args:
-        first: tiles that it hides are skipped. "portable" takes it.
+        first: tiles that it hides are skipped.
         implementation: "auto" takes "hopper" where it is supported, else "portable". A named one never falls back.
         deterministic: whether the backward pass gives the same bits on every run (the portable one always does);
             None follows `torch.use_deterministic_algorithms`.
@@ -98,7 +98,6 @@ def flash_triton(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if first is not None:
         first = first_as_read(q, k, first, causal)
-        implementation = resolve_first(implementation)
     given = (causal, scale, implementation, deterministic, fp32_precision, first)
     if torch.compiler.is_compiling():
         return forward_operator(q, k, v, *given)[0]
@@ -165,17 +164,6 @@ def first_as_read(q: Tensor, k: Tensor, first: Tensor | None, causal: bool) -> T
     return first.to(torch.int32).expand(len(q), -1).contiguous()
 
 
-def resolve_first(implementation: Implementation) -> Implementation:
-    """Return the implementation that takes `first`; raise UsageError for another that is named."""
-    if implementation == "hopper":
-        raise UsageError(
-            "attention.unsupported",
-            "flash_triton: the hopper implementation does not take first=",
-            hint="use 'auto' or 'portable'",
-        )
-    return "portable"
-
-
 def refuse_unsupported(q: Tensor) -> None:
     """Raise UsageError unless the portable kernels support q's dtype, head_dim and device."""
     supported = (
@@ -219,7 +207,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     """Return (out, lse) from a resolved implementation; lse is (batch, heads, num_queries)."""
     causal, scale, implementation, _, precision, first = options
     if implementation == "hopper":
-        return hopper_kernels().forward(q, k, v, causal=causal, scale=scale)
+        return hopper_kernels().forward(q, k, v, causal=causal, scale=scale, first=first)
     return flash_forward(q, k, v, causal=causal, scale=scale, precision=precision, first=first)
 
 
@@ -233,11 +221,10 @@ def backward(
     """
     causal, scale, implementation, deterministic, precision, first = options
     if implementation == "hopper":
-        run = hopper_kernels().backward
-        return run(dout, *saved, causal=causal, scale=scale, deterministic=deterministic, into=into)
-    return flash_backward(
-        dout, *saved, causal=causal, scale=scale, precision=precision, into=into, first=first
-    )
+        run = partial(hopper_kernels().backward, deterministic=deterministic)
+    else:
+        run = partial(flash_backward, precision=precision)
+    return run(dout, *saved, causal=causal, scale=scale, into=into, first=first)
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

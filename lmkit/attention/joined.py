@@ -15,7 +15,6 @@ from lmkit.attention.flash_triton import (
     forward,
     implementation_for,
     refuse_unsupported,
-    resolve_first,
     rows_in_place,
 )
 from lmkit.attention.inputs import SECOND_DERIVATIVES
@@ -46,7 +45,7 @@ def flash_triton_joined(
         refuse_unsupported(q)
         deterministic = torch.are_deterministic_algorithms_enabled()
         precision = "bf16x6" if q.dtype == torch.float32 else "ieee"
-        implementation = implementation_for(q, k, v) if first is None else resolve_first("auto")
+        implementation = implementation_for(q, k, v)
         first = first_as_read(q, k, first, causal)
         options = Options(causal, head_dim**-0.5, implementation, deterministic, precision, first)
         out = JoinedAttention.apply(qkv, (kv_heads, head_dim, options))[0]

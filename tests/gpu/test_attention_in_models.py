@@ -1,5 +1,7 @@
 """Models on a GPU around each attention kernel: one loss curve from one seed, and whole under torch.compile."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,8 +9,10 @@ from lmkit.attention import check_kernel
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
+from lmkit.training.setup import build_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,3 +115,54 @@ def test_activation_checkpointing_gives_the_same_gradients():
     # The faster backward pass adds up dQ in an order that changes from run to run: float32 sums, rounded to bfloat16.
     for mine, theirs in zip(again, plain, strict=True):
         assert (mine - theirs).norm() < 0.01 * theirs.norm()
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_documents_of_a_row_are_as_each_alone(window):
+    """By the kernels on the joined projection, and by sdpa with a mask; losses and gradients."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (3, 250), generator=generator, device="cuda")
+    ids[:, 0] = 0
+    for row, starts in enumerate(([17, 130], [1, 2, 249], [128])):
+        ids[row, starts] = 0
+    targets = ids.roll(-1, 1)
+    found = []
+    for attention in ("flash_triton", "sdpa"):
+        torch.manual_seed(0)
+        config = build(attention).config.model_copy(update={"document_token": 0, "attention_window": window})
+        torch.manual_seed(0)
+        model = TransformerLM(config, device="cuda").bfloat16()
+        assert (model.layers[0].attn.joined_attention is not None) == (attention == "flash_triton")
+        loss = model.loss(ids, targets)
+        loss.backward()
+        gradient = model.layers[0].attn.qkv_proj.weight.grad
+        alone, tokens = 0.0, 0
+        with torch.no_grad():
+            for row, wanted in zip(ids, targets, strict=True):
+                places = [*(row == 0).nonzero().flatten().tolist(), len(row)]
+                for start, end in pairwise(places):
+                    part = model.loss(row[None, start:end], wanted[None, start:end])
+                    alone, tokens = alone + part.item() * (end - start), tokens + end - start
+        assert tokens == ids.numel()
+        assert loss.item() == pytest.approx(alone / tokens, rel=2e-3)  # bfloat16 logits
+        found.append((loss.item(), gradient.float()))
+    (one, mine), (other, theirs) = found
+    assert one == pytest.approx(other, rel=2e-3)
+    assert (mine - theirs).norm() < 2e-2 * theirs.norm()
+
+
+def test_documents_of_each_batch_are_found_in_a_graph():
+    """The bounds follow from the ids inside the graph: what was captured with one batch serves another."""
+    losses = []
+    for cuda_graph in ("off", "on"):
+        torch.manual_seed(0)
+        config = build("flash_triton").config.model_copy(update={"document_token": 0, "operations": "fused"})
+        torch.manual_seed(0)
+        step = build_step(config, Ranks(device=torch.device("cuda")), precision="bf16", cuda_graph=cuda_graph)
+        found = []
+        for number, (ids, targets) in enumerate(batches(6)):
+            ids = torch.where(torch.arange(250, device="cuda") % (10 + 7 * number) == 0, 0, ids)
+            found.append(step(ids[None], targets[None], lr=1e-3).loss.item())
+        assert (step.graph is not None) == (cuda_graph == "on")
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)  # atomics add up in another order every time

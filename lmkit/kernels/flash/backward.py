@@ -10,12 +10,16 @@ of five. The plain formula is `lmkit.kernels.flash.reference.attention_backward`
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.flash.backward_dkdv import prepare_dkdv
 from lmkit.kernels.flash.backward_dq import prepare_dq
 from lmkit.kernels.flash.tuning import Tiling
-from lmkit.kernels.launch import LaunchCache, Start, empty_in_order_of
+from lmkit.kernels.launch import LaunchCache, Start, count_tiles, empty_in_order_of, prepare_launch
+
+KEYS_AT_ONCE = 512  # of a program that searches last queries
 
 
 def flash_backward(
@@ -56,8 +60,39 @@ def flash_backward(
 def last_queries(first: Tensor, num_keys: int) -> Tensor:
     """Return the last query that sees each key: (batch, num_queries) values that never fall -> (batch, num_keys)
     int32."""
-    keys = torch.arange(num_keys, dtype=first.dtype, device=first.device).expand(len(first), -1).contiguous()
-    return torch.searchsorted(first, keys, right=True, out_int32=True) - 1
+    last = first.new_empty(len(first), num_keys)
+    last_calls((first,), (last,), (num_keys,))
+    return last
+
+
+@triton.jit
+def last_queries_kernel(first_pointer, last_pointer, num_queries, num_keys, steps, BLOCK: tl.constexpr):
+    """Search the BLOCK keys of a program by halves, all at once."""
+    tiles = tl.cdiv(num_keys, BLOCK)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    keys = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    # The queries before `low` see keys up to this one, those from `high` on do not.
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = low + num_queries
+    for _ in range(steps):
+        middle = (low + high) // 2
+        searching = low < high
+        first = tl.load(first_pointer + batch * num_queries + middle, mask=searching, other=0)
+        low = tl.where(searching & (first <= keys), middle + 1, low)
+        high = tl.where(searching & (first > keys), middle, high)
+    tl.store(last_pointer + batch * num_keys + keys, low - 1, mask=keys < num_keys)
+
+
+def _prepare_last(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    (batch, num_queries), (num_keys,) = tensors[0].shape, options
+    numbers = num_queries, num_keys, num_queries.bit_length()
+    grid = (batch * count_tiles(num_keys, KEYS_AT_ONCE), 1)
+    return prepare_launch(
+        last_queries_kernel, grid, tensors, numbers, {"BLOCK": KEYS_AT_ONCE, "num_warps": 4}
+    )
+
+
+last_calls = LaunchCache(_prepare_last)
 
 
 def prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:

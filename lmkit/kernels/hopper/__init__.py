@@ -1,11 +1,12 @@
 """FlashAttention for Hopper GPUs (H100, H200) in Gluon: warp-specialised, with TMA and asynchronous wgmma.
 
 * `unsupported_reason(q, k, v)`: None, or why these kernels cannot take the call;
-* `forward(q, k, v, causal=..., scale=...)` -> (out, lse);
-* `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=...)` -> (dq, dk, dv).
+* `forward(q, k, v, causal=..., scale=..., first=...)` -> (out, lse);
+* `backward(dout, q, k, v, out, lse, causal=..., scale=..., deterministic=..., first=...)` -> (dq, dk, dv).
 
 Shapes are (batch, heads, seq, head_dim) with any strides that TMA takes, head_dim a multiple of 8 from 40 to 256
-(`support` says why); causal means query i sees keys j <= i. Inside, heads are D = 64, 128 or 256 wide and filled up
+(`support` says why); causal means query i sees keys j <= i, with `first` from first[i] on. Blocks that it hides are
+skipped; where it cuts one, the kernels mask. Inside, heads are D = 64, 128 or 256 wide and filled up
 with zeros.
 
 | file | content |

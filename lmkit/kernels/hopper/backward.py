@@ -28,12 +28,13 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.kernels.flash.backward import last_queries
 from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
 from lmkit.kernels.hopper.backward_dq import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
-from lmkit.kernels.hopper.forward import PREPARED_CALLS
+from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned
 from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch, selected, strides_in_order_of
@@ -97,6 +98,7 @@ def backward(
     scale: float,
     deterministic: bool,
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of `forward`, from its own out and lse.
 
@@ -107,6 +109,7 @@ def backward(
         deterministic: return the same bits every time.
         into: tensors shaped as q, k and v, with layouts that TMA takes, which receive the gradients; parts of one
             array, say. None: new ones in the memory order of q, k, v.
+        first: as of `forward`.
     """
     assert into is None or all(suits_tma(x) for x in into)
     if not suits_tma(dout):
@@ -115,7 +118,9 @@ def backward(
         *(q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.stride(), dout.stride()),
         *(q.dtype, q.device, causal, scale, deterministic),
         None if into is None else (into[0].stride(), into[1].stride(), into[2].stride()),
+        first is not None,
     )
+    bounds = (lse, lse) if first is None else (aligned(first), last_queries(first, k.shape[2]))
     with selected(q.device):
         dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(kind)
         dq, dk, dv = into or (
@@ -124,7 +129,7 @@ def backward(
             torch.empty_strided(k.shape, dv_strides, dtype=q.dtype, device=q.device),
         )
         scratch = torch.empty(scratch_size, dtype=torch.float32, device=q.device)
-        start(*[x.data_ptr() for x in (q, k, v, out, lse, dout, dq, dk, dv, scratch)])
+        start(*[x.data_ptr() for x in (q, k, v, out, lse, dout, dq, dk, dv, scratch, *bounds)])
     return dq, dk, dv
 
 
@@ -145,6 +150,7 @@ class _Kind(NamedTuple):
     deterministic: bool
     places: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
     """Strides of dq, dk and dv, where the caller has them."""
+    has_first: bool
 
     @property
     def width(self) -> int:
@@ -232,10 +238,10 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         constants,
     )
 
-    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes
         launch_prepare(out, dout, lse, lse_log2, delta, total)
-        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total)
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total, last)
         launch_finish(total, dq)
 
     return 2 * plane + plane * width, start
@@ -254,7 +260,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
             kind.queries(kind.dout_strides, PADDING),
             kind.queries(kind.output_strides[0], PADDING),
             *([torch.float32] * 3),
-            kind.dtype,
+            *(kind.dtype, torch.int32),
         ],
         (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales),
         {
@@ -266,6 +272,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
             "V_STAGES": config.query_v_stages,
             "CAUSAL": kind.causal,
             "TAIL": kind.k_shape[2] % config.query_keys != 0,
+            "FIRST": kind.has_first,
             "num_warps": 8,
             **GLUON_OPTIONS,
         },
@@ -277,10 +284,10 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
     else:  # nothing is added up, but the descriptor of the sum needs room for one box
         launch_keys = _prepare_lockstep(kind, config.queries * width // 32, add_dq=False)
 
-    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2):
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
-        launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out)
-        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, *(() if width == 256 else (total,)))
+        launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out, first)
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, *(() if width == 256 else (total,)), last)
 
     return 2 * plane + config.queries * width, start
 
@@ -335,9 +342,10 @@ def _prepare_keys(
             kind.keys(dk_strides, rows),
             kind.keys(dv_strides, rows),
             *dq_sum,
+            torch.int32,
         ],
         (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
-        constants | GLUON_OPTIONS,
+        constants | {"FIRST": kind.has_first} | GLUON_OPTIONS,
     )
 
 

@@ -65,30 +65,34 @@ Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "p"])
 # mbarriers: one a slot, one a slot, one, one (see the module)
 Barriers = namedtuple("Barriers", ["q_full", "do_full", "k_full", "v_full"])
 # The compile-time parameters of `dkdv_d256_kernel`
-Shape = namedtuple("Shape", ["D", "USED", "CAUSAL"])
+Shape = namedtuple("Shape", ["D", "USED", "CAUSAL", "FIRST"])
 
 
 @gluon.jit
-def _locate(problem, CAUSAL: gl.constexpr):
-    """Return (key tile, batch, key head, number of query tiles that see these keys) of this CTA."""
+def _locate(problem, last, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
+    """Return (key tile, batch, key head, last query tile that sees these keys, number of them) of this CTA."""
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
     key_tile, flat_key_head = schedule.locate_longest_first(
         problem.num_key_tiles, num_heads, problem.together
     )
+    batch = flat_key_head // key_heads
+    top = problem.num_query_tiles - 1
     count = problem.num_query_tiles
     if CAUSAL:
+        if FIRST:
+            top = schedule.load_bound(last, batch, (key_tile + 1) * ROWS - 1, problem.num_keys) // ROWS
         # Keys that no query sees (more keys than queries) take the last tile, wholly masked: a loop that may run
         # zero times makes ptxas serialise the products (C7515).
-        count = gl.maximum(problem.num_query_tiles - key_tile, 1)
-    return key_tile, flat_key_head // key_heads, flat_key_head % key_heads, count
+        count = gl.maximum(top + 1 - key_tile, 1)
+    return key_tile, batch, flat_key_head % key_heads, top, count
 
 
 @gluon.jit
 def _producer(call, shape):
     """Load K and V once with TMA, then Q and dO tile after tile."""
-    descriptors, tiles, barriers, problem, _, _ = call
-    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
+    descriptors, tiles, barriers, problem, _, _, last = call
+    key_tile, batch, key_head, top, count = _locate(problem, last, shape.CAUSAL, shape.FIRST)
     mbarrier.expect(barriers.k_full, descriptors.k.block_type.nbytes)
     key_box = [batch, key_head, key_tile * ROWS, 0]
     tma_load(descriptors.k, key_box, barriers.k_full, tiles.k)
@@ -97,7 +101,7 @@ def _producer(call, shape):
         slot = step % STAGES
         head = key_head * problem.group + step // count
         # From the last tile down: CTAs that run together read the same tiles together.
-        tile = problem.num_query_tiles - 1 - step % count
+        tile = top - step % count
         row = (batch * problem.heads + head) * problem.padded + tile * ROWS
         sync.await_slot(SLOT_FREE, step, STAGES, 0)
         fetch_rows(descriptors.q, batch, head, tile * ROWS, tiles.q,
@@ -114,15 +118,18 @@ def _producer(call, shape):
 def _value_consumer(call, shape):
     """Compute P for both warp groups, and dV."""
     D: gl.constexpr = shape.D
-    descriptors, tiles, barriers, problem, scale_log2, _ = call
+    descriptors, tiles, barriers, problem, scale_log2, _, last = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = wgmma.accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = wgmma.accumulator_layout(D)
     OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
-    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
+    key_tile, batch, key_head, top, count = _locate(problem, last, shape.CAUSAL, shape.FIRST)
     steps = gl.maximum(count * problem.group, 1)
     k = tiles.k.reshape([ROWS, D])
     keys = key_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    bounds = keys
+    if shape.FIRST:
+        bounds = schedule.load_bounds(last, batch, keys, problem.num_keys)
     dv = gl.zeros([ROWS, D], gl.float32, GRADIENT)
     mbarrier.wait(barriers.k_full, 0)
     for step in range(steps):
@@ -137,8 +144,10 @@ def _value_consumer(call, shape):
         scores = warpgroup_mma_wait(0, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 64 queries): transposed
         if shape.CAUSAL:
-            tile = problem.num_query_tiles - 1 - step % count
+            tile = top - step % count
             exponent = fragments.keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
+            if shape.FIRST:
+                exponent = fragments.keep_columns_up_to(exponent, bounds - tile * ROWS, -float("inf"))
         p = gl.exp2(exponent)
         sync.named_barrier_wait(P_FREE + slot, P_THREADS)
         tiles.p.index(slot).store(fragments.in_thread_order(p))
@@ -159,12 +168,12 @@ def _value_consumer(call, shape):
 def _key_consumer(call, shape):
     """Compute dS from the other warp group's P, and dK."""
     D: gl.constexpr = shape.D
-    descriptors, tiles, barriers, problem, _, scale = call
+    descriptors, tiles, barriers, problem, _, scale, last = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = wgmma.accumulator_layout(ROWS)
     GRADIENT: gl.constexpr = wgmma.accumulator_layout(D)
     OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
-    key_tile, batch, key_head, count = _locate(problem, shape.CAUSAL)
+    key_tile, batch, key_head, _, count = _locate(problem, last, shape.CAUSAL, shape.FIRST)
     steps = gl.maximum(count * problem.group, 1)
     v = tiles.v.reshape([ROWS, D])
     dk = gl.zeros([ROWS, D], gl.float32, GRADIENT)
@@ -195,15 +204,15 @@ def _key_consumer(call, shape):
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
 def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
-                         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                         last, num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                          num_key_tiles, scale_log2, scale,
                          D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
-                         REGISTERS: gl.constexpr):  # fmt: skip
+                         REGISTERS: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (tile of 64 keys, key head of the batch).
 
     Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, 64, D); lse_desc and delta_desc flat float32
     in boxes of 64, `padded` rows a head, lse in log2 units with +inf past num_queries, delta times scale. USED: of
-    the D columns S and dP take these (see issue_scores).
+    the D columns S and dP take these (see issue_scores). last: read only with FIRST, see `schedule.load_bound`.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -233,8 +242,8 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
-    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
-    shape: gl.constexpr = Shape(D, USED, CAUSAL)
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale, last)
+    shape: gl.constexpr = Shape(D, USED, CAUSAL, FIRST)
     gl.warp_specialize(
         [(_value_consumer, (call, shape)), (_key_consumer, (call, shape)), (_producer, (call, shape))],
         [4, 1],

@@ -77,7 +77,9 @@ Pointers = namedtuple(
     "Pointers", ["lse_in", "lse_out", "delta_out", "out", "out_batch", "out_head", "out_row"]
 )
 # The compile-time parameters of `dq_kernel`
-Shape = namedtuple("Shape", ["D", "HEAD_DIM", "USED", "KEYS", "K_STAGES", "V_STAGES", "CAUSAL", "TAIL"])
+Shape = namedtuple(
+    "Shape", ["D", "HEAD_DIM", "USED", "KEYS", "K_STAGES", "V_STAGES", "CAUSAL", "TAIL", "FIRST"]
+)
 
 
 @gluon.jit
@@ -89,20 +91,30 @@ def _locate(problem):
 
 
 @gluon.jit
+def _count_blocks(tile, batch, problem, first, shape):
+    """Return (key blocks up to the tile's last query, how many of them a CTA meets: not those that `first` hides)."""
+    blocks = schedule.count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
+    seen = blocks
+    if shape.FIRST:
+        seen -= schedule.load_bound(first, batch, tile * QUERIES, problem.num_queries) // shape.KEYS
+    return blocks, seen
+
+
+@gluon.jit
 def _producer(call, shape):
     """Load Q and dO once with TMA, then K and V, from the last block that the tile sees to the first."""
-    descriptors, tiles, barriers, problem, _, _, _ = call
+    descriptors, tiles, barriers, problem, _, _, _, first = call
     V_FREE: gl.constexpr = K_FREE + shape.K_STAGES
     tile, flat_head = _locate(problem)
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     key_head = head // problem.group
-    blocks = schedule.count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
+    blocks, seen = _count_blocks(tile, batch, problem, first, shape)
     mbarrier.expect(barriers.q_full, 2 * descriptors.q.block_type.nbytes)
     query_box = [batch, head, tile * QUERIES, 0]
     tma_load(descriptors.q, query_box, barriers.q_full, tiles.q)
     tma_load(descriptors.do, query_box, barriers.q_full, tiles.do)
-    for step in range(blocks):
+    for step in range(seen):
         first_key = (blocks - 1 - step) * shape.KEYS
         k_slot = step % shape.K_STAGES
         sync.await_slot(K_FREE, step, shape.K_STAGES, 1)  # dQ is waited for behind the next S
@@ -110,15 +122,15 @@ def _producer(call, shape):
         v_slot = step % shape.V_STAGES
         sync.await_slot(V_FREE, step, shape.V_STAGES, 0)
         fetch_tile(descriptors.v, batch, key_head, first_key, barriers.v_full, tiles.v, v_slot)
-    sync.await_last_slots(K_FREE, blocks, shape.K_STAGES, 1)
-    sync.await_last_slots(V_FREE, blocks, shape.V_STAGES, 0)
+    sync.await_last_slots(K_FREE, seen, shape.K_STAGES, 1)
+    sync.await_last_slots(V_FREE, seen, shape.V_STAGES, 0)
 
 
 @gluon.jit
 def _consumers(call, shape):
     """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
     D: gl.constexpr = shape.D
-    descriptors, tiles, barriers, problem, pointers, scale_log2, scale = call
+    descriptors, tiles, barriers, problem, pointers, scale_log2, scale, first = call
     V_FREE: gl.constexpr = K_FREE + shape.K_STAGES
     TURNS: gl.constexpr = D < 256  # D = 256 has one slot for V only
     DTYPE: gl.constexpr = descriptors.q.dtype
@@ -134,8 +146,11 @@ def _consumers(call, shape):
     batch = flat_head // problem.heads
     head = flat_head % problem.heads
     flat_head = flat_head.to(gl.int64)
-    blocks = schedule.count_key_blocks(tile, problem.num_keys, QUERIES, shape.KEYS, shape.CAUSAL)
+    blocks, seen = _count_blocks(tile, batch, problem, first, shape)
     rows = tile * QUERIES + gl.arange(0, QUERIES, ROW)
+    bounds = rows
+    if shape.FIRST:
+        bounds = schedule.load_bounds(first, batch, rows, num_queries)
     lse = LOG2_E * gl.load(
         pointers.lse_in + flat_head * num_queries + rows, mask=rows < num_queries, other=float("inf")
     )
@@ -154,7 +169,7 @@ def _consumers(call, shape):
     gl.store(pointers.delta_out + flat_head * problem.padded + rows, delta)
     if TURNS:
         sync.begin_turns(TURN)
-    for step in range(blocks):
+    for step in range(seen):
         first_key = (blocks - 1 - step) * shape.KEYS
         k_slot = step % shape.K_STAGES
         v_slot = step % shape.V_STAGES
@@ -172,9 +187,10 @@ def _consumers(call, shape):
             sync.pass_turn(TURN)
         scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
-        p = gl.exp2(
-            fragments.hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL)
-        )
+        exponent = fragments.hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL)
+        if shape.FIRST:
+            exponent = fragments.keep_columns_from(exponent, bounds - first_key, -float("inf"))
+        p = gl.exp2(exponent)
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
         sync.named_barrier_arrive(V_FREE + v_slot, sync.SLOT_THREADS)
         ds = (p * (dp * scale - gl.expand_dims(delta, 1))).to(DTYPE)
@@ -188,18 +204,18 @@ def _consumers(call, shape):
 
 
 @gluon.jit(do_not_specialize=["out_batch", "out_head", "out_row", *Problem._fields])
-def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out,
+def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_out, out, first,
                           out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                           scale_log2, scale, D: gl.constexpr, HEAD_DIM: gl.constexpr, USED: gl.constexpr,
                           KEYS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-                          CAUSAL: gl.constexpr, TAIL: gl.constexpr):  # fmt: skip
+                          CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (query tile, head of the batch).
 
     HEAD_DIM: of the tensors; D, the width of their boxes, may be larger. USED: of the D columns S and dP take these
     (see issue_scores). out_batch, out_head, out_row: strides of out in units of 8 elements (so that 16-byte loads
     are known to be aligned). lse_in: (heads of the batch, num_queries), natural; lse_out, delta_out: (heads of the
-    batch, padded), lse in log2 units, delta times scale.
+    batch, padded), lse in log2 units, delta times scale. first: read only with FIRST, see `schedule.load_bound`.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -223,6 +239,6 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
     barriers = Barriers(q_full, k_full, v_full)
     problem = Problem(num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles)
     pointers = Pointers(lse_in, lse_out, delta_out, out, out_batch, out_head, out_row)
-    call = (descriptors, tiles, barriers, problem, pointers, scale_log2, scale)
-    shape: gl.constexpr = Shape(D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL)
+    call = (descriptors, tiles, barriers, problem, pointers, scale_log2, scale, first)
+    shape: gl.constexpr = Shape(D, HEAD_DIM, USED, KEYS, K_STAGES, V_STAGES, CAUSAL, TAIL, FIRST)
     gl.warp_specialize([(_consumers, (call, shape)), (_producer, (call, shape))], [1], [24])

@@ -111,12 +111,12 @@ class Work(NamedTuple):
 
 
 # The compile-time parameters of `dqdkdv_lockstep_kernel`
-Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ", "PACKED_P"])
+Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ", "PACKED_P", "FIRST"])
 
 
 @gluon.jit
-def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return this CTA's work.
+def locate_work(problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
+    """Return this CTA's work. last: read only with FIRST, see `schedule.load_bound`.
 
     CTAs that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as many tiles
     down (full) spreads them over the queries, so their additions to dQ meet at different rows.
@@ -136,15 +136,19 @@ def locate_work(problem, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
         # zero times makes ptxas serialise the products (C7515).
         lowest = gl.minimum(key_tile * (KEYS // QUERIES), problem.num_query_tiles - 1)
         start = lowest
-    return Work(batch, key_head, key_tile, first_head, lowest, problem.num_query_tiles - lowest, start)
+    count = problem.num_query_tiles - lowest
+    if FIRST:
+        last_query = schedule.load_bound(last, batch, (key_tile + 1) * KEYS - 1, problem.num_keys)
+        count = gl.maximum(last_query // QUERIES + 1 - lowest, 1)
+    return Work(batch, key_head, key_tile, first_head, lowest, count, start)
 
 
 @gluon.jit
-def next_query_tile(tile, head, work, num_query_tiles):
+def next_query_tile(tile, head, work):
     """Return the next (tile, head): one tile down, round the corner at the end; back at `start`, the group's next
     head."""
     tile += 1
-    tile = gl.where(tile == num_query_tiles, work.lowest, tile)
+    tile = gl.where(tile == work.lowest + work.count, work.lowest, tile)
     return tile, gl.where(tile == work.start, head + 1, head)
 
 
@@ -179,7 +183,7 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
         sync.await_slot(DO_FREE, step, STAGES, 0)
         fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
-        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
+        tile, head = next_query_tile(tile, head, work)
     sync.await_last_slots(Q_FREE, steps, STAGES, 1)
     sync.await_last_slots(DO_FREE, steps, STAGES, 0)
 
@@ -187,8 +191,8 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
 @gluon.jit
 def _producer(call, shape):
     """Load K and V once with TMA, then Q and dO tile after tile."""
-    descriptors, tiles, barriers, problem, _, _ = call
-    work = locate_work(problem, shape.QUERIES, shape.CAUSAL)
+    descriptors, tiles, barriers, problem, _, _, last = call
+    work = locate_work(problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
     batch = work.batch
     mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
@@ -201,7 +205,7 @@ def _producer(call, shape):
 def _consumers(call, shape):
     """Compute as both warp groups, in one partition of eight warps: rows 0-63 of a (128, N) tile are the first's."""
     D: gl.constexpr = shape.D
-    descriptors, tiles, barriers, problem, scale_log2, scale = call
+    descriptors, tiles, barriers, problem, scale_log2, scale, last = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = wgmma.accumulator_layout(shape.QUERIES, 8)
     SCORES_PRODUCTS: gl.constexpr = wgmma.count_score_wgmmas(shape.USED, D)
@@ -211,11 +215,14 @@ def _consumers(call, shape):
     DQ: gl.constexpr = wgmma.accumulator_layout(D // 2, 4, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     num_keys = problem.num_keys
-    work = locate_work(problem, shape.QUERIES, shape.CAUSAL)
+    work = locate_work(problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
     batch = work.batch
     k = tiles.k.reshape([KEYS, D])
     v = tiles.v.reshape([KEYS, D])
     keys = work.key_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    bounds = keys
+    if shape.FIRST:
+        bounds = schedule.load_bounds(last, batch, keys, num_keys)
     dv = gl.zeros([KEYS, D], gl.float32, GRADIENT)
     dk = warpgroup_mma_init(gl.zeros([KEYS, D], gl.float32, GRADIENT))
     mbarrier.wait(barriers.kv_full, 0)
@@ -250,9 +257,12 @@ def _consumers(call, shape):
             # Query i sees keys j <= i; keys past the end see nobody (P might overflow there, and inf * 0 is not 0).
             # Needed at the diagonal only; but at D = 128 the branch makes ptxas serialise the products (C7512), so
             # the mask is always applied there.
-            if D == 128 or shape.TAIL or tile * shape.QUERIES < (work.key_tile + 1) * KEYS:
+            if D == 128 or shape.TAIL or shape.FIRST or tile * shape.QUERIES < (work.key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * shape.QUERIES, NEVER)
                 exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
+            if shape.FIRST:
+                last_query = bounds - tile * shape.QUERIES
+                exponent = fragments.keep_columns_up_to(exponent, last_query, -float("inf"))
         elif shape.TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
@@ -296,7 +306,7 @@ def _consumers(call, shape):
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dv, p_operand = warpgroup_mma_wait(1, deps=[dv_job, p_operand])
             sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
-        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
+        tile, head = next_query_tile(tile, head, work)
     dk = warpgroup_mma_wait(0, deps=[dk])
     if not shape.ADD_DQ:
         sync.end_turns(TURN)
@@ -314,15 +324,17 @@ def _consumers(call, shape):
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
 def dqdkdv_lockstep_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-                              num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                              last, num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                               num_key_tiles, scale_log2, scale,
                               QUERIES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, CAUSAL: gl.constexpr,
-                              TAIL: gl.constexpr, ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr):  # fmt: skip
+                              TAIL: gl.constexpr, ADD_DQ: gl.constexpr, PACKED_P: gl.constexpr,
+                              FIRST: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
 
     Descriptors: (batch, heads, sequence, at most D) in boxes of (1, 1, QUERIES or 128, D), zeros beyond the head;
     lse_desc and delta_desc flat float32, `padded` rows a head, lse in log2 units with +inf past num_queries, delta
-    times scale; dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128.
+    times scale; dq_desc float32, rows of 32 (see in_thread_order). TAIL: num_keys is no multiple of 128. last: read
+    only with FIRST, see `schedule.load_bound`.
 
     USED: of the D columns S and dP take these (see issue_scores). ADD_DQ: for D = 128 only.
 
@@ -354,6 +366,6 @@ def dqdkdv_lockstep_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
-    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
-    shape: gl.constexpr = Shape(QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P)
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale, last)
+    shape: gl.constexpr = Shape(QUERIES, D, USED, CAUSAL, TAIL, ADD_DQ, PACKED_P, FIRST)
     gl.warp_specialize([(_consumers, (call, shape)), (_producer, (call, shape))], [1], [24])

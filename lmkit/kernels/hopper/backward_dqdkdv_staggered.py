@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
-from lmkit.kernels.hopper import fragments, wgmma
+from lmkit.kernels.hopper import fragments, schedule, wgmma
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import (
     KEYS,
     NEVER,
@@ -85,11 +85,11 @@ HEAD_START_NS = gl.constexpr(800)
 
 
 @gluon.jit
-def _producer(call, CAUSAL: gl.constexpr):
+def _producer(call, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     """Load K and V once with TMA, a box for each consumer, then Q and dO tile after tile."""
-    descriptors, tiles, barriers, problem, _, _ = call
+    descriptors, tiles, barriers, problem, _, _, last = call
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
-    work = locate_work(problem, QUERIES, CAUSAL)
+    work = locate_work(problem, last, QUERIES, CAUSAL, FIRST)
     mbarrier.expect(barriers.kv_full, 4 * descriptors.k.block_type.nbytes)
     for i in gl.static_range(2):
         key_box = [work.batch, work.key_head, work.key_tile * KEYS + i * HALF, 0]
@@ -99,9 +99,9 @@ def _producer(call, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
+def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):
     """Compute as warp group `index`, 0 or 1: dK and dV of its 64 keys, and its part of each step's dQ."""
-    descriptors, tiles, barriers, problem, scale_log2, scale = call
+    descriptors, tiles, barriers, problem, scale_log2, scale, last = call
     DTYPE: gl.constexpr = descriptors.q.dtype
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
     D: gl.constexpr = descriptors.q.block_type.shape[3]
@@ -111,7 +111,7 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     # Whether lse is loaded before the wait for S: where that makes ptxas spill less.
     LSE_FIRST: gl.constexpr = D == 128 or (gl.float16 == DTYPE and not CAUSAL)
-    work = locate_work(problem, QUERIES, CAUSAL)
+    work = locate_work(problem, last, QUERIES, CAUSAL, FIRST)
     k = tiles.k.index(index).reshape([HALF, D])
     v = tiles.v.index(index).reshape([HALF, D])
     keys = work.key_tile * KEYS + index * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
@@ -126,6 +126,11 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
     first_clear = (work.key_tile + 1) * KEYS  # causal: queries from here on see all keys of the tile
     if TAIL:
         first_clear = gl.where(first_clear > problem.num_keys, NEVER, first_clear)
+    bounds = keys
+    first_cut = NEVER  # with `first`: queries from here on do not see all keys of the tile
+    if FIRST:
+        bounds = schedule.load_bounds(last, work.batch, keys, problem.num_keys)
+        first_cut = 1 + schedule.load_bound(last, work.batch, work.key_tile * KEYS, problem.num_keys)
     head = work.first_head
     tile = work.start
     first_row = work.batch * problem.heads * problem.padded
@@ -149,7 +154,8 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
         else:
             scores = warpgroup_mma_wait(3, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, QUERIES): transposed
-        exponent = _hide_keys(exponent, keys, tile, first_clear, problem.num_keys, CAUSAL, TAIL)
+        clear = first_clear, first_cut
+        exponent = _hide_keys(exponent, keys, bounds, tile, clear, problem.num_keys, CAUSAL, TAIL, FIRST)
         p = gl.exp2(exponent)
         packed = fragments.pack_pairs(p, DTYPE)
         kept = fragments.keep_pairs(p, DTYPE)
@@ -174,7 +180,7 @@ def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexp
         _announce_ds(index, tiles, step, fragments.unpack_pairs(ds_pairs, DTYPE, SCORES))
         dv, p_operand = warpgroup_mma_wait(0, deps=[dv_job, p_operand])
         sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
-        tile, head = next_query_tile(tile, head, work, problem.num_query_tiles)
+        tile, head = next_query_tile(tile, head, work)
     dq_job = _issue_dq(index, tiles, steps + 1)
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
     dk_job = warpgroup_mma(fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
@@ -204,11 +210,19 @@ def _sleep(nanoseconds: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(exponent, keys, tile, first_clear, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
+def _hide_keys(exponent, keys, bounds, tile, clear, num_keys,
+               CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """Return -inf where query i of the tile must not see key j > i, and for keys past the end (P might overflow
-    there, and inf * 0 is not 0)."""
+    there, and inf * 0 is not 0). FIRST: nor does it see keys whose last query, in `bounds`, is before it. All
+    queries from the first of `clear` up to the second see all keys."""
     QUERIES: gl.constexpr = exponent.shape[1]
-    if CAUSAL:
+    first_clear, first_cut = clear
+    if FIRST:
+        if (tile * QUERIES < first_clear) | ((tile + 1) * QUERIES > first_cut):
+            first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
+            exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
+            exponent = fragments.keep_columns_up_to(exponent, bounds - tile * QUERIES, -float("inf"))
+    elif CAUSAL:
         if tile * QUERIES < first_clear:
             first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
             exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
@@ -290,14 +304,16 @@ def _add_dq(index: gl.constexpr, descriptors, tiles, row):
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
 def dqdkdv_staggered_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-                           num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
+                           last, num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles,
                            num_key_tiles, scale_log2, scale,
-                           CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                           CAUSAL: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr,
+                           FIRST: gl.constexpr):  # fmt: skip
     """Allocate and start the partitions of one CTA per (key tile, key head of the batch).
 
     Descriptors as `dqdkdv_lockstep_kernel`'s, with boxes of 128 queries of 64 numbers or 64 of 128, but those of
     K, V, dK, dV in boxes of 64 keys, and dq_desc in boxes of a consumer's part: at D = 64 (128, 32); at D = 128
-    (4, 32, 32) of the sum as (queries / 16, 64, 32). REGISTERS: a thread's of the second consumer.
+    (4, 32, 32) of the sum as (queries / 16, 64, 32). REGISTERS: a thread's of the second consumer. last: as
+    `dqdkdv_lockstep_kernel`'s.
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -320,12 +336,12 @@ def dqdkdv_staggered_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_des
     problem = Problem(
         num_queries, num_keys, padded, batches, heads, group, together, num_query_tiles, num_key_tiles
     )
-    call = (descriptors, tiles, barriers, problem, scale_log2, scale)
+    call = (descriptors, tiles, barriers, problem, scale_log2, scale, last)
     gl.warp_specialize(
         [
-            (_consumer, (0, call, CAUSAL, TAIL)),
-            (_consumer, (1, call, CAUSAL, TAIL)),
-            (_producer, (call, CAUSAL)),
+            (_consumer, (0, call, CAUSAL, TAIL, FIRST)),
+            (_consumer, (1, call, CAUSAL, TAIL, FIRST)),
+            (_producer, (call, CAUSAL, FIRST)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -9,7 +9,7 @@ import torch
 from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
 from lmkit.kernels.hopper.support import used_of, width_of
-from lmkit.kernels.hopper.tma import head_boxes
+from lmkit.kernels.hopper.tma import ALIGNMENT_BYTES, head_boxes
 from lmkit.kernels.launch import count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
 from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 
@@ -52,7 +52,13 @@ def choose_config(width: int, num_queries: int, causal: bool) -> ForwardConfig:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(q k^T scale) v and the log-sum-exp of the scores.
 
@@ -60,6 +66,7 @@ def forward(
 
     Args:
         q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim).
+        first: as of `lmkit.kernels.flash.forward.flash_forward`.
 
     Returns:
         out, in q's memory order, and lse: float32 (batch, heads, num_queries), natural logarithm.
@@ -67,17 +74,24 @@ def forward(
     shape, dtype, device = q.shape, q.dtype, q.device
     with selected(device):
         out_strides, lse_shape, lse_strides, launch = _prepare(
-            shape, q.stride(), k.shape, k.stride(), v.stride(), dtype, device, causal, scale
+            *(shape, q.stride(), k.shape, k.stride(), v.stride(), dtype, device, causal, scale),
+            first is not None,
         )
         out = torch.empty_strided(shape, out_strides, dtype=dtype, device=device)
         # `torch.empty` of a shape takes nearly twice the host time.
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        bounds = lse if first is None else aligned(first)
+        launch(*[x.data_ptr() for x in (q, k, v, out, lse, bounds)])
     return out, lse
 
 
+def aligned(bounds: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose address suits the kernels: itself, or a copy."""
+    return bounds.clone() if bounds.data_ptr() % ALIGNMENT_BYTES else bounds
+
+
 @functools.lru_cache(maxsize=PREPARED_CALLS)
-def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, causal, scale):
+def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, causal, scale, has_first):
     """Return (strides of out, shape and strides of lse, launch) for calls of this kind."""
     batch, heads, num_queries, head_dim = q_shape
     num_keys = k_shape[2]
@@ -85,18 +99,19 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     config = choose_config(width, num_queries, causal)
     registers, consumer_registers = REGISTERS[config.consumers]
     num_tiles = count_tiles(num_queries, CONSUMER_ROWS.value * config.consumers)
-    units = batch * heads * ((num_tiles + 1) // 2 if causal else num_tiles)
+    units = batch * heads * ((num_tiles + 1) // 2 if causal and not has_first else num_tiles)
     out_strides = strides_in_order_of(q_shape, q_strides)
     with hopper_assembler():
         launch = prepare_launch(
             forward_kernel,
-            (min(units, count_sms(device)), 1),
+            (units if has_first else min(units, count_sms(device)), 1),
             [
                 head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
                 head_boxes(k_shape, k_strides, dtype, config.keys, width),
                 head_boxes(k_shape, v_strides, dtype, config.keys, width),
                 head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
                 torch.float32,
+                torch.int32,
             ],
             (
                 *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
@@ -112,6 +127,7 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
                 "CONSUMERS": config.consumers,
                 "OWN_O": config.own_o,
                 "REGISTERS": consumer_registers,
+                "FIRST": has_first,
                 "num_warps": 4,
                 "maxnreg": registers,
                 "launch_pdl": True,

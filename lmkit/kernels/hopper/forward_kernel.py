@@ -20,8 +20,7 @@ consumers do not take turns.
     tensor cores| S(j) PV(j-1) of 0  | S(j) PV(j-1) of 1  | S(j+1) PV(j) of 0  | S(j+1) PV(j) of 1  |
 
 One step of a consumer, in order: take the turn; issue S(j) and O += P(j-1) V(j-1); pass the turn; wait for S(j);
-exponentials and row sums; vote; wait for K(j+1) and V(j); wait for PV(j-1) and give its V slot back; give the K slot
-back.
+exponentials and row sums; vote; wait for K(j+1), V(j) and PV(j-1); give the slots of V(j-1) and K(j) back.
 
 Barriers. A `full` mbarrier completes a phase when TMA has delivered the bytes of a tile, an `empty` one when every
 consumer has given the slot back. Phases are numbered 0, 1, 0, 1...: consumers wait for the parity of their round,
@@ -59,7 +58,8 @@ largest P as rounded, where the error cancels; the log-sum-exp keeps the exact s
 thread's part of the row sum passes FOLLOW_ABOVE, look for their largest P and vote again on `lift_above`.
 
 Two nested loops. The first block of a tile and a block that lifts share the code of the outer loop, because every
-consumer has a copy of the code and the instruction cache is small.
+consumer has a copy of the code and the instruction cache is small. So do the last blocks of a tile, which `first`
+cuts: the inner loop needs no mask.
 
 Tests compare with `lmkit.kernels.flash.reference.attention_forward`.
 """
@@ -117,7 +117,7 @@ class Problem(NamedTuple):
 
 
 # The compile-time parameters of `forward_kernel` that the partitions need
-Shape = namedtuple("Shape", ["D", "USED", "KEYS", "STAGES", "CAUSAL", "TAIL", "CONSUMERS", "OWN_O"])
+Shape = namedtuple("Shape", ["D", "USED", "KEYS", "STAGES", "CAUSAL", "TAIL", "CONSUMERS", "OWN_O", "FIRST"])
 
 
 @gluon.constexpr_function
@@ -131,19 +131,22 @@ def lift_above(dtype):
 def _producer(call, shape):
     """Load tiles with TMA. K comes before Q in the first turn: the consumers' last step with the old Q hides
     both."""
-    descriptors, tiles, barriers, problem, _, _ = call
+    descriptors, tiles, barriers, problem, _, _, first = call
     TILE: gl.constexpr = ROWS * shape.CONSUMERS
     block = 0
-    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
+    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL, shape.FIRST)
     for turn in range(turns):
         tile, flat_head = schedule.locate_tile(
-            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL
+            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL, shape.FIRST
         )
         batch = flat_head // problem.heads
         head = flat_head % problem.heads
         key_head = head // problem.group
         blocks = schedule.count_key_blocks(tile, problem.num_keys, TILE, shape.KEYS, shape.CAUSAL)
-        for i in range(blocks):
+        hidden = 0
+        if shape.FIRST:
+            hidden = schedule.load_bound(first, batch, tile * TILE, problem.num_queries) // shape.KEYS
+        for i in range(blocks - hidden):
             first_key = (blocks - 1 - i) * shape.KEYS  # from the diagonal back: the masked block comes first
             slot = block % shape.STAGES
             free = ((block // shape.STAGES) & 1) ^ 1
@@ -204,16 +207,14 @@ def _raise_references(
 
 @gluon.jit
 def _consumer(index: gl.constexpr, call, shape):
-    """Compute 64 rows of every tile, as one warp group. `block` counts key blocks over all tiles: slot and phase
-    follow.
+    """Compute 64 rows of every tile, as one warp group. `block` counts key blocks over all tiles.
 
-    The outer loop takes blocks that set references, with S alone in flight: the first of a tile, and those that
-    lift. The inner loop takes the blocks after it, S together with O += P V of the block before, and ends with the
-    tile or at a block that lifts. Of that block only the last O += P V counts yet, and its K and V are still there:
-    the outer loop begins it anew.
+    The outer loop takes blocks that set references, with S alone in flight: the first of a tile, those that lift, and
+    those that `first` cuts. The inner loop takes the blocks after it, S together with O += P V of the block before.
+    Of a block that lifts only that O += P V counts, and its K and V are still there: the outer loop begins it anew.
     """
     D: gl.constexpr = shape.D
-    descriptors, tiles, barriers, problem, lse, scale_log2 = call
+    descriptors, tiles, barriers, problem, lse, scale_log2, first = call
     TILE: gl.constexpr = ROWS * shape.CONSUMERS
     DTYPE: gl.constexpr = descriptors.q.dtype
     SCORES: gl.constexpr = wgmma.accumulator_layout(shape.KEYS)
@@ -226,10 +227,10 @@ def _consumer(index: gl.constexpr, call, shape):
     block = 0
     if index == 1:
         _pass_turn(index, shape.CONSUMERS)  # consumer 0 goes first
-    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
+    turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL, shape.FIRST)
     for turn in range(turns):
         tile, flat_head = schedule.locate_tile(
-            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL
+            turn, problem.num_tiles, problem.num_heads, pairs, shape.CAUSAL, shape.FIRST
         )
         blocks = schedule.count_key_blocks(tile, num_keys, TILE, shape.KEYS, shape.CAUSAL)
         first_row = tile * TILE + index * ROWS
@@ -242,6 +243,17 @@ def _consumer(index: gl.constexpr, call, shape):
                 _hand_back_unread(barriers, block, shape.STAGES)
                 block += 1
         rows = first_row + gl.arange(0, ROWS, ROW)
+        seen = own_blocks
+        clear = own_blocks  # in which `first` hides nothing
+        unread = 0  # blocks at the end that only other consumers see
+        batch = flat_head // problem.heads
+        if shape.FIRST:
+            hidden = schedule.load_bound(first, batch, tile * TILE, problem.num_queries) // shape.KEYS
+            hides_all = schedule.load_bound(first, batch, first_row, problem.num_queries) // shape.KEYS
+            seen -= hides_all
+            unread = hides_all - hidden
+            last_bound = schedule.load_bound(first, batch, first_row + ROWS - 1, problem.num_queries)
+            clear -= gl.cdiv(last_bound, shape.KEYS)
 
         nothing = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
         acc = gl.zeros([ROWS, D], gl.float32, OUT)
@@ -253,23 +265,39 @@ def _consumer(index: gl.constexpr, call, shape):
         q = tiles.q.index(index).reshape([ROWS, D])
         _await_tile(barriers.k_full, block, shape.STAGES)
         # It is at least 1. Told so, the compiler sees that nobody multiplies the zeros of `packed`, and keeps none.
-        own_blocks = gl.maximum(own_blocks, 1)
+        seen = gl.maximum(seen, 1)
         i = 0
-        while i < own_blocks:
+        lifts = 0
+        while i < seen:
             # A block that sets references. Only the first of a tile meets the diagonal, the end of the keys or few
-            # keys; for a block that lifts, mask and margin do nothing.
+            # keys; for others, their mask and the margin do nothing.
             slot = block % shape.STAGES
             phase = (block // shape.STAGES) & 1
-            if i == 0:  # a block that lifts had its turn in the inner loop
+            is_new = i == 0  # a block that lifts had its turn in the inner loop
+            if shape.FIRST:
+                is_new = lifts == 0
+                if is_new & (
+                    i > 0
+                ):  # `first` cuts the block: O += P V of the block before has not been issued
+                    previous = (block - 1) % shape.STAGES
+                    probabilities = fragments.unpack_pairs(packed, DTYPE, PROBABILITIES)
+                    v = tiles.v.index(previous).reshape([shape.KEYS, D])
+                    out_job = warpgroup_mma(probabilities, v, acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[out_job])
+                    mbarrier.arrive(barriers.v_empty.index(previous), count=1)
+            if is_new:
                 _take_turn(index, shape.CONSUMERS)
             k = tiles.k.index(slot).reshape([shape.KEYS, D])
             score_job = wgmma.issue_scores(q, k, shape.USED, SCORES)
-            if i == 0:
+            if is_new:
                 _pass_turn(index, shape.CONSUMERS)
             scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
             mbarrier.arrive(barriers.k_empty.index(slot), count=1)
             first_key = (own_blocks - 1 - i) * shape.KEYS
             scores = fragments.hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
+            if shape.FIRST:
+                bounds = schedule.load_bounds(first, batch, rows, problem.num_queries)
+                scores = fragments.keep_columns_from(scores, bounds - first_key, -float("inf"))
             reference, factor = _raise_references(
                 scores, scale_log2, reference, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL
             )
@@ -279,7 +307,7 @@ def _consumer(index: gl.constexpr, call, shape):
             if i > 0:  # O is still 0 at the first
                 acc = fragments.scale_rows(acc, factor)
             packed = fragments.pack_pairs(p, DTYPE)
-            more = i + 1 < own_blocks
+            more = i + 1 < seen
             _await_tile(barriers.k_full, block + 1, shape.STAGES, more)
             mbarrier.wait(barriers.v_full.index(slot), phase)
             block += 1
@@ -287,7 +315,7 @@ def _consumer(index: gl.constexpr, call, shape):
 
             # Its successors. The step before has waited for K of this block and V of the previous one.
             lifts = 0
-            while (i < own_blocks) & (lifts == 0):
+            while (i < clear) & (lifts == 0):
                 slot = block % shape.STAGES
                 previous = (block - 1) % shape.STAGES
                 probabilities = fragments.unpack_pairs(packed, DTYPE, PROBABILITIES)
@@ -305,7 +333,7 @@ def _consumer(index: gl.constexpr, call, shape):
                 peaks = sync.any_exceeds(block_sums, FOLLOW_ABOVE, my_vote, index)
                 # The wait for the next operands stands here because its spin loop ends the basic block: ptxas cannot
                 # move the wait for O += P V above the exponentials that should overlap with it.
-                more = i + 1 < own_blocks
+                more = i + 1 < seen
                 _await_tile(barriers.k_full, block + 1, shape.STAGES, more)
                 _await_tile(barriers.v_full, block, shape.STAGES)
                 # the softmax's results as dependencies: they are computed before this wait, not after
@@ -332,6 +360,12 @@ def _consumer(index: gl.constexpr, call, shape):
         rounded_sum = gl.convert_layout(gl.sum(sums + surplus, 1), ROW)
         acc = warpgroup_mma_wait(0, deps=[out_job])
         mbarrier.arrive(barriers.v_empty.index(slot), count=1)
+        if shape.FIRST:
+            for _ in range(unread):
+                _take_turn(index, shape.CONSUMERS)
+                _pass_turn(index, shape.CONSUMERS)
+                _hand_back_unread(barriers, block, shape.STAGES)
+                block += 1
         out = fragments.scale_rows(acc, 1.0 / rounded_sum)
         row_lse = (reference + gl.log2(row_sum)) * LN_2
         written = rows < problem.num_queries
@@ -356,18 +390,18 @@ def _consumer(index: gl.constexpr, call, shape):
 
 
 @gluon.jit(do_not_specialize=list(Problem._fields))
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, heads, group, num_tiles,
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, first, num_queries, num_keys, heads, group, num_tiles,
                    num_heads, scale_log2,
                    D: gl.constexpr, USED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
                    CAUSAL: gl.constexpr, TAIL: gl.constexpr, CONSUMERS: gl.constexpr, OWN_O: gl.constexpr,
-                   REGISTERS: gl.constexpr):  # fmt: skip
+                   REGISTERS: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """Allocate the slots and barriers and start the partitions.
 
     Descriptors are rank 4, (batch, heads, sequence, at most D): q and o in boxes of (1, 1, 64, D), k and v of (1, 1,
-    KEYS, D), zeros beyond the head. lse: float32 (num_heads, num_queries), natural. group: query heads per key head.
-    num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no multiple of KEYS. OWN_O: O
-    leaves through tiles of its own, otherwise through Q's. REGISTERS: a consumer's, after it took the producer's
-    share. USED: of the D columns S = Q K^T takes these (see issue_scores).
+    KEYS, D), zeros beyond the head. lse: float32 (num_heads, num_queries), natural. first: for FIRST, see `schedule`.
+    group: query heads per key head. num_heads: over the batch. scale_log2: scale * log2(e). TAIL: num_keys is no
+    multiple of KEYS. OWN_O: O leaves through tiles of its own, otherwise through Q's. REGISTERS: a consumer's, after
+    it took the producer's share. USED: of the D columns S = Q K^T takes these (see issue_scores).
     """
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
@@ -395,8 +429,8 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, num_queries, num_keys, h
     descriptors = Descriptors(q_desc, k_desc, v_desc, o_desc)
     barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     problem = Problem(num_queries, num_keys, heads, group, num_tiles, num_heads)
-    call = (descriptors, tiles, barriers, problem, lse, scale_log2)
-    shape: gl.constexpr = Shape(D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O)
+    call = (descriptors, tiles, barriers, problem, lse, scale_log2, first)
+    shape: gl.constexpr = Shape(D, USED, KEYS, STAGES, CAUSAL, TAIL, CONSUMERS, OWN_O, FIRST)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consumer, (0, call, shape)), (_consumer, (1, call, shape)), (_producer, (call, shape))],

@@ -3,6 +3,9 @@
 A causal tile costs more the further down it is. Persistent CTAs stay in step when every unit of work costs the
 same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key blocks. With an odd
 number of tiles the middle ones are left over; they are dealt out singly after all pairs.
+
+Where `first` hides keys, tiles cost what documents make of them: there is a CTA for each, the last tiles of all heads
+first, and the SMs take them as they become free.
 """
 
 from triton.experimental import gluon
@@ -10,10 +13,10 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
+def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     """Return (tiles of this CTA, whole pairs among its units); num_heads counts all heads of the batch."""
     blocks = gl.num_programs(0)
-    if CAUSAL:
+    if CAUSAL and not FIRST:
         all_pairs = num_heads * (num_tiles // 2)
         units = all_pairs + num_heads * (num_tiles % 2)
         pairs = gl.cdiv(gl.maximum(all_pairs - gl.program_id(0), 0), blocks)
@@ -25,9 +28,13 @@ def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
+def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     """Return (tile, head) of this CTA's `turn`-th tile; `pairs` as from `count_turns`."""
-    if CAUSAL:
+    if FIRST:
+        unit = gl.program_id(0) + turn * gl.num_programs(0)
+        tile = num_tiles - 1 - unit // num_heads
+        head = unit % num_heads
+    elif CAUSAL:
         pairs_per_head = num_tiles // 2
         unit = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
         head = unit // gl.maximum(pairs_per_head, 1)
@@ -52,6 +59,21 @@ def count_key_blocks(tile, num_keys, TILE: gl.constexpr, KEYS: gl.constexpr, CAU
     if CAUSAL:
         blocks = gl.minimum(blocks, gl.cdiv((tile + 1) * TILE, KEYS))
     return blocks
+
+
+@gluon.jit
+def load_bound(bounds, batch, place, length):
+    """Return `first` of a query or `last` of a key, of (batches, length) int32; past the end that of the last one.
+
+    Query i sees no key before first[i], key j is seen by no query after last[j], and both never fall.
+    """
+    return gl.load(bounds + batch.to(gl.int64) * length + gl.minimum(place, length - 1))
+
+
+@gluon.jit
+def load_bounds(bounds, batch, places, length):
+    """Return `first` of these queries or `last` of these keys, as `load_bound`; 0 past the end."""
+    return gl.load(bounds + batch.to(gl.int64) * length + places, mask=places < length, other=0)
 
 
 @gluon.jit

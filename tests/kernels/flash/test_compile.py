@@ -14,7 +14,7 @@ from lmkit.kernels.flash.tuning import KERNELS, Case, candidate_tilings, shipped
 @pytest.fixture
 def compile_pass(stand_in_gpu, assembled, monkeypatch):
     """Compiles the kernels of a causal forward and backward pass with these tilings: kernel -> Report."""
-    for calls in (forward.forward_calls, backward.backward_calls):
+    for calls in (forward.forward_calls, backward.backward_calls, backward.last_calls):
         monkeypatch.setattr(calls, "prepared", {})
 
     def compiled(head_dim, dtype, precision, tilings, capability=90, first=None):
@@ -25,11 +25,13 @@ def compile_pass(stand_in_gpu, assembled, monkeypatch):
         backward.flash_backward(
             dout, q, k, v, out, lse, dq_tiling=tilings[1], dkdv_tiling=tilings[2], **options
         )
-        assert set(assembled) == {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+        searched = set() if first is None else {"last_queries_kernel"}
+        assert set(assembled) == {"forward_kernel", "dq_kernel", "dkdv_kernel"} | searched
         return assembled
 
     yield compiled
-    for kernel in (forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel):
+    kernels = forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel
+    for kernel in (*kernels, backward.last_queries_kernel):
         kernel.device_caches.clear()
 
 

@@ -15,7 +15,7 @@ from lmkit.attention.flash_triton import flash_triton, implementation_for
 from lmkit.attention.reference import reference
 from lmkit.attention.run import run_attention
 from lmkit.errors import UsageError
-from lmkit.kernels.flash.backward import flash_backward
+from lmkit.kernels.flash.backward import flash_backward, last_queries
 from lmkit.kernels.flash.forward import flash_forward
 from lmkit.kernels.flash.tuning import Tiling
 
@@ -287,3 +287,11 @@ def test_what_is_not_supported_is_refused(inputs, options, code, named, random_i
 
 def test_implementation_for_says_portable_without_a_gpu(random_inputs):
     assert implementation_for(*random_inputs()[:3]) == "portable"
+
+
+@pytest.mark.parametrize("name", firsts(90))
+@pytest.mark.parametrize("keys", [90, 600])
+def test_last_queries_are_those_of_a_search(name, keys):
+    first = firsts(90)[name].to(torch.int32).contiguous()
+    sees = first[:, :, None] <= torch.arange(keys)
+    assert torch.equal(last_queries(first, keys), (sees.sum(1) - 1).to(torch.int32))

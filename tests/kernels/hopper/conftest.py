@@ -10,15 +10,18 @@ def launcher(stand_in_gpu, monkeypatch):
     from triton.runtime.jit import JITFunction
 
     from lmkit.kernels import hopper
+    from lmkit.kernels.flash.backward import last_calls, last_queries_kernel
 
     # The package has functions of these names.
     modules = [importlib.import_module(f"lmkit.kernels.hopper.{name}") for name in ("forward", "backward")]
     for module in modules:
         monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(modules[0], "count_sms", lambda device: 132)
+    monkeypatch.setattr(last_calls, "prepared", {})
     yield hopper
     for module in modules:
         module._prepare.cache_clear()
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()
+    last_queries_kernel.device_caches.clear()

@@ -68,23 +68,25 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     fused = torch.zeros(2, 128, 3, 4, 64, dtype=torch.bfloat16)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     out, lse = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 128)
+    first = torch.zeros(2, 128, dtype=torch.int32)
     tensors = [(q, 64), (k, 128), (v, 128), (out, 64)]
     numbers = (128, 128, 4, 1, 1, 8, 0.18)
     constants = {
         "enable_fp_fusion": True, "D": 64, "USED": 64, "KEYS": 128, "STAGES": 2, "CAUSAL": True, "TAIL": False,
         "CONSUMERS": 2, "OWN_O": True, "REGISTERS": 240, "num_warps": 4, "maxnreg": 168, "launch_pdl": True,
+        "FIRST": True,
     }  # fmt: skip
 
     boxes = [head_boxes(x.shape, x.stride(), x.dtype, rows, 64) for x, rows in tensors]
-    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, torch.float32], numbers, constants)
-    launch(*[x.data_ptr() for x in (q, k, v, out, lse)])
+    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, torch.float32, torch.int32], numbers, constants)
+    launch(*[x.data_ptr() for x in (q, k, v, out, lse, first)])
     descriptors = [
         TensorDescriptor(
             x, list(x.shape), list(x.stride()), [1, 1, rows, 64], shared_layout((1, 1, rows, 64), x.dtype)
         )
         for x, rows in tensors
     ]
-    forward_kernel[(8, 1, 1)](*descriptors, lse, *numbers, **constants)
+    forward_kernel[(8, 1, 1)](*descriptors, lse, first, *numbers, **constants)
     forward_kernel.device_caches.clear()
     prepared, ordinary = stand_in_gpu.launches
     assert prepared == ordinary
@@ -206,3 +208,23 @@ def test_gradients_go_where_they_are_told(launcher, stand_in_gpu, deterministic)
             assert strides[gradient.data_ptr()] == gradient.stride()
         if not deterministic:  # finish_kernel writes dQ through a pointer
             assert stand_in_gpu.launches[-1][-1][5:8] == [stride // 8 for stride in got[0].stride()[:3]]
+
+
+@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, True), (256, True)])
+def test_bounds_reach_the_kernels(launcher, stand_in_gpu, head_dim, deterministic):
+    """`first` of the queries, and `last` of the keys, which follows from it; a copy where the address is odd."""
+    q, k, v, dout = (torch.zeros(2, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(4))
+    place = torch.arange(200, dtype=torch.int32)
+    first = torch.stack([place // 50 * 50, (place - 7).clamp_min(0)])
+    options = {"causal": True, "scale": 0.125, "first": first}
+    out, lse = launcher.forward(q, k, v, **options)
+    assert first.data_ptr() in stand_in_gpu.launches[-1][-1]
+    tiles = -(-200 // 128)
+    assert stand_in_gpu.launches[-1][0][0] == 2 * 2 * tiles  # a CTA for each
+    launcher.backward(dout, q, k, v, out, lse, **options, deterministic=deterministic)
+    kernels = [arguments for *_, arguments in stand_in_gpu.launches[2:]]  # after the search for `last`
+    assert any(first.data_ptr() in arguments for arguments in kernels) == deterministic
+    odd = torch.zeros(401, dtype=torch.int32)[1:].view(2, 200)
+    assert odd.data_ptr() % 16
+    launcher.forward(q, k, v, causal=True, scale=0.125, first=odd)
+    assert odd.data_ptr() not in stand_in_gpu.launches[-1][-1]
