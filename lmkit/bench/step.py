@@ -56,6 +56,7 @@ COMPILED: dict[str, Literal["none", "block", "whole"]] = {
     "lmkit": "none",
     "lmkit_block": "block",
     "lmkit_whole": "whole",
+    "lmkit_fp8": "none",
 }
 """Variant of lmkit -> its `model.compile`."""
 
@@ -69,10 +70,10 @@ class Options(Table):
     sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B"], ...] = ("tiny",)
     """Models with their batches: quickstart 16 x 128 tokens, matrix 8 x 256, 162M 32 x 1024, 1.3B 8 x 2048."""
     variants: tuple[
-        Literal["lmkit", "lmkit_block", "lmkit_whole", "nanogpt", "plain", "plain_eager"], ...
+        Literal["lmkit", "lmkit_block", "lmkit_whole", "lmkit_fp8", "nanogpt", "plain", "plain_eager"], ...
     ] = ("lmkit", "nanogpt", "plain", "plain_eager")
-    """lmkit's step (eager, or compiled), nanoGPT's model compiled, and our architecture in PyTorch's modules compiled
-    and eager. The others are compared with the first."""
+    """lmkit's step (eager, compiled, or eager with fp8 products), nanoGPT's model compiled, and our architecture in
+    PyTorch's modules compiled and eager. The others are compared with the first."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of lmkit, as in [train]; of the rivals, by autocast."""
     attention: AttentionName = "sdpa"
@@ -202,16 +203,21 @@ def _row(size: str, variant: str, options: Options) -> dict[str, Any]:
         "versus": options.variants[0],
         "context_length": config_of(size, variant, options.attention).context_length,
         "batch_size": SIZES[size][0],
-        "precision": options.precision,
+        "precision": _precision(variant, options),
         "attention": options.attention if variant in COMPILED else "PyTorch's",
         "status": "ok",
         "detail": "",
     }
 
 
+def _precision(variant: str, options: Options) -> str:
+    return "fp8" if variant == "lmkit_fp8" else options.precision
+
+
 def _build(size: str, variant: str, context: Context) -> Training:
     from lmkit.bench.step_rivals import RivalStep
     from lmkit.data.batches import RandomTokens
+    from lmkit.model.fp8 import check_fp8
     from lmkit.training.setup import TrainingStep
 
     options, seed = context.options, context.recipe.run.seed
@@ -223,9 +229,10 @@ def _build(size: str, variant: str, context: Context) -> Training:
     batches = FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
     if variant in COMPILED:
         # As [train] has it by default: a step that is not finite is the last.
-        return TrainingStep(
-            config, context.ranks, batches, precision=options.precision, max_skips=0, seed=seed
-        )
+        precision = _precision(variant, options)
+        if precision == "fp8":
+            check_fp8(context.device)
+        return TrainingStep(config, context.ranks, batches, precision=precision, max_skips=0, seed=seed)
     return RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
 
 

@@ -7,6 +7,7 @@ import re
 from lmkit.measure.trace import Trace
 
 PRODUCTS = "matrix products"
+CASTS = "casts to fp8"
 ATTENTION_FORWARD = "attention forward"
 ATTENTION_BACKWARD = "attention backward"
 ACTIVATION = "SwiGLU, GELU"
@@ -24,6 +25,7 @@ CLASSES = (
     NORM,
     LOSS,
     OPTIMIZER,
+    CASTS,
     ROPE,
     EMBEDDING,
     REST,
@@ -36,7 +38,8 @@ _PATTERNS = {
     ATTENTION_BACKWARD: r"bprop|flash_bwd|attention.*backward|cutlassB|dkdv|dq_kernel|dot_do_o|convert_dq|"
     r"finish_kernel|prepare_kernel",
     ATTENTION_FORWARD: r"fprop|flash_fwd|attention|cutlassF|forward_kernel",
-    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|::(add|b|baddb)?mm$|::mkldnn_\w*linear",
+    CASTS: r"cast_rows|cast_transposed",
+    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|_scaled_mm|::(add|b|baddb)?mm$|::mkldnn_\w*linear",
     LOSS: r"softmax|nll|cross_entropy|scatter_gather|::(gather|scatter_add_?)$",
     ACTIVATION: r"silu|swiglu|gelu",
     NORM: r"rms_?norm|layer_?norm|add_norm|norm_gradient|gamma_?beta|rsqrt|vector_norm",

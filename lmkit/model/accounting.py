@@ -165,6 +165,42 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
     }
 
 
+FP8_PRODUCTS = "fp8 products"
+"""A class of `step_work` beside those of `measure.kernel_classes`, in which they are matrix products."""
+FP8_LEAST_WIDTH = 1024
+"""Of both sides of a matrix whose products are computed in fp8: the casts of narrower ones take as long as their
+products save."""
+FP8_MULTIPLE = 16
+"""Both sides have to be multiples of it, as cuBLAS wants."""
+
+
+def suits_fp8(rows: int, columns: int) -> bool:
+    """Return whether fp8 is faster for the products of a matrix, and possible."""
+    return min(rows, columns) >= FP8_LEAST_WIDTH and not (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE)
+
+
+def with_fp8(config: ModelConfig, work: Mapping[str, Work], tokens: int, passes: int) -> dict[str, Work]:
+    """Return the work of a step whose large matrices are multiplied in fp8, but for their gradients.
+
+    Args:
+        work: the same in bf16, as of `step_work`.
+        tokens: of the step.
+        passes: micro-batches; each casts the weights anew.
+    """
+    d, d_kv = config.d_model, config.kv_heads * config.head_dim
+    matrices = ((d + 2 * d_kv, d), (d, d), (config.mlp_inputs * config.d_ff, d), (d, config.d_ff))
+    chosen = [shape for shape in matrices if suits_fp8(*shape)]
+    flops = config.num_layers * tokens * sum(4 * rows * columns for rows, columns in chosen)
+    # Read 2 bytes and write 1: inputs and gradients of outputs once, weights as they are and transposed.
+    cast = sum(tokens * (rows + columns) + 2 * passes * rows * columns for rows, columns in chosen)
+    rest = Work(work[classes.PRODUCTS].flops - flops)
+    more = {
+        FP8_PRODUCTS: Work(flops=flops),
+        classes.CASTS: Work(num_bytes=3 * config.num_layers * cast),
+    }
+    return {**work, classes.PRODUCTS: rest, **more} if chosen else dict(work)
+
+
 def recomputed_work(
     config: ModelConfig, keeps: Iterable[str], rows: int, *, element_bytes: int
 ) -> dict[str, Work]:
@@ -204,6 +240,8 @@ def recomputed_work(
 
 REACHED = {
     classes.PRODUCTS: 0.70,
+    FP8_PRODUCTS: 0.746,
+    classes.CASTS: 0.83,
     classes.ACTIVATION: 0.88,
     classes.NORM: 0.79,
     classes.LOSS: 0.49,
@@ -232,6 +270,12 @@ def reached(config: ModelConfig, name: str) -> float:
     return most * config.context_length / (config.context_length + half)
 
 
+def seconds_at_limits(name: str, part: Work, *, flops_per_s: float, bytes_per_s: float) -> float:
+    """Return the least seconds of a class of kernels: tensor cores multiply fp8 at twice the rate of bf16."""
+    rate = flops_per_s * (2 if name == FP8_PRODUCTS else 1)
+    return max(part.flops / rate, part.num_bytes / bytes_per_s)
+
+
 def step_seconds(
     config: ModelConfig, work: Mapping[str, Work], *, flops_per_s: float, bytes_per_s: float
 ) -> float:
@@ -244,7 +288,8 @@ def step_seconds(
         flops_per_s, bytes_per_s: the limits, by the data sheet.
     """
     busy = sum(
-        max(part.flops / flops_per_s, part.num_bytes / bytes_per_s) / reached(config, name)
+        seconds_at_limits(name, part, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+        / reached(config, name)
         for name, part in work.items()
     )
     return busy + _KERNEL_S * _KERNELS_OF_A_BLOCK * (config.num_layers + 1)

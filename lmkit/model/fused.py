@@ -18,6 +18,7 @@ try:
     from lmkit.kernels.norm import add_rms_norm, rms_norm
     from lmkit.kernels.rope import rope_
     from lmkit.kernels.swiglu import swiglu
+    from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
     from lmkit.kernels.versions import INTERPRETED
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "triton":
@@ -46,15 +47,16 @@ class Fused(Operations):
         return embedding(ids, weight)
 
     def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *, casts: bool = False
     ) -> tuple[Tensor, Tensor]:
         device_type = x.device.type
         # Under autocast a matrix product reads the norm: it is written as the product wants it.
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+        casts = casts and can_cast(x)
         if delta is None:
-            return x, rms_norm(x, gain, eps=eps, dtype=dtype)
-        return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
+            return x, rms_norm(x, gain, eps=eps, dtype=dtype, casts=casts)
+        return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype, casts=casts)
 
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
@@ -63,8 +65,8 @@ class Fused(Operations):
         qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
         return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
-    def swiglu(self, joint: Tensor) -> Tensor:
-        return swiglu(joint)
+    def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:
+        return swiglu_and_cast(joint) if casts and can_cast(joint) else swiglu(joint)
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
@@ -72,6 +74,11 @@ class Fused(Operations):
         if getattr(slice_loss, "softcap", None) is not None:
             return super().linear_cross_entropy(hidden, weight, targets, slice_loss)
         return linear_cross_entropy(hidden, weight, targets, chunk=tokens_per_slice(len(weight), "fused"))
+
+
+def can_cast(x: Tensor) -> bool:
+    """Return whether an fp8 product follows, which takes the cast of x."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.is_grad_enabled()
 
 
 def refuse_unsupported(weight: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None
 DType = torch.dtype | None
+Product = Callable[..., Tensor]
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -39,7 +40,12 @@ class Linear(nn.Module):
 
     Weights start from a normal distribution of variance 2 / (in + out) (Glorot and Bengio 2010, eq. 12), which keeps
     the scale of signals forwards and of gradients backwards, cut at three standard deviations; or from zeros.
+
+    Attributes:
+        product: computes (x, weight) -> x W^T, see `lmkit.model.fp8`.
     """
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
@@ -81,8 +87,8 @@ def draw_weights(weight: Tensor) -> None:
 class JoinedLinear(nn.Module):
     """Several linear layers of one input as one: their weights lie one above the other in `weight`, one parameter.
 
-    One matrix product instead of several. `part` makes the layers' names: they, not this module, are in state dicts
-    and draw the first values. With `bias`, each layer adds one, which starts from zeros.
+    One matrix product, `product` as of `Linear`, instead of several. `part` makes the layers' names: they, not this
+    module, are in state dicts and draw the first values. With `bias`, each layer adds one, which starts from zeros.
 
     >>> class Gates(nn.Module):
     ...     def __init__(self) -> None:
@@ -92,6 +98,8 @@ class JoinedLinear(nn.Module):
     >>> {name: tuple(weight.shape) for name, weight in Gates().state_dict().items()}
     {'a.weight': (2, 4), 'b.weight': (3, 4)}
     """
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(
         self,
@@ -115,8 +123,10 @@ class JoinedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
         if self.bias is None:
-            return F.linear(x, self.weight)
-        return F.linear(x, self.weight, self.bias.to(self.weight.dtype))  # bf16 matrices have float32 biases
+            return self.product(x, self.weight)
+        return self.product(
+            x, self.weight, self.bias.to(self.weight.dtype)
+        )  # bf16 matrices have float32 biases
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
@@ -238,7 +248,13 @@ class Embedding(nn.Module):
 
 class SwiGLU(nn.Module):
     """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
-    without biases). `zeros`: W2 starts from zeros."""
+    without biases). `zeros`: W2 starts from zeros.
+
+    Attributes:
+        casts: whether the products around the activation are in fp8.
+    """
+
+    casts = False
 
     def __init__(
         self, d_model: int, d_ff: int, *, zeros: bool = False, device: Device = None, dtype: DType = None
@@ -264,7 +280,7 @@ class SwiGLU(nn.Module):
 
     def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
         """Return the output of what `expand` returned, which may be overwritten."""
-        return self.w2(operations.swiglu(expanded))  # (..., d_model)
+        return self.w2(operations.swiglu(expanded, casts=self.casts))  # (..., d_model)
 
 
 class Relu2(nn.Module):
@@ -343,7 +359,13 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(RMSNorm):
-    """Add a layer's output to the residual stream and normalise the sum (see `RMSNorm`)."""
+    """Add a layer's output to the residual stream and normalise the sum (see `RMSNorm`).
+
+    Attributes:
+        casts: whether the products around it are in fp8.
+    """
+
+    casts = False
 
     def forward(  # type: ignore[override]
         self, x: Tensor, delta: Tensor | None, operations: Operations = PLAIN
@@ -353,4 +375,4 @@ class AddRMSNorm(RMSNorm):
         Args:
             delta: may be overwritten; None adds nothing.
         """
-        return operations.add_rms_norm(x, delta, self.weight, self.eps)
+        return operations.add_rms_norm(x, delta, self.weight, self.eps, casts=self.casts)

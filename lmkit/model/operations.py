@@ -38,9 +38,13 @@ class Operations:
         return F.embedding(ids, weight)
 
     def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *, casts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model); `delta` may be overwritten."""
+        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model); `delta` may be overwritten.
+
+        Args:
+            casts: an fp8 product reads the norm, and another one computed delta: it may keep casts for them.
+        """
         if delta is None:
             total = x
         elif x.dtype == delta.dtype:
@@ -74,8 +78,12 @@ class Operations:
         q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def swiglu(self, joint: Tensor) -> Tensor:
-        """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff)."""
+    def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:
+        """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff).
+
+        Args:
+            casts: fp8 products stand before and after it, so it may keep casts for them.
+        """
         gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
         return F.silu(gate) * up
 

@@ -95,8 +95,9 @@ Check = Callable[[Mapping[str, Any]], Iterator[str]]
 
 def _half_precision_has_a_device(tables: Mapping[str, Any]) -> Iterator[str]:
     run, train = tables.get("run"), tables.get("train")
-    if run and train and run.device == "cpu" and train.precision == "fp16":
-        yield 'train.precision: "fp16" needs a GPU (run.device is "cpu"); "bf16" and "fp32" run anywhere'
+    if run and train and run.device == "cpu" and train.precision in ("fp8", "fp16"):
+        needs = f'"{train.precision}" needs a GPU (run.device is "cpu")'
+        yield f'train.precision: {needs}; "bf16" and "fp32" run anywhere'
 
 
 def _kernel_hides_documents(tables: Mapping[str, Any]) -> Iterator[str]:
@@ -104,6 +105,12 @@ def _kernel_hides_documents(tables: Mapping[str, Any]) -> Iterator[str]:
     if data and model and data.sampling == "packed" and not ATTENTION.facts(model.attention).windows:
         why = f'attention = "{model.attention}" cannot hide documents from one another'
         yield f"data.sampling: {why}; use {kernels_with_first()}"
+
+
+def _compiler_knows_no_fp8(tables: Mapping[str, Any]) -> Iterator[str]:
+    train, model = tables.get("train"), tables.get("model")
+    if train and model and train.precision == "fp8" and model.compile != "none":
+        yield f'model.compile: "{model.compile}" does not go with train.precision = "fp8"; leave it out'
 
 
 def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
@@ -164,7 +171,7 @@ def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
 
 def _masters_have_a_keeper(tables: Mapping[str, Any]) -> Iterator[str]:
     train, optimizer = tables.get("train"), tables.get("optimizer")
-    if not train or not optimizer or train.precision != "bf16":
+    if not train or not optimizer or train.precision not in ("bf16", "fp8"):
         return
     if not OPTIMIZERS.facts(optimizer.name).keeps_masters:
         why = f'bf16 weights need float32 masters, which "{optimizer.name}" does not keep'
@@ -192,6 +199,7 @@ CHECKS: tuple[Check, ...] = (
     _conversations_have_a_tokenizer,
     _half_precision_has_a_device,
     _kernel_hides_documents,
+    _compiler_knows_no_fp8,
     _random_tokens_need_a_vocabulary,
     _strategy_uses_its_keys,
     _optimizer_has_its_options,

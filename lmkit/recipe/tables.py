@@ -197,8 +197,9 @@ class TrainConfig(Table):
     """Sequences per optimizer step over all ranks; accumulation and ranks divide it."""
     accumulation: PositiveInt = 1
     """Micro-batches per optimizer step."""
-    precision: Literal["fp32", "bf16", "bf16-autocast", "fp16", "auto"] = "fp32"
-    """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer;
+    precision: Literal["fp32", "bf16", "fp8", "bf16-autocast", "fp16", "auto"] = "fp32"
+    """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer; `fp8` does
+    the same, and multiplies in fp8 in layers of 1024 or wider, but for the gradients of weights (GPUs from sm_90 on);
     `bf16-autocast` and `fp16` cast fp32 weights in every pass; `auto` is `bf16` where the GPU or CPU has instructions
     for it, else `fp32`."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"

@@ -13,8 +13,10 @@ from lmkit.model.accounting import (
     count_parameters,
     flops_per_token,
     recomputed_work,
+    seconds_at_limits,
     step_seconds,
     step_work,
+    with_fp8,
 )
 from lmkit.model.memory import Form, Held, StepMemory, kept_by_layers, step_memory
 from lmkit.recipe.load import required
@@ -26,7 +28,7 @@ KEPT_BACK = 800_000_000
 KEPT_BACK_SHARE = 0.02
 """Bytes, and the share of a card, for the CUDA context, libraries and the gaps between tensors."""
 LONGEST = 1 << 24
-_WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "bf16-autocast": (4, 2), "fp16": (4, 2)}
+_WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "fp8": (2, 2), "bf16-autocast": (4, 2), "fp16": (4, 2)}
 """precision -> bytes of an element of weights and the residual stream, and of what matrix products read."""
 
 
@@ -119,6 +121,9 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
 
     usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - KEPT_BACK
     work = _work(config, form, rows, train.accumulation)
+    if precision == "fp8":
+        tokens = rows * train.accumulation * config.context_length
+        work = with_fp8(config, work, tokens, train.accumulation)
     peak = known_peak(card.name, _peak_of(train.precision))
     limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
     known = all(limits.values())
@@ -140,10 +145,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         generating=parameters * (4 if recipe.generate.precision == "fp32" else 2),
         work=work,
         seconds=step_seconds(config, work, **limits) if known else None,
-        least_seconds=sum(
-            max(part.flops / limits["flops_per_s"], part.num_bytes / limits["bytes_per_s"])
-            for part in work.values()
-        )
+        least_seconds=sum(seconds_at_limits(name, part, **limits) for name, part in work.items())
         if known
         else None,
         documents=recipe.data.sampling == "packed" or config.document_token is not None,
@@ -211,7 +213,7 @@ def held_by(
         state = 2 if options.get("state_dtype") == "bf16" else 4
         units = facts.gathers if options.get("reshard_after_forward", True) else config.num_layers + 2
         return Held(weight=state, gradient=state, state=state, gathered_units=units, **shared)
-    narrow = train.precision == "bf16" or parallel.weights == "bf16"
+    narrow = train.precision in ("bf16", "fp8") or parallel.weights == "bf16"
     gradient = 2 if narrow else 4
     bucket = parallel.bucket_mb * 2**20 / (gradient * count_parameters(config).total)
     packed = {"": 0.0, "bucket": min(1.0, bucket), "all": 1.0}[facts.packs]
@@ -255,4 +257,5 @@ def _kv_cache(config: ModelConfig, recipe: Recipe) -> int:
 
 
 def _peak_of(precision: str) -> str:
-    return precision.partition("-")[0]
+    """Return the dtype whose peak counts: of fp8, in which a part of the step is computed, that of the rest."""
+    return "bf16" if precision == "fp8" else precision.partition("-")[0]

@@ -4,6 +4,7 @@
 |-|-|-|-|
 | `fp32` | float32 | float32 | weights, float32 |
 | `bf16` | matrices bf16, gains float32 | bf16 | float32, float32 |
+| `fp8` | as `bf16` | bf16; fp8 for outputs and input gradients of large layers (`lmkit.model.fp8`) | as `bf16` |
 | `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
 | `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
 | `auto` | `bf16` where the device has instructions for it, else `fp32` | | |
@@ -24,10 +25,13 @@ from lmkit.training.state import LossScaleState
 PRODUCTS = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
     "bf16-autocast": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""precision -> dtype of the matrix products."""
+"""precision -> dtype of the matrix products, and of what goes in and comes out of those in fp8."""
+NARROW_WEIGHTS = ("bf16", "fp8")
+"""Precisions whose matrices are bf16, with masters."""
 GROWTH_INTERVAL = 2000
 INITIAL_SCALE = 65536.0
 SMALLEST_SCALE = 1.0
@@ -48,20 +52,20 @@ def with_precision(recipe: Recipe, device: torch.device, *, saved: str | None = 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
     """Run matrix products in `precision`, where the weights do not have its dtype."""
-    if precision in ("fp32", "bf16"):
+    if precision in ("fp32", *NARROW_WEIGHTS):
         return nullcontext()
     return torch.autocast(device.type, dtype=PRODUCTS[precision])
 
 
 @torch.no_grad()
 def hold_weights(model: nn.Module, precision: str) -> dict[Tensor, Tensor]:
-    """Cast the matrices of a model to bf16, in place, if the precision is "bf16".
+    """Cast the matrices of a model to bf16, in place, if that is what the precision means.
 
     Returns:
         parameter -> its value before that, where it was wider.
     """
     masters: dict[Tensor, Tensor] = {}
-    for parameter in model.parameters() if precision == "bf16" else ():
+    for parameter in model.parameters() if precision in NARROW_WEIGHTS else ():
         if parameter.dim() >= 2 and parameter.dtype != torch.bfloat16:
             masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().bfloat16()

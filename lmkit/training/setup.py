@@ -19,6 +19,7 @@ from lmkit.attention import check_kernel
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
+from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.layers import linear_maps
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
@@ -31,7 +32,7 @@ from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
-from lmkit.training.precision import PRODUCTS, autocast, hold_weights
+from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Step, TrainableModel, load_batch
@@ -72,7 +73,7 @@ def build_step(
 
     Raises:
         LmkitError: ranks have different models or fingerprints.
-        UsageError: the precision is "bf16" and the optimizer keeps no masters.
+        UsageError: the precision is "bf16" or "fp8" and the optimizer keeps no masters.
 
     Example:
 
@@ -85,9 +86,11 @@ def build_step(
     # A strategy that shards parameters draws them layer by layer: no rank holds the whole model.
     is_drawn_later = ranks.world_size > 1 and "parameters" in facts.shards
     plain = TransformerLM(model, device="meta" if is_drawn_later else ranks.device)
+    if precision == "fp8":
+        use_fp8(plain.layers)
     compile_model(plain, model.compile)
     masters: dict[Tensor, Tensor] = {}
-    if precision == "bf16" and "weights" in facts.uses:
+    if precision in NARROW_WEIGHTS and "weights" in facts.uses:
         parallel = parallel.model_copy(update={"weights": "bf16"})  # the strategy keeps masters itself
     else:
         masters = hold_weights(plain, precision)
@@ -106,7 +109,7 @@ def build_step(
         if not hasattr(made, "keep_masters"):
             raise UsageError(
                 "train.no_masters",
-                f'train.precision: "bf16" needs float32 masters, which {type(made).__name__} does not keep',
+                f'train.precision: "{precision}" needs float32 masters, which {type(made).__name__} does not keep',
                 hint='use "bf16-autocast", or the optimizer adamw',
             )
         made.keep_masters(masters)
@@ -236,13 +239,15 @@ class TrainingStep:
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse what does not run on the device, before anything is written or built: fp16 on a CPU, kernels."""
+    """Refuse what does not run on the device, before anything is written or built: precisions, kernels."""
     model, train = recipe.model, recipe.train
     assert model is not None
     assert train is not None
     one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[train.precision], device=device)
     check_kernel(model.attention, one_query)
     choose_operations(model.operations, one_query)
+    if train.precision == "fp8":
+        check_fp8(device)
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'

@@ -164,7 +164,8 @@ class Trainer:
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
         self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
-        peak = known_peak(device_name(ranks.device), train.precision.removesuffix("-autocast"))
+        dtype = "bf16" if train.precision == "fp8" else train.precision.removesuffix("-autocast")
+        peak = known_peak(device_name(ranks.device), dtype)
         seen = getattr(batches, "seen_context", model.context_length)
         self._flops_share = None if peak is None else flops_per_token(model, seen) / peak
         folder = recipe.run.path / CHECKPOINTS

@@ -53,6 +53,7 @@ NAMES = {
         *("adamw_kernel", "decide_kernel", "aten::_foreach_norm", "aten::_fused_adamw_"),
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata, LpNormFunctor<float>>(Metadata)",
     ),
+    "casts to fp8": ("cast_rows_kernel", "cast_transposed_kernel"),
     "RoPE": ("rope_kernel", "aten::view_as_complex"),
     "embedding": (
         "void at::native::(anonymous namespace)::compute_grad_weight<float, long, 128>(long*, float*, long*)",

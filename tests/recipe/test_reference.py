@@ -44,7 +44,7 @@ def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
     lines = annotated_toml(load_recipe("quickstart", ['generate.prompts=["a\\nb", "# c"]'])).splitlines()
     (precision,) = (line for line in lines if line.startswith('precision = "fp32"'))  # of [train]
     assert precision.startswith('precision = "fp32"  ')
-    assert "# fp32, bf16, bf16-autocast, fp16 or auto. " in precision
+    assert "# fp32, bf16, fp8, bf16-autocast, fp16 or auto. " in precision
     (unset,) = (line for line in lines if "max_minutes" in line)
     assert unset.startswith("# max_minutes =  ")
     assert "# not set. " in unset

@@ -335,6 +335,15 @@ def _draw_in_every_step(rank: int) -> None:
     around(Step, "accumulate", accumulate)
 
 
+def _simulate_fp8(rank: int) -> None:
+    """Let a CPU simulate fp8 products, of the matrices of a tiny model."""
+    from lmkit.model import accounting
+    from lmkit.training import setup
+
+    setup.check_fp8 = lambda device: None
+    accounting.FP8_LEAST_WIDTH = 16
+
+
 def _in_a_collective_of_step_3(rank: int, happen: Happening, name: str) -> None:
     """In the middle of the model: some have been made before."""
 
@@ -362,6 +371,7 @@ PLACES: dict[str, Callable[[int, Happening], None]] = {
 FAULTS: dict[str, Callable[[int], None]] = {
     "other first weights on rank 1": _other_first_weights_on_rank_1,
     "no fault: random numbers are drawn": _draw_in_every_step,
+    "no fault: fp8 is simulated": _simulate_fp8,
     "nan loss on rank 1": _nan_loss_on_rank_1,
     "nan loss on rank 1, found a step late": _nan_loss_on_rank_1_found_a_step_late,
     "infinite gradient on rank 1": _infinite_gradient_on_rank_1,

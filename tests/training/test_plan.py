@@ -211,3 +211,21 @@ def test_two_steps_are_measured() -> None:
     assert found.peak_bytes is not None
     assert found.seconds is not None
     assert found.seconds > 0
+
+
+def test_fp8_takes_the_place_of_bf16_products() -> None:
+    shape, batch_size, _, _ = MEASURED["1.3B"]
+    narrow, low = (
+        plan(recipe(shape, batch_size, f"train.precision={name}"), H200) for name in ("bf16", "fp8")
+    )
+    assert low.memory == narrow.memory
+    assert narrow.seconds is not None
+    assert low.seconds is not None
+    assert 1.1 < narrow.seconds / low.seconds < 1.3
+    flops = [sum(part.flops for part in made.work.values()) for made in (narrow, low)]
+    assert flops[0] == flops[1]
+    shape, batch_size, _, _ = MEASURED["162M"]  # too narrow
+    narrow, low = (
+        plan(recipe(shape, batch_size, f"train.precision={name}"), H200) for name in ("bf16", "fp8")
+    )
+    assert low.work == narrow.work

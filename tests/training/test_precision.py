@@ -1,4 +1,4 @@
-"""bf16 weights and their float32 masters: in one step, in checkpoints, on several ranks."""
+"""bf16 weights and their float32 masters: in one step, in checkpoints, on several ranks; fp8 products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from processes import Fleet
-from run_folders import losses, newest, refused, train_here
+from run_folders import assert_same_state, losses, newest, refused, train_here
 
 from lmkit.errors import UsageError
+from lmkit.model import accounting
 from lmkit.optim.clipping import gradient_norm
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
@@ -18,6 +19,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
+from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.model_state import model_weights, plain_model
@@ -29,6 +31,7 @@ from lmkit.training.step import Step
 
 Tiny = Callable[..., Recipe]
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+full = pytest.mark.full
 ZERO1 = ParallelConfig(strategy="zero1")
 
 
@@ -212,6 +215,42 @@ def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, setti
     one, two = (losses(tiny(*narrow, f"run.name={name}")) for name in ("one", "two"))
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
     assert len(one) == 10
+
+
+FP8 = ("run.device=auto", "train.precision=fp8")
+
+
+def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "check_fp8", lambda device: None)
+    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 16)
+    whole, parts = tiny(*FP8, "run.name=whole"), tiny(*FP8, "run.name=parts")
+    result = train_here(whole)
+    train_here(parts, stop_at_step=5)
+    assert train_here(parts).resumed_from == 5
+    assert_same_state(newest(whole), newest(parts))
+    assert losses(whole) == losses(parts)
+    assert evaluate_run(whole.run.path, device="cpu").loss == result.valid_loss
+    narrow = tiny("train.precision=bf16", "run.name=narrow")
+    train_here(narrow)
+    pairs = list(zip(losses(whole), losses(narrow), strict=True))
+    assert all(mine != theirs for mine, theirs in pairs)
+    assert all(mine[1] == pytest.approx(theirs[1], rel=5e-3) for mine, theirs in pairs)
+    names = {name.rpartition(".")[2] for name in newest(whole).all_optimizer_shards()[0]}
+    assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+@full
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_ranks_share_fp8(fleet: Fleet, tiny: Tiny, settings: Any, strategy: str) -> None:
+    """Scales are those of rows, which are the same however a batch is shared out."""
+    chosen = (*FP8, f"parallel.strategy={strategy}", "train.accumulation=4")
+    for name, ranks in (("one", 1), ("two", 2)):
+        given = settings(*chosen, f"run.name={name}")
+        assert fleet.train(given, ranks=ranks, fault="no fault: fp8 is simulated") == [0] * ranks, (
+            fleet.said()
+        )
+    one, two = (losses(tiny(*chosen, f"run.name={name}")) for name in ("one", "two"))
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
 
 
 def test_ranks_of_none_keep_their_own_masters() -> None:

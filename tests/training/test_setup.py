@@ -80,6 +80,8 @@ def test_what_the_device_cannot_do_is_refused(tiny) -> None:
     check_device(recipe, torch.device("cpu"))
     with refused("train.wrong_device", "train.precision", "fp16"):
         check_device(tiny("run.device=auto", *SMALL, "train.precision=fp16"), torch.device("cpu"))
+    with refused("train.wrong_device", "train.precision", "fp8"):
+        check_device(tiny("run.device=auto", *SMALL, "train.precision=fp8"), torch.device("cpu"))
     triton = tiny(*SMALL, "model.attention=flash_triton")
     with pytest.raises(lmkit.errors.UsageError):
         check_device(triton, torch.device("cpu"))

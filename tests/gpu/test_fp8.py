@@ -1,0 +1,237 @@
+"""fp8 on a GPU: casts bit for bit, products and steps against their simulation."""
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.kernels import fp8 as kernels
+from lmkit.kernels import norm, swiglu_fp8
+from lmkit.kernels.swiglu import swiglu
+from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
+from lmkit.model import accounting, fp8
+from lmkit.model.fused import Fused
+from lmkit.model.layers import AddRMSNorm, SwiGLU
+from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig
+from lmkit.training.setup import build_step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _multiplies_fp8():
+    try:
+        fp8.check_fp8(torch.device("cuda"))
+    except UsageError as error:
+        pytest.skip(error.message)
+
+
+def hard(rows, columns):
+    """Rows of very different sizes: zeros, the smallest and largest numbers, one that is far above the others."""
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    x *= torch.logspace(-30, 30, rows, device="cuda", dtype=torch.float32).bfloat16()[:, None]
+    x[rows // 2] = 0
+    x[rows // 3, columns // 2] = 1e30
+    return x
+
+
+def same_bits(mine, theirs):
+    return torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 16), (37, 512), (128, 2048), (100, 5504), (64, 11008), (3, 768)]
+)
+def test_casts_are_pytorchs_bit_for_bit(rows, columns):
+    x = hard(rows, columns)
+    strided = torch.cat((x, x), 1)[:, columns:]
+    for each in (x, strided):
+        (low, scale), (wanted, wanted_scale) = kernels.cast_rows(each), kernels.plain_cast_rows(each)
+        assert torch.equal(scale, wanted_scale)
+        assert same_bits(low, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 16), (128, 64), (144, 80), (2048, 512), (688, 1376), (5504, 2048)]
+)
+def test_transposed_casts_are_pytorchs_bit_for_bit(rows, columns):
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    scale = x.float().abs().amax() / 448
+    for each in (x, torch.cat((x, x), 1)[:, columns:]):
+        low, scales = kernels.cast_transposed(each, scale)
+        wanted, wanted_scales = kernels.plain_cast_transposed(x, scale)
+        assert torch.equal(scales, wanted_scales)
+        assert same_bits(low, wanted)
+
+
+@pytest.mark.parametrize("d_ff", [64, 1376, 5504])
+def test_swiglu_casts_what_it_computes(d_ff):
+    data = torch.randn(2, 50, 2 * d_ff, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(2, 50, d_ff, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for function in (swiglu, swiglu_and_cast):
+        joint = data.clone().requires_grad_()
+        out = function(joint * 1)
+        out.retain_grad()
+        (gradient,) = torch.autograd.grad(out, joint, grad)
+        found.append((out.detach(), gradient))
+        if function is swiglu_and_cast:
+            low, scale = kernels.take_cast(out)
+            wanted, wanted_scale = kernels.plain_cast_rows(out.detach().flatten(0, -2))
+            assert same_bits(low, wanted)
+            assert torch.equal(scale, wanted_scale)
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+    rows = data.clone().flatten(0, -2)
+    low, scale = swiglu_fp8.backward(rows, grad.flatten(0, -2), rows)
+    assert torch.equal(rows, found[0][1].flatten(0, -2))
+    wanted, wanted_scale = kernels.plain_cast_rows(rows)
+    assert same_bits(low, wanted)
+    assert torch.equal(scale, wanted_scale)
+
+
+def test_casts_that_were_kept_are_used():
+    """Forward and backward of a feed-forward network have the bits of one that casts everything anew."""
+    torch.manual_seed(0)
+    network = SwiGLU(1024, 1536, device="cuda", dtype=torch.bfloat16)
+    assert fp8.use_fp8(network) == 2
+    assert network.casts
+    x = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for casts in (True, False):
+        network.casts = casts
+        with_casts = count_calls(kernels.row_calls)
+        out = network(x, Fused())
+        gradients = torch.autograd.grad(out, [x, *network.parameters()], torch.ones_like(out))
+        found.append((with_casts(), out.detach(), *gradients))
+    (few, *mine), (many, *theirs) = found
+    assert (few, many) == (
+        4,
+        6,
+    )  # x, the gradient of the output, two weights; the result, the gradient of gate|up
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 1024, 2048])
+def test_norms_cast_what_they_compute(width):
+    x, delta, dy, past = (torch.randn(3, 20, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    gain = torch.randn(width, device="cuda")
+    plain = norm.forward(x, delta, gain, 1e-5, torch.bfloat16)
+    total, normed, inverse_rms = norm.forward(x, delta, gain, 1e-5, torch.bfloat16, True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, (total, normed, inverse_rms), strict=True))
+    exact, _ = norm.backward(dy, past, total, gain, inverse_rms)
+    grad, _ = norm.backward(dy, past, total, gain, inverse_rms, True)
+    assert torch.equal(grad, exact)
+    for each in (normed, grad):
+        (low, scale), (wanted, wanted_scale) = (
+            kernels.take_cast(each),
+            kernels.plain_cast_rows(each.flatten(0, -2)),
+        )
+        assert same_bits(low, wanted)
+        assert torch.equal(scale, wanted_scale)
+        assert kernels.take_cast(each) is None
+
+
+def test_a_model_casts_what_is_not_cast_yet():
+    """Six of a block's inputs and gradients of products are cast by the kernels that compute them."""
+    config = ModelConfig(
+        vocab_size=64, context_length=64, d_model=1024, d_ff=1536, num_layers=3, num_heads=8, attention="sdpa"
+    )
+    torch.manual_seed(0)
+    model = TransformerLM(config, device="cuda", dtype=torch.bfloat16)
+    assert fp8.use_fp8(model.layers) == 3 * 4
+    ids = torch.randint(64, (2, 64), device="cuda")
+    found = []
+    for casts in (True, False):
+        for module in model.layers.modules():
+            if isinstance(module, SwiGLU | AddRMSNorm):
+                module.casts = casts
+        made = count_calls(kernels.row_calls)
+        loss = model.loss(ids, ids)
+        gradients = torch.autograd.grad(loss, [block.attn.qkv_proj.weight for block in model.layers])
+        found.append((made(), loss.detach(), *gradients))
+    (few, *mine), (many, *theirs) = found
+    # Inputs of qkv, gate|up and down; gradients of o, gate|up and, but for the last block, down.
+    assert (few, many) == (3 * 12 - (3 * 6 - 1), 3 * 12)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)  # sums of atomics, in bfloat16
+
+
+def count_calls(calls):
+    """Count the launches from here on."""
+    made = 0
+    prepare = type(calls).__call__
+
+    def counted(self, *arguments):
+        nonlocal made
+        made += self is calls
+        return prepare(self, *arguments)
+
+    type(calls).__call__ = counted
+
+    def stop():
+        type(calls).__call__ = prepare
+        return made
+
+    return stop
+
+
+def test_infinities_and_nan_are_seen():
+    for bad in (float("inf"), float("nan")):
+        x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+        x[1, 5] = bad
+        w = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = fp8.fp8_linear(x, w)
+        assert torch.isnan(out[1]).all()
+        assert torch.isfinite(out[2:]).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows"), [(2048, 1024, 3072), (1000, 2048, 1024), (17, 1024, 1040)]
+)
+def test_products_equal_their_simulation(tokens, columns, rows):
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
+    out = fp8.fp8_linear(x, w)
+    got = (out, *torch.autograd.grad(out, (x, w), dy))
+    (low_x, x_scale), (low_w, w_scale) = kernels.plain_cast_rows(x), kernels.plain_cast_rows(w)
+    low_dy, dy_scale = kernels.plain_cast_rows(dy)
+    low_t, t_scale = kernels.plain_cast_transposed(w, w_scale.amax())
+    wanted = (
+        fp8.simulate(low_x, low_w, x_scale, w_scale.view(1, -1)),
+        fp8.simulate(low_dy, low_t, dy_scale, t_scale),
+        dy.t() @ x,
+    )
+    for mine, theirs in zip(got, wanted, strict=True):
+        # Tensor cores add fp8 products with about 14 bits, which they cut off; fp8's own error is 3.6e-2.
+        difference = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert difference < 1e-2
+
+
+def test_a_step_in_a_graph_is_the_step_without(monkeypatch):
+    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 128)
+    config = ModelConfig(
+        vocab_size=256,
+        context_length=128,
+        d_model=128,
+        d_ff=384,
+        num_layers=2,
+        num_heads=2,
+        attention="flash_triton",
+    )
+    losses = []
+    for cuda_graph in ("off", "on"):
+        torch.manual_seed(0)
+        step = build_step(config, Ranks(device=torch.device("cuda")), precision="fp8", cuda_graph=cuda_graph)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(8):
+            ids = torch.randint(256, (1, 4, 129), generator=generator)
+            outcome = step(ids[..., :-1], ids[..., 1:], lr=1e-3)
+        losses.append(float(outcome.loss))
+        assert (step.graph is not None and step.graph.note.startswith("CUDA graph: on")) == (
+            cuda_graph == "on"
+        )
+    # Sums of dQ and of the embedding's gradient are added up in the order of arrival.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
