@@ -7,8 +7,7 @@ it does not implement:
 * PyTorch's operations (`torch_step`), which have fewer;
 * a single row on a CPU: NumPy's (`single_row_step`);
 * up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
-* more rows on a GPU, on request: a library's matrix products between fused kernels, recorded as well. Until
-  tests/gpu/test_decoder.py has passed with them, more rows take PyTorch's operations.
+* more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
 A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
 """
@@ -32,9 +31,6 @@ from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 from lmkit.measure.memory import available_memory
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
-
-MOST_ROWS = 16
-"""Rows for which the kernels' step has passed on a GPU."""
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
@@ -131,7 +127,7 @@ class Decoder:
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
         self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
-        if can_run_kernels(model, rows) if kernels is None else kernels:
+        if can_run_kernels(model) if kernels is None else kernels:
             from lmkit.generation.kernel_step import KernelStep
 
             self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
@@ -213,12 +209,11 @@ class Newest:
         return tokens, logprobs[0] if logprobs else None
 
 
-def can_run_kernels(model: TransformerLM, rows: int) -> bool:
-    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is, and so many rows."""
+def can_run_kernels(model: TransformerLM) -> bool:
+    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is."""
     config, weight = model.config, model.lm_head.weight
     return (
         weight.is_cuda
-        and rows <= MOST_ROWS
         and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and ATTENTION.facts(config.attention).sees_all
         # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.

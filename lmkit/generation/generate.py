@@ -196,7 +196,7 @@ def generate_tokens(
     if not prompts:
         return
     # Without a graph of a fixed width, empty rows would only cost time.
-    in_graph = can_run_kernels(model, options.batch_size) if kernels is None else kernels
+    in_graph = can_run_kernels(model) if kernels is None else kernels
     rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
     limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stop_id": stop_id}
     try:

@@ -13,8 +13,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.errors import LmkitError
-from lmkit.generation import GenerateConfig, generate_tokens
+from lmkit.generation import GenerateConfig, generate, generate_tokens
+from lmkit.generation.generate import Interrupted
 from lmkit.kernels.decode.reference import Sampling
+from lmkit.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
 checks = importlib.import_module("decoder_checks")
@@ -28,7 +30,7 @@ def exact_products():
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "tie_embeddings": True}], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
 )
@@ -46,7 +48,7 @@ def texts(model, prompts, kernels=True, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch_size", [16, 64])
+@pytest.mark.parametrize("batch_size", [16, 64, 256])
 def test_a_text_does_not_depend_on_its_company(dtype, batch_size):
     """Alone, in a full batch, and in a queue of 1,000 whose rows are refilled; beyond the context, too. Prompts are
     read with and without a graph, up to four at once."""
@@ -61,14 +63,14 @@ def test_a_text_does_not_depend_on_its_company(dtype, batch_size):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 16, 64])
+@pytest.mark.parametrize("batch_size", [1, 16, 64, 256])
 def test_a_queue_is_what_a_cpu_writes_in_float64(kernels, batch_size):
     """Greedy texts of different lengths that end early, slide and are refilled."""
     model = checks.model_of("cuda", context_length=96, num_kv_heads=2)
-    prompts = checks.prompts_of(tuple(1 + i * 7 % 95 for i in range(80)))
+    prompts = checks.prompts_of(tuple(1 + i * 7 % 95 for i in range(80 if batch_size < 80 else 300)))
     options = {"max_new_tokens": 130, "temperature": 0.0, "batch_size": batch_size}
     mine = texts(model, prompts, kernels, **options)
-    exact = texts(model.double().cpu(), prompts, False, **options | {"batch_size": 80})
+    exact = texts(model.double().cpu(), prompts, False, **options | {"batch_size": len(prompts)})
     # float32 rounds: where two logits are equal but for that, a text goes another way. Hardly one does.
     assert sum(a != b for a, b in zip(mine, exact, strict=True)) <= 2
 
@@ -89,6 +91,27 @@ def test_predictions_that_are_not_finite_are_refused(kernels):
         with pytest.raises(LmkitError) as caught:
             texts(model, [[1, 2]], kernels, batch_size=batch_size)
         assert caught.value.code == "generate.not_finite"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_ctrl_c_keeps_what_there_is(batch_size):
+    """SIGINT comes while the host reads tokens some steps late."""
+    model, ends = checks.model_of("cuda", vocab_size=260), []
+
+    def on_end(number, generation):
+        ends.append(generation)
+        if len(ends) == 3:
+            raise KeyboardInterrupt
+
+    options = GenerateConfig(max_new_tokens=40, batch_size=batch_size, stop_at_end=False)
+    with pytest.raises(Interrupted) as caught:
+        generate(model, Tokenizer.from_merges([]), ["abc"] * 20, options, on_end=on_end)
+    assert caught.value.finished == 3
+    texts_begun = caught.value.generations
+    assert [texts_begun[number] for number in range(3)] == ends
+    assert [len(texts_begun[number].tokens) for number in range(3)] == [40, 40, 40]
+    assert 3 <= len(texts_begun) <= 3 + batch_size
+    assert generate(model, Tokenizer.from_merges([]), ["abc"], options)[0] == ends[0]
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated():
