@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,10 @@ SHORTEST = 64
 """Tokens; shorter texts are padded to it."""
 TOKENS_AT_ONCE = 2048
 """A pass reads no more, but for a longer text, which is read alone."""
+
+
+class AllStored(Exception):
+    """The last layer's keys and values are stored: nothing that follows is needed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,11 @@ class RowsOfCache:
         return torch.arange(seq, device=self.keys.device).unsqueeze(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (texts, kv_heads, seq, head_dim); return causal attention of q (texts, heads, seq, head_dim)."""
+        """Store k, v (texts, kv_heads, seq, head_dim); return causal attention of q (texts, heads, seq, head_dim).
+
+        Raises:
+            AllStored: in the last layer.
+        """
         seq = k.shape[2]
         keys, values = self.keys[layer], self.values[layer]
         if self.store is not None:
@@ -64,6 +73,8 @@ class RowsOfCache:
         else:
             keys[self.rows, :, :seq] = k.to(keys.dtype)
             values[self.rows, :, :seq] = v.to(values.dtype)
+        if layer == len(self.keys) - 1:
+            raise AllStored
         first = first_in_window(self.config.window(layer), seq, q.device)
         if first is None:
             return self.attention(q, k, v, causal=True)
@@ -183,5 +194,6 @@ class Prefill:
             cache = RowsOfCache(
                 decoder.model.config, decoder.keys, decoder.values, row, self.attention, self.store
             )
-            decoder.model.hidden_states(ids[:, :-1], cache)
+            with suppress(AllStored):
+                decoder.model.hidden_states(ids[:, :-1], cache)
         decoder._step.begin(row, ids.gather(1, last[:, None])[:, 0])

@@ -176,6 +176,14 @@ def test_a_single_row_writes_what_the_plain_step_writes(make_model, sampling):
         assert torch.equal(single.rules.seen, plain.rules.seen)
 
 
+def test_a_prompt_is_read_up_to_the_last_layers_keys(make_model):
+    model, called = make_model(), []
+    for number, layer in enumerate(model.layers):
+        layer.ffn.register_forward_hook(lambda *_, number=number: called.append(number))
+    Decoder(model, 2, sampling=GREEDY, ends=ENDLESS).start([1], [[3, 1, 4]], seeds=[0])
+    assert called == [*range(len(model.layers) - 1)]
+
+
 def test_texts_that_are_read_padded_and_together_are_read_the_same(make_model):
     """As beside the kernels' step. Some groups are not full; the padding of short texts is cut at the capacity."""
     model = make_model(context_length=150, num_kv_heads=2)
