@@ -63,18 +63,20 @@ def advance_kernel(
     KIND is compile-time: code that does not run would still have to come through the instruction cache.
     """
     row = tl.program_id(0)
+    # The kernel before does not write these.
+    done = tl.load(done_pointer + row)
+    number = tl.load(number_pointer + row)
+    place = tl.load(place_pointer + row)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     best_at = best_pointer + row * SLOTS + tl.arange(0, SLOTS)
     best = tl.max(tl.load(best_at), 0)
-    done = tl.load(done_pointer + row)
     tl.debug_barrier()  # all threads have read what one of them changes
     tl.store(best_at, tl.full((SLOTS,), NOTHING, tl.int64))
     if done != 0:
         return
     logits_row = logits_pointer + row.to(tl.int64) * vocab_size
-    number = tl.load(number_pointer + row)
     highest = logit_of(best)
     token = tl.zeros((), tl.int32) - 1
     if (highest < float("inf")) & (highest > float("-inf")):
@@ -94,17 +96,16 @@ def advance_kernel(
             tl.store(logprobs_pointer + row, chosen)
         if PENALTY:
             tl.store(seen_pointer + row.to(tl.int64) * vocab_size + token, 1)
-    place = tl.load(place_pointer + row)
     known = tl.maximum(token, 0)
+    k = tl.arange(0, triton.next_power_of_2(WIDTH))
+    inside = k < WIDTH
+    embedding = tl.load(table_pointer + known.to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
     tl.store(drawn_pointer + row, token)
     tl.store(text_pointer + row * text_stride + place + 1, known)
     tl.store(number_pointer + row, number + 1)
     ending = ((token < 0) | (token == stop) | (number + 1 >= most)).to(tl.int64)
     tl.store(done_pointer + row, ending)
     tl.store(place_pointer + row, place + 1 - ending)
-    k = tl.arange(0, triton.next_power_of_2(WIDTH))
-    inside = k < WIDTH
-    embedding = tl.load(table_pointer + known.to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
     wide = embedding.to(tl.float32)
     normed = wide * tl.load(gain_pointer + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream_pointer + row * WIDTH + k, embedding, mask=inside)
