@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 checks = importlib.import_module("decode_checks")
+draws = importlib.import_module("decode_draw_checks")
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -46,14 +47,14 @@ def test_attention(case, dtype):
     checks.check_attend(case, dtype, "cuda")
 
 
-@pytest.mark.parametrize("name", checks.SAMPLINGS)
+@pytest.mark.parametrize("name", draws.SAMPLINGS)
 def test_draws(name):
-    checks.check_advance(name, "cuda")
+    draws.check_advance(name, "cuda")
 
 
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", [*checks.CHECKS, *draws.CHECKS])
 def test_step(name):
-    checks.CHECKS[name]("cuda")
+    (checks.CHECKS | draws.CHECKS)[name]("cuda")
 
 
 @DTYPES
@@ -62,14 +63,19 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
     checks.check_attend_ignores_company(dtype, "cuda")
 
 
+@pytest.mark.parametrize("name", ["all", "flat", "top-k", "top-p", "min-p", "top-p of top-k"])
+def test_draws_follow_the_exact_probabilities(name):
+    draws.check_draws_follow_probabilities(draws.SAMPLINGS[name], 20_000, "cuda")
+
+
 @pytest.mark.parametrize("name", ["all", "top-k", "top-p of top-k"])
 def test_draws_from_a_whole_vocabulary(name):
     """Four thousand draws from 50,257 logits equal the plain form's, but for weights that round otherwise."""
-    sampling = checks.SAMPLINGS[name]
-    mine, plain = (checks.batch(sampling, "cuda", rows=4096, vocab_size=50257) for _ in range(2))
-    checks.run_advance(mine, sampling, checks.Ends(-1, 100))
-    checks.reference.plain_advance(
-        plain.logits, plain.rows, sampling, plain.rules, checks.Ends(-1, 100), logprobs=True
+    sampling = draws.SAMPLINGS[name]
+    mine, plain = (draws.batch(sampling, "cuda", rows=4096, vocab_size=50257) for _ in range(2))
+    draws.run_advance(mine, sampling, draws.Ends(-1, 100))
+    draws.reference.plain_advance(
+        plain.logits, plain.rows, sampling, plain.rules, draws.Ends(-1, 100), logprobs=True
     )
     # exp2 of the device and of PyTorch differ in the last place: of a 2^-23rd of a weight, some draws may see it.
     assert (mine.rows.drawn == plain.rows.drawn).float().mean() > 0.995

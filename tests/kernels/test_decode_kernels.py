@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decode_checks")
+draws = importlib.import_module("decode_draw_checks")
 
 # The interpreter computes on masked lanes, too, and NumPy says so.
 pytestmark = [
@@ -49,14 +50,20 @@ def test_faults_of_attention_are_seen(case):
     "name",
     [
         name if name in ("greedy", "all", "top-p") else pytest.param(name, marks=pytest.mark.full)
-        for name in checks.SAMPLINGS
+        for name in draws.SAMPLINGS
     ],
 )
 def test_draws(name):
-    checks.check_advance(name, "cpu")
+    draws.check_advance(name, "cpu")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", ["all", "top-p of top-k"])
+def test_draws_follow_the_exact_probabilities(name):
+    draws.check_draws_follow_probabilities(draws.SAMPLINGS[name], 150, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*checks.CHECKS, *draws.CHECKS])
 def test_step(name):
-    checks.CHECKS[name]("cpu")
+    (checks.CHECKS | draws.CHECKS)[name]("cpu")
