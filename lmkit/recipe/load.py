@@ -40,8 +40,9 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` or `model.depth` replaces what the file gives and they decide. The recipe that lies
-    in a run folder is that folder's, wherever it is now.
+    An override of `model.preset` or `model.depth` replaces what the file gives and they decide; that of
+    `optimizer.name` or `parallel.strategy` drops the file's options of another one. The recipe that lies in a run
+    folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -68,6 +69,10 @@ def load_recipe(
         for name, decided in decides.items():
             if dial in typed.get("model", {}) and isinstance(raw.get(name), dict):
                 raw[name] = {key: value for key, value in raw[name].items() if key not in decided}
+    for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
+        chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
+        if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
+            raw[name] = {key: value for key, value in before.items() if key != "options"}
     _merge(raw, typed)
     origin = [str(source)] if source is not None else []
     return validate(raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe")

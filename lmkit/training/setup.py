@@ -32,7 +32,7 @@ from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
-from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights
+from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Step, TrainableModel, load_batch
@@ -264,7 +264,8 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         UsageError: the device is not there, something does not run on it, or there is no such checkpoint.
         LmkitError: a checkpoint that the recipe names is damaged.
     """
-    check_device(recipe, local_device(recipe.run.device, local_rank=nproc - 1))
+    device = local_device(recipe.run.device, local_rank=nproc - 1)
+    check_device(with_precision(recipe, device), device)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))
     if recipe.train is not None and recipe.train.init_from is not None:

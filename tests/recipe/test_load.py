@@ -219,8 +219,18 @@ def test_an_optimizer_of_whole_matrices_is_not_sharded() -> None:
         OPTIMIZERS.unregister("matrices")
 
 
+def test_another_optimizer_leaves_the_options_of_the_former_behind() -> None:
+    assert load_recipe("quickstart").optimizer.options["iterations"] == 3
+    assert load_recipe("quickstart", ["optimizer.name=adamw"]).optimizer.options == {}
+    assert load_recipe("quickstart", ["optimizer.name=muon"]).optimizer.options["iterations"] == 3
+    given = ["optimizer.name=adamw", "optimizer.options.iterations=4"]
+    with pytest.raises(UsageError) as caught:
+        load_recipe("quickstart", given)
+    assert caught.value.code == "recipe.conflict"
+
+
 def test_a_small_vocabulary_is_right_for_other_tokens() -> None:
-    load_recipe("quickstart", ["model.vocab_size=2048"])
+    load_recipe("quickstart", ["model.vocab_size=4096"])
     for other_tokens in ("tokenizer.path=t.json", "data.train=t.npy", "data.source=random"):
         load_recipe("quickstart", ["model.vocab_size=1000", other_tokens])
 

@@ -41,7 +41,8 @@ def test_what_is_shown_is_the_recipe(name: str, tmp_path: Path) -> None:
 
 
 def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
-    lines = annotated_toml(load_recipe("quickstart", ['generate.prompts=["a\\nb", "# c"]'])).splitlines()
+    changes = ['generate.prompts=["a\\nb", "# c"]', "train.precision=fp32"]
+    lines = annotated_toml(load_recipe("quickstart", changes)).splitlines()
     (precision,) = (line for line in lines if line.startswith('precision = "fp32"'))  # of [train]
     assert precision.startswith('precision = "fp32"  ')
     assert "# fp32, bf16, fp8, bf16-autocast, fp16 or auto. " in precision
