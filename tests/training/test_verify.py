@@ -146,9 +146,9 @@ def test_resuming_is_exact_and_would_be_seen_if_it_were_not(
     assert result.ok, str(result)
     assert [check.subject for check in result.checks] == ["weights", "optimizer", "random generators"]
 
-    def forget_the_moments(optimizer: Any, model: Any, shards: Any, layout: Any, *, origin: str) -> None:
+    def forget_the_moments(optimizer: Any, model: Any, shards: Any, layout: Any, **options: Any) -> None:
         forgetful = [{name: tensor * 0 for name, tensor in shard.items()} for shard in shards]
-        load_optimizer_tensors(optimizer, model, forgetful, layout, origin=origin)
+        load_optimizer_tensors(optimizer, model, forgetful, layout, **options)
 
     monkeypatch.setattr(resume, "load_optimizer_tensors", forget_the_moments)
     broken = verify_resume(tiny(), steps=2)
