@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.model.names import parameter_names
-from lmkit.optim.clipping import clip_for
+from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import (
@@ -25,7 +25,7 @@ from lmkit.parallel.gather import (
     aligned,
     can_share_memory,
 )
-from lmkit.parallel.protocol import MakeOptimizer, Strategy
+from lmkit.parallel.protocol import MakeOptimizer, Strategy, present_gradients
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1_optimizer import Zero1Optimizer
 from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, plan_shards
@@ -46,8 +46,9 @@ class Zero1(Strategy):
     """Reduce-scatter gradients, update a shard, gather the weights.
 
     `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters: call
-    it after the model is on its device and before the first forward pass. Parameters in no group are left alone. A
-    parameter that no rank used keeps its value and state, but shares its bucket's step counter.
+    it after the model is on its device and before the first forward pass; a group's key "weights" overrides that.
+    Parameters in no group are left alone. A parameter that no rank used keeps its value and state, but shares its
+    bucket's step counter.
     """
 
     _hooks: BucketHooks
@@ -64,6 +65,7 @@ class Zero1(Strategy):
     @torch.no_grad()
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> Zero1Optimizer:
         given = [{**group, "params": list(group["params"])} for group in groups]
+        self._weights = [group.pop("weights", self.config.weights) for group in given]
         planned = plan_shards(
             [group["params"] for group in given],
             parameter_names(self._model),
@@ -79,8 +81,10 @@ class Zero1(Strategy):
                 self.ranks,
                 self._averager if self.ranks.world_size > 1 else None,
                 gather,
-                weight_dtype=self._weight_dtype(parameters),
-                reduce_dtype=reduce_dtype_for(self._weight_dtype(parameters), self.config.reduce_dtype),
+                weight_dtype=self._weight_dtype(parameters, layout),
+                reduce_dtype=reduce_dtype_for(
+                    self._weight_dtype(parameters, layout), self.config.reduce_dtype
+                ),
             )
             for parameters, layout in planned
         ]
@@ -105,15 +109,19 @@ class Zero1(Strategy):
         if self.config.gather == "auto" and can_share_memory(self.ranks) and one_device:
             self.gather = "reads peers"
             num_bytes = sum(
-                aligned(self.ranks.world_size * layout.shard_size * self._weight_dtype(parameters).itemsize)
+                aligned(
+                    self.ranks.world_size
+                    * layout.shard_size
+                    * self._weight_dtype(parameters, layout).itemsize
+                )
                 for parameters, layout in planned
             )
             return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
         self.gather = "collective"
         return WeightGather(self._averager)
 
-    def _weight_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype:
-        return reduce_dtype_for(parameters[0].dtype, self.config.weights)
+    def _weight_dtype(self, parameters: list[nn.Parameter], layout: BucketLayout) -> torch.dtype:
+        return reduce_dtype_for(parameters[0].dtype, self._weights[layout.group])
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
@@ -140,13 +148,12 @@ class Zero1(Strategy):
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         norms, shards = [], []
-        for bucket in self._buckets:
-            bucket.wait_reduced()  # the last gradients travel while the norms of the first are computed
-            gradient = bucket.master.grad
-            if gradient is not None:
-                shards.append(gradient)
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
+        for buckets in (self._buckets[:-1], self._buckets[-1:]):
+            for bucket in buckets:
+                bucket.wait_reduced()  # the last gradients travel while the norm of the others is computed
+            if gradients := present_gradients(bucket.master for bucket in buckets):
+                shards += gradients
+                norms.append(gradient_norm(gradients))
         square = torch.linalg.vector_norm(torch.stack(norms)).square()
         if self.ranks.world_size > 1:
             self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)

@@ -25,8 +25,9 @@ from lmkit.parallel.zero1_shards import (
     take_shards,
 )
 
-STEP_PARTS = 4
-"""The step is made in this many parts, so that gathering the weights of one overlaps the arithmetic of the next."""
+STEP_PARTS = 2
+"""The step is made in this many parts, so that gathering the weights of one overlaps the arithmetic of the next. Each
+costs the GPU several small kernels."""
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
@@ -105,16 +106,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
         arrived = {bucket: bucket.master.grad for bucket in self._buckets}
         for bucket in arrived:
             bucket.master.grad = None
-        # The weights that the forward pass reads last were reduced first: their step covers the last reductions.
-        *earlier, last = self._parts
-        for part in (last, *earlier):
+        for part in self._parts:
             for bucket in part:
                 bucket.master.grad = arrived[bucket]
                 bucket.wait_reduced()
             self.inner.step()
             for bucket in part:
                 bucket.master.grad = None
-            if part is not last and not self.keep:
+            if not self.keep:
                 self._gather(part)
         for tensor, before in kept:
             tensor.copy_(before)
@@ -122,7 +121,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for key, value in self.inner.state[bucket.master].items():
                 if key not in known[bucket] and _is_per_element(value):
                     value[where] = 0  # as state begins; decay may have moved it without a gradient
-        for part in self._parts if self.keep else [last]:
+        for part in self._parts if self.keep else ():
             self._gather(part)
         self.keep = []
 

@@ -225,8 +225,8 @@ def check_traffic(ranks: Ranks) -> None:
             sync.finish()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        # Where peers' memory is read, each of the step's three parts (a bucket each) is announced with a float.
-        announced = 3 if strategy == "zero1" and sync.gather == "reads peers" else 0
+        # Where peers' memory is read, each of the step's two parts (one bucket, two) is announced with a float.
+        announced = 2 if strategy == "zero1" and sync.gather == "reads peers" else 0
         # Who used what is told by a call of its own, or rides on the last bucket.
         assert sync.traffic.calls == calls + announced + (strategy in ("naive", "flat", "zero1")), strategy
         small = flags + 4 * announced
