@@ -10,7 +10,9 @@ from typing import Any
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
+from lmkit.measure.memory import available_memory
 from lmkit.measure.progress import Progress
+from lmkit.measure.tables import megabytes
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.bpe import WordCounts
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
@@ -21,6 +23,7 @@ from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")
+_MEMORY_PER_BYTE = 70  # bytes for a byte of distinct words; twice as many where all of them are equal
 
 
 def train_tokenizer(
@@ -75,6 +78,12 @@ def train_tokenizer(
     words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
+    needed, free = _MEMORY_PER_BYTE * len(words.text), available_memory()
+    if free is not None and needed > free:
+        _log.warning(
+            "%s of distinct words: to learn merges takes about %s of memory, and %s are free",
+            *map(megabytes, (len(words.text), needed, free)),
+        )
     num_merges = vocab_size - least
     report = None if progress is None else lambda done, total: progress("learn merges", done, total)
     merges = learn_merges_fast(words, num_merges, report, max_token_bytes=max_token_bytes)

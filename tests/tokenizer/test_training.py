@@ -167,6 +167,13 @@ def test_fault_102_an_endless_word_makes_no_endless_tokens(write, code, caplog):
         assert any(f"{limit} bytes" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize(("free", "warns"), [(70 * 5000 - 1, True), (70 * 6000, False), (None, False)])
+def test_fault_154_words_that_may_not_fit_into_memory_are_warned_of(write, monkeypatch, caplog, free, warns):
+    monkeypatch.setattr("lmkit.tokenizer.training.available_memory", lambda: free)
+    train_tokenizer(write("a" * 5000), vocab_size=300)
+    assert any("of memory" in message for message in caplog.messages) == warns
+
+
 def test_fault_102_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
     path = write("a" * 5000)
     for words, longest in (("", 256), ("--max-token-bytes 8", 8)):
