@@ -38,6 +38,7 @@ NO_EFFECT = (
     *("train.tensorboard", "train.sample_interval"),
 )
 PIPE = "a pipe"  # stands for the hash of its content
+_DEEPEST = 20  # levels of the record are 6
 _INSIDE = "./"  # begins a path in the record that is relative to the run folder
 
 
@@ -73,6 +74,8 @@ class StageRecord:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError):
+            content = None
+        if _nests(content, _DEEPEST):  # Python may read what it cannot write again
             content = None
         entries = content if isinstance(content, dict) else {}
         if isinstance(known := entries.get("files"), dict):
@@ -254,6 +257,12 @@ def _read_by(stage: str, values: dict[str, Any], content: dict[str, list[str]]) 
         "values": {dotted: value for dotted, value in values.items() if dotted.split(".")[0] in tables},
         "content": {dotted: hashes for dotted, hashes in content.items() if dotted.split(".")[0] in tables},
     }
+
+
+def _nests(content: Any, levels: int) -> bool:
+    """Return whether lists and objects lie more than `levels` deep in one another."""
+    items = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return any(levels == 1 or _nests(item, levels - 1) for item in items if isinstance(item, (dict, list)))
 
 
 def _is_entry(entry: Any) -> bool:

@@ -49,7 +49,7 @@ class Run:
         name: by which the page calls it.
         recipe: its tables, as they stand in `recipe.toml`.
         records: of `metrics.jsonl`.
-        environment: content of `environment.json`; {} without one.
+        environment: text of `environment.json`; "{}" without one.
         text: what the run wrote; "" if nothing.
     """
 
@@ -57,7 +57,7 @@ class Run:
     folder: Path
     recipe: dict[str, Any]
     records: list[Record]
-    environment: dict[str, Any]
+    environment: str
     text: str
 
     def of_kind(self, kind: str) -> list[Record]:
@@ -118,9 +118,9 @@ def _read_run(folder: Path, name: str) -> Run:
     )
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _environment(path: Path) -> str:
     try:
-        return dict(json.loads(_text_of(path) or "{}"))
+        return json.dumps(dict(json.loads(_text_of(path) or "{}")), indent=1)
     except (ValueError, TypeError, RecursionError) as error:
         hint = "move it away: the page does without it"
         raise LmkitError("report.damaged", f"{path}: not what lmkit wrote ({error})", hint=hint) from error
@@ -163,7 +163,7 @@ def _page(runs: Sequence[Run]) -> str:
         parts.append(_section(f"From {first.name} to {run.name}", _pre("\n".join(changed))))
     for run in runs:
         parts.append(_section(f"Recipe of {run.name}", _pre(_text_of(run.folder / RECIPE))))
-        parts.append(_section(f"Environment of {run.name}", _pre(json.dumps(run.environment, indent=1))))
+        parts.append(_section(f"Environment of {run.name}", _pre(run.environment)))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -131,6 +131,8 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
 
 def _made(folder: Path) -> dict[Path, str]:
     """Return what `lmkit run` noted of the files that training reads: file -> SHA-256."""
+    if not (folder / RECORD).is_file():
+        return {}
     try:
         record = json.loads((folder / RECORD).read_bytes())
         made = [
@@ -145,6 +147,10 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
     """Return what `look` finds in a file, or what is wrong with it; `sha256` is the hash that it had, if known."""
     if not path.exists():
         return Check(str(path), ok=False, found="missing")
+    if not (path.is_file() or path.is_dir()):
+        return Check(
+            str(path), ok=False, found="not a regular file"
+        )  # reading a pipe would wait for a writer
     try:
         if sha256 is not None and sha256_file(path) != sha256:
             return Check(str(path), ok=False, found="changed or damaged since `lmkit run` made it")

@@ -186,11 +186,11 @@ def test_fault_55_another_model_at_the_terminal(refuses) -> None:
 def test_fault_58_a_newer_format_at_the_terminal(refuses) -> None:
     manifest = Path(NEWER, checkpoint_folder.MANIFEST)
     content = json.loads(manifest.read_text())
-    content["format"] += 1
+    content["format"] = newer = checkpoint_folder.FORMAT + 1
     content["checksum"] = checkpoint_folder.manifest_checksum(content)
     manifest.write_text(json.dumps(content))
     for command in ("train tiny.toml --steps 6", "generate runs/run --tokenizer tok.json"):
-        refuses(1, command, f"{NEWER}/manifest.json: checkpoint format 2")
+        refuses(1, command, f"{NEWER}/manifest.json: checkpoint format {newer}")
 
 
 def test_fault_60_a_missing_shard_at_the_terminal(refuses) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -429,3 +430,18 @@ def test_fault_149_a_first_run_replaces_no_files_of_the_users(mine: str, run: Pa
     assert content(run.with_name("new")) == {mine: b"mine"}
     path.rename(path.with_name("notes"))
     terminal("run fish.toml --set run.name=new")
+
+
+def test_fault_156_a_record_that_is_nested_deeply_is_damaged(run: Path) -> None:
+    """Some versions of Python read deeper nesting than they write."""
+    path, before = run / "stages.json", sys.getrecursionlimit()
+    path.write_text(
+        path.read_text().replace('"done": true', '"done": true, "x": ' + "[" * 1200 + "]" * 1200, 1)
+    )
+    sys.setrecursionlimit(10_000)
+    try:
+        record = stage_record.StageRecord(run, load_recipe("fish.toml"))
+    finally:
+        sys.setrecursionlimit(before)
+    record.save()
+    assert str(path) in str(record.damage)

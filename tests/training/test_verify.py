@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_fault_119_what_another_tokenizer_made_is_named(
     assert "aaaa" in tokens
     assert len(checkpoints) == 2  # fault 119: trained with the other tokenizer, too
     assert all("trained with tokenizer aaaa" in found for found in checkpoints)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "recipe.toml", "tokenizer.json", "tokens/x.npy", "stages.json"]
+)
+def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name: str, run_folder: Path) -> None:
+    path = run_folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert [found for found in wrong(run_folder) if "not a regular file" in found] == (
+        [] if name == "stages.json" else [f"{path}: not a regular file"]
+    )
 
 
 def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
