@@ -43,19 +43,16 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A row with an infinity or NaN becomes NaN wherever it is multiplied.
     """
     x = as_rows(x)
-    out = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    cast, places = make_room(x)
+    row_calls((x,), places, ())
+    return cast
+
+
+def make_room(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return tensors for the cast of x (rows, columns) and its scales, and the same for a kernel, which writes
+    words."""
+    low = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    row_calls((x,), (out.view(torch.int32), scale), ())
-    return out, scale
-
-
-def make_room(x: Tensor, rows: int, casts: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return tensors for the cast of x and its scales, and the same for a kernel, which writes words; x itself
-    without `casts`."""
-    if not casts:
-        return (x, x), (x, x)
-    low = torch.empty(rows, x.shape[-1], dtype=E4M3, device=x.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     return (low, scale), (low.view(torch.int32), scale)
 
 
@@ -116,17 +113,6 @@ def pack(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def scale_of_rows(largest):
     """Return the scales of rows with these largest magnitudes; 1 for zeros."""
     return tl.where(largest == 0, 1.0, tl.div_rn(largest, LARGEST))
-
-
-@triton.jit
-def store_cast(x, words_pointer, scale_pointer, row, width, BLOCK: tl.constexpr):
-    """Cast a row that a program has computed, (BLOCK) with zeros from `width` on, and store words and scale."""
-    wide = tl.reshape(x.to(tl.float32), (1, BLOCK))
-    scale = scale_of_rows(tl.max(tl.abs(wide), 1))
-    packed = pack(wide * tl.div_rn(1.0, scale)[:, None], 1, BLOCK)
-    words = tl.arange(0, BLOCK // 4)[None, :]
-    tl.store(words_pointer + row * (width // 4) + words, packed, mask=words < width // 4)
-    tl.store(scale_pointer + row + tl.arange(0, 1), scale)
 
 
 @triton.jit

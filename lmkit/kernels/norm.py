@@ -7,8 +7,6 @@ layer reads. So the backward pass gets two gradients: dy, through the norm, and 
 
     dx = ddelta = dh + r (g - u mean(g u)),   g = dy gain        dgain = sum over rows of dy u
 
-Between fp8 products, what the next one reads is cast, too, see `fp8.keep_cast`: the norm, and the gradient of delta.
-
 Statistics are float32. Each program adds up the gain's gradient over its rows, and one sum over the programs follows:
 the same bits on every run.
 """
@@ -16,7 +14,6 @@ the same bits on every run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.autograd import differentiable_once
-from lmkit.kernels.fp8 import keep_cast, make_room, store_cast
 from lmkit.kernels.launch import LaunchCache, Start, count_sms, prepare_launch
 from lmkit.kernels.operators import as_rows, define
 
@@ -43,13 +39,7 @@ def plain_add_rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor,
-    delta: Tensor,
-    gain: Tensor,
-    *,
-    eps: float = 1e-5,
-    dtype: torch.dtype | None = None,
-    casts: bool = False,
+    x: Tensor, delta: Tensor, gain: Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, its RMSNorm times gain). Differentiable once in x, delta and gain.
 
@@ -59,27 +49,19 @@ def add_rms_norm(
         gain: (d_model)
         eps: added to the mean square.
         dtype: of the norm; None takes x's.
-        casts: keep casts of the norm and of the gradient of delta; for eager calls in bfloat16.
     """
     if torch.compiler.is_compiling():
         total, normed, _ = forward_operator(x, delta, gain, eps, dtype or x.dtype)
     else:
-        normed, total = AddRMSNorm.apply(x, delta, gain, (eps, dtype or x.dtype, casts))
+        normed, total = AddRMSNorm.apply(x, delta, gain, (eps, dtype or x.dtype))
     return total, normed
 
 
-def rms_norm(
-    x: Tensor,
-    gain: Tensor,
-    *,
-    eps: float = 1e-5,
-    dtype: torch.dtype | None = None,
-    casts: bool = False,
-) -> Tensor:
+def rms_norm(x: Tensor, gain: Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> Tensor:
     """Return the RMSNorm of x alone, times gain. See `add_rms_norm`."""
     if torch.compiler.is_compiling():
         return forward_operator(x, None, gain, eps, dtype or x.dtype)[1]
-    return AddRMSNorm.apply(x, None, gain, (eps, dtype or x.dtype, casts))[0]
+    return AddRMSNorm.apply(x, None, gain, (eps, dtype or x.dtype))[0]
 
 
 @triton.jit
@@ -90,14 +72,11 @@ def add_norm_kernel(
     total_pointer,
     normed_pointer,
     inverse_rms_pointer,
-    words_pointer,
-    scale_pointer,
     x_stride,
     delta_stride,
     width,
     eps,
     ADD: tl.constexpr,  # there is a delta, and the sum is stored
-    CAST: tl.constexpr,  # to words and their scale, too
     BLOCK: tl.constexpr,
 ):
     """One row a program."""
@@ -112,11 +91,9 @@ def add_norm_kernel(
         h = h.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(h * h) / width + eps)
     gain = tl.load(gain_pointer + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = (h * inverse_rms * gain).to(normed_pointer.dtype.element_ty)
-    tl.store(normed_pointer + row * width + columns, normed, mask=inside)
+    normed = h * inverse_rms * gain
+    tl.store(normed_pointer + row * width + columns, normed.to(normed_pointer.dtype.element_ty), mask=inside)
     tl.store(inverse_rms_pointer + row, inverse_rms)
-    if CAST:
-        store_cast(normed, words_pointer, scale_pointer, row, width, BLOCK)
 
 
 @triton.jit
@@ -127,8 +104,6 @@ def norm_gradient_kernel(
     gain_pointer,
     inverse_rms_pointer,
     grad_x_pointer,
-    words_pointer,
-    scale_pointer,
     grad_gain_pointer,  # (width), or (programs, width): the sums of each program
     grad_stride,
     past_stride,
@@ -137,7 +112,6 @@ def norm_gradient_kernel(
     width,
     PAST: tl.constexpr,  # the sum has a gradient
     ATOMIC: tl.constexpr,  # the gain's gradient is added up here, in any order
-    CAST: tl.constexpr,  # as of add_norm_kernel
     BLOCK: tl.constexpr,
 ):
     """A program takes every num_programs-th row."""
@@ -158,10 +132,9 @@ def norm_gradient_kernel(
         grad = (grad - unit * (tl.sum(grad * unit) / width)) * inverse_rms
         if PAST:
             grad += past.to(tl.float32)
-        rounded = grad.to(grad_x_pointer.dtype.element_ty)
-        tl.store(grad_x_pointer + row * width + columns, rounded, mask=inside)
-        if CAST:
-            store_cast(rounded, words_pointer, scale_pointer, row, width, BLOCK)
+        tl.store(
+            grad_x_pointer + row * width + columns, grad.to(grad_x_pointer.dtype.element_ty), mask=inside
+        )
     if ATOMIC:
         tl.atomic_add(grad_gain_pointer + columns, sums, mask=inside, sem="relaxed")
     else:
@@ -176,18 +149,18 @@ def block_constants(width: int) -> dict[str, int]:
 
 def _prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     x, delta, *_ = tensors
-    eps, add, _, cast = options
+    eps, add, _ = options
     numbers = (x.stride(0), delta.stride(0), x.shape[1], eps)
-    constants = {"ADD": add, "CAST": cast, **block_constants(x.shape[1])}
+    constants = {"ADD": add, **block_constants(x.shape[1])}
     return prepare_launch(add_norm_kernel, (len(x), 1), tensors, numbers, constants)
 
 
 def _prepare_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     grad, past, total, *_ = tensors
-    with_past, programs, atomic, cast = options
+    with_past, programs, atomic = options
     rows, width = grad.shape
     numbers = (grad.stride(0), past.stride(0), total.stride(0), rows, width)
-    constants = {"PAST": with_past, "ATOMIC": atomic, "CAST": cast, **block_constants(width)}
+    constants = {"PAST": with_past, "ATOMIC": atomic, **block_constants(width)}
     return prepare_launch(norm_gradient_kernel, (programs, 1), tensors, numbers, constants)
 
 
@@ -196,32 +169,21 @@ backward_calls = LaunchCache(_prepare_backward)
 
 
 def forward(
-    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype, casts: bool = False
+    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sum, norm, inverse RMS in float32 (rows)); without delta the sum is empty, because it is x.
-
-    casts: keep the norm's cast.
-    """
+    """Return (sum, norm, inverse RMS in float32 (rows)); without delta the sum is empty, because it is x."""
     shape, x = x.shape, as_rows(x)
     total = x.new_empty(shape if delta is not None else 0)
     normed = x.new_empty(shape, dtype=dtype)
     inverse_rms = x.new_empty(len(x), dtype=torch.float32)
     if len(x):
         inputs = (x, x if delta is None else as_rows(delta), gain.contiguous())
-        low, cast = make_room(normed, len(x), casts)
-        forward_calls(inputs, (total, normed, inverse_rms, *cast), (eps, delta is not None, dtype, casts))
-        if casts:
-            keep_cast(normed, low)
+        forward_calls(inputs, (total, normed, inverse_rms), (eps, delta is not None, dtype))
     return total, normed, inverse_rms
 
 
 def backward(
-    grad: Tensor,
-    past: Tensor | None,
-    total: Tensor,
-    gain: Tensor,
-    inverse_rms: Tensor,
-    casts: bool = False,
+    grad: Tensor, past: Tensor | None, total: Tensor, gain: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (which is delta's too) and of gain, in their dtypes.
 
@@ -229,7 +191,6 @@ def backward(
 
     Args:
         grad, past: of the norm and of the sum (None: it has none).
-        casts: keep the cast of the gradient of x.
     """
     shape, dtype = total.shape, total.dtype
     grad, total = as_rows(grad), as_rows(total)
@@ -242,21 +203,17 @@ def backward(
     sums = make((width,) if atomic else (programs, width), dtype=torch.float32)
     if rows:
         inputs = (grad, grad if past is None else as_rows(past), total, gain.contiguous(), inverse_rms)
-        low, cast = make_room(grad_x, rows, casts)
-        backward_calls(inputs, (grad_x, *cast, sums), (past is not None, programs, atomic, casts))
-        if casts:
-            keep_cast(grad_x, low)
+        backward_calls(inputs, (grad_x, sums), (past is not None, programs, atomic))
     return grad_x, (sums if atomic else sums.sum(dim=0)).to(gain.dtype)
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """`apply(x, delta, gain, (eps, dtype, casts))` returns (norm, sum). Without delta the sum is empty."""
+    """`apply(x, delta, gain, (eps, dtype))` returns (norm, sum). Without delta the sum is empty."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, options: tuple[float, torch.dtype, bool]
+        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, options: tuple[float, torch.dtype]
     ) -> tuple[Tensor, Tensor]:
-        ctx.casts = options[2]
         total, normed, inverse_rms = forward(x, delta, gain, *options)
         ctx.set_materialize_grads(False)  # the sum often has no gradient
         ctx.save_for_backward(x if delta is None else None, total, gain, inverse_rms)
@@ -267,8 +224,7 @@ class AddRMSNorm(torch.autograd.Function):
     @differentiable_once("RMSNorm", instead=SECOND)
     def backward(ctx: Any, saved: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, total, *others = saved
-        run = partial(backward, casts=ctx.casts and x is None)  # with a delta
-        return *_gradients(run, grads, (total if x is None else x, *others), ctx.delta_dtype), None
+        return *_gradients(backward, grads, (total if x is None else x, *others), ctx.delta_dtype), None
 
 
 def _gradients(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.autograd import differentiable_once
-from lmkit.kernels.fp8 import keep_cast, make_room, pack, scale_of_rows, store_cast
+from lmkit.kernels.fp8 import keep_cast, make_room, pack, scale_of_rows
 from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
 
 
@@ -46,7 +46,12 @@ def swiglu_cast_kernel(
     up = tl.load(joint_pointer + row * 2 * D_FF + D_FF + columns, mask=inside, other=0.0).to(tl.float32)
     out = (gate * tl.sigmoid(gate) * up).to(out_pointer.dtype.element_ty)
     tl.store(out_pointer + row * D_FF + columns, out, mask=inside)
-    store_cast(out, words_pointer, scale_pointer, row, D_FF, BLOCK)
+    wide = out.to(tl.float32)
+    scale = scale_of_rows(tl.max(tl.abs(wide), 1))
+    words = tl.arange(0, BLOCK // 4)[None, :]
+    packed = pack(wide * tl.div_rn(1.0, scale)[:, None], 1, BLOCK)
+    tl.store(words_pointer + row * (D_FF // 4) + words, packed, mask=words < D_FF // 4)
+    tl.store(scale_pointer + row + tl.arange(0, 1), scale)
 
 
 @triton.jit
@@ -101,14 +106,14 @@ def forward(joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result for joint (rows, 2 d_ff), its cast and the scales."""
     rows, width = joint.shape
     out = joint.new_empty(rows, width // 2)
-    cast, places = make_room(out, rows, True)
+    cast, places = make_room(out)
     forward_calls((joint,), (out, *places), ())
     return out, *cast
 
 
 def backward(joint: Tensor, grad: Tensor, grad_joint: Tensor) -> tuple[Tensor, Tensor]:
     """Write the gradient of joint (rows, 2 d_ff) into grad_joint; return its cast and the scales."""
-    cast, places = make_room(joint, len(joint), True)
+    cast, places = make_room(joint)
     backward_calls((joint, grad), (grad_joint, *places), ())
     return cast
 

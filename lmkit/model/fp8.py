@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.model.accounting import suits_fp8
-from lmkit.model.layers import AddRMSNorm, JoinedLinear, Linear, SwiGLU
+from lmkit.model.layers import JoinedLinear, Linear, SwiGLU
 
 
 def use_fp8(blocks: nn.Module) -> int:
@@ -35,12 +35,8 @@ def use_fp8(blocks: nn.Module) -> int:
     for layer in layers:
         layer.product = fp8_linear
     for module in blocks.modules():
-        # The norms of a block stand between its products, as the activation of SwiGLU does.
-        around = [each for each in module.modules() if isinstance(each, Linear | JoinedLinear)]
-        if around and all(each in layers for each in around):
-            for each in (module, *module.children()):
-                if isinstance(each, SwiGLU | AddRMSNorm):
-                    each.casts = True
+        if isinstance(module, SwiGLU) and module.gate_up in layers and module.w2 in layers:
+            module.casts = True
     return len(layers)
 
 

@@ -47,16 +47,15 @@ class Fused(Operations):
         return embedding(ids, weight)
 
     def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *, casts: bool = False
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         device_type = x.device.type
         # Under autocast a matrix product reads the norm: it is written as the product wants it.
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-        casts = casts and can_cast(x)
         if delta is None:
-            return x, rms_norm(x, gain, eps=eps, dtype=dtype, casts=casts)
-        return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype, casts=casts)
+            return x, rms_norm(x, gain, eps=eps, dtype=dtype)
+        return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
 
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
@@ -66,7 +65,8 @@ class Fused(Operations):
         return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:
-        return swiglu_and_cast(joint) if casts and can_cast(joint) else swiglu(joint)
+        casts = casts and joint.is_cuda and joint.dtype == torch.bfloat16 and torch.is_grad_enabled()
+        return swiglu_and_cast(joint) if casts else swiglu(joint)
 
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
@@ -74,11 +74,6 @@ class Fused(Operations):
         if getattr(slice_loss, "softcap", None) is not None:
             return super().linear_cross_entropy(hidden, weight, targets, slice_loss)
         return linear_cross_entropy(hidden, weight, targets, chunk=tokens_per_slice(len(weight), "fused"))
-
-
-def can_cast(x: Tensor) -> bool:
-    """Return whether an fp8 product follows, which takes the cast of x."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and torch.is_grad_enabled()
 
 
 def refuse_unsupported(weight: Tensor) -> None:

@@ -359,13 +359,7 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(RMSNorm):
-    """Add a layer's output to the residual stream and normalise the sum (see `RMSNorm`).
-
-    Attributes:
-        casts: whether the products around it are in fp8.
-    """
-
-    casts = False
+    """Add a layer's output to the residual stream and normalise the sum (see `RMSNorm`)."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, delta: Tensor | None, operations: Operations = PLAIN
@@ -375,4 +369,4 @@ class AddRMSNorm(RMSNorm):
         Args:
             delta: may be overwritten; None adds nothing.
         """
-        return operations.add_rms_norm(x, delta, self.weight, self.eps, casts=self.casts)
+        return operations.add_rms_norm(x, delta, self.weight, self.eps)

@@ -38,13 +38,9 @@ class Operations:
         return F.embedding(ids, weight)
 
     def add_rms_norm(
-        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, *, casts: bool = False
+        self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model); `delta` may be overwritten.
-
-        Args:
-            casts: an fp8 product reads the norm, and another one computed delta: it may keep casts for them.
-        """
+        """Return (x + delta, its RMSNorm times gain (d_model)), both (..., d_model); `delta` may be overwritten."""
         if delta is None:
             total = x
         elif x.dtype == delta.dtype:

@@ -5,13 +5,12 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.kernels import fp8 as kernels
-from lmkit.kernels import norm, swiglu_fp8
+from lmkit.kernels import swiglu_fp8
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.model import accounting, fp8
 from lmkit.model.fused import Fused
-from lmkit.model.layers import AddRMSNorm, SwiGLU
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.layers import SwiGLU
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step
@@ -111,51 +110,6 @@ def test_casts_that_were_kept_are_used():
         6,
     )  # x, the gradient of the output, two weights; the result, the gradient of gate|up
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-@pytest.mark.parametrize("width", [64, 1024, 2048])
-def test_norms_cast_what_they_compute(width):
-    x, delta, dy, past = (torch.randn(3, 20, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    gain = torch.randn(width, device="cuda")
-    plain = norm.forward(x, delta, gain, 1e-5, torch.bfloat16)
-    total, normed, inverse_rms = norm.forward(x, delta, gain, 1e-5, torch.bfloat16, True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, (total, normed, inverse_rms), strict=True))
-    exact, _ = norm.backward(dy, past, total, gain, inverse_rms)
-    grad, _ = norm.backward(dy, past, total, gain, inverse_rms, True)
-    assert torch.equal(grad, exact)
-    for each in (normed, grad):
-        (low, scale), (wanted, wanted_scale) = (
-            kernels.take_cast(each),
-            kernels.plain_cast_rows(each.flatten(0, -2)),
-        )
-        assert same_bits(low, wanted)
-        assert torch.equal(scale, wanted_scale)
-        assert kernels.take_cast(each) is None
-
-
-def test_a_model_casts_what_is_not_cast_yet():
-    """Six of a block's inputs and gradients of products are cast by the kernels that compute them."""
-    config = ModelConfig(
-        vocab_size=64, context_length=64, d_model=1024, d_ff=1536, num_layers=3, num_heads=8, attention="sdpa"
-    )
-    torch.manual_seed(0)
-    model = TransformerLM(config, device="cuda", dtype=torch.bfloat16)
-    assert fp8.use_fp8(model.layers) == 3 * 4
-    ids = torch.randint(64, (2, 64), device="cuda")
-    found = []
-    for casts in (True, False):
-        for module in model.layers.modules():
-            if isinstance(module, SwiGLU | AddRMSNorm):
-                module.casts = casts
-        made = count_calls(kernels.row_calls)
-        loss = model.loss(ids, ids)
-        gradients = torch.autograd.grad(loss, [block.attn.qkv_proj.weight for block in model.layers])
-        found.append((made(), loss.detach(), *gradients))
-    (few, *mine), (many, *theirs) = found
-    # Inputs of qkv, gate|up and down; gradients of o, gate|up and, but for the last block, down.
-    assert (few, many) == (3 * 12 - (3 * 6 - 1), 3 * 12)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)  # sums of atomics, in bfloat16
 
 
 def count_calls(calls):
