@@ -51,7 +51,7 @@ def attend_kernel(
     """One split of the old keys of a row and key head a program."""
     row_head, split = tl.program_id(0), tl.program_id(1)
     row, head = row_head // KV_HEADS, row_head % KV_HEADS
-    # Written at least two kernels ago, as the old keys and values: may be read before the wait.
+    # Only the last kernel of a step writes it: may be read before the wait, as the old keys and values.
     place = tl.load(place_pointer + row).to(tl.int32)
     # A row that is longer than the launch is meant for has ended: its result counts for nothing, its counter does.
     splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
@@ -159,8 +159,8 @@ def attend_single_row_kernel(
     cos = tl.load(angle_at, mask=d_inside, other=0.0)
     sin = tl.load(angle_at + 1, mask=d_inside, other=0.0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     kind: tl.constexpr = keys_pointer.dtype.element_ty
     group: tl.constexpr = HEADS // KV_HEADS
     k_new = rotated(qkv_pointer + (HEADS + head) * DIM, d, cos, sin, d_inside).to(kind)
@@ -265,7 +265,9 @@ def split_of(rows: int, head_dim: int, group: int, dtype: torch.dtype) -> Split:
     if rows == 1:
         if wide:
             return Split(64, 64, 8, 1)
-        return Split(256, 256, 8, 1) if group == 1 else Split(128, 128, 8, 1)  # registers
+        if group > 1:
+            return Split(128, 128, 8, 1)  # registers
+        return Split(128, 128, 4, 1) if head_dim > 64 else Split(256, 256, 8, 1)
     return Split(256, 32, 4, 2) if wide else Split(256, 64, 4, 3)  # shared memory has no room for more
 
 

@@ -63,7 +63,7 @@ def advance_kernel(
     KIND is compile-time: code that does not run would still have to come through the instruction cache.
     """
     row = tl.program_id(0)
-    # The kernel before does not write these.
+    # No other kernel of a step writes these.
     done = tl.load(done_pointer + row)
     number = tl.load(number_pointer + row)
     place = tl.load(place_pointer + row)
