@@ -69,6 +69,7 @@ __global__ void statistics_kernel(const __grid_constant__ Arguments a) {
 __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_kernel(const __grid_constant__ Arguments a) {
     using B = Backward;
     constexpr int BLOCKS = B::BLOCKS, QUERIES = B::QUERIES, PART = B::PART, STAGES = B::STAGES, THREADS = B::THREADS;
+    constexpr bool LATE = B::HELPERS && B::SPLIT > 1;  // scores are there early, the turn is needed late: two barriers
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + B::Keys::BYTES;
     const uint32_t ds_tile = v_tile + B::Keys::BYTES, p_tile = ds_tile + B::Scores::BYTES;
     const uint32_t stages = ds_tile + B::SPLIT * B::Scores::BYTES;
@@ -118,14 +119,15 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
             const int head = batch * a.heads + kv_head * group + step / each, tile = query_tiles - 1 - step % each;
             int* const flag = a.turns + 1 + int64_t(head) * query_tiles + tile;
             wait_for_copies<STAGES - 2>();
-            __syncthreads();  // this barrier and the next are those of a step below
+            __syncthreads();  // this barrier and those that follow are those of a step below
             if (copier == 0) {
                 if (done) raise_flag(done, key_tile + 1);
                 wait_for_flag(flag, key_tile);
             }
             __syncwarp();
+            if (LATE && copier < 32) arrive<2>(THREADS + 32);
             load_step(step + STAGES - 1);
-            __syncthreads();
+            if (!LATE) __syncthreads();
             done = completes(tile) ? nullptr : flag;
         }
         wait_for_copies<0>();
@@ -215,7 +217,8 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
         const int64_t place = int64_t(head) * query_tiles + tile;
         int* const flag = a.turns + 1 + place;
         if (!B::HELPERS && thread == 0) wait_for_flag(flag, key_tile);
-        __syncthreads();  // the scores are there, and it is this CTA's turn to add to the tile of dQ
+        if (LATE) meet<1>(THREADS);  // the scores are there
+        else __syncthreads();  // and it is this CTA's turn to add to the tile of dQ
         if (B::SPLIT > 1) {
             const Reader<QUERIES, true> p_rows(p_tile + warp_row * QUERIES * 2);
             const Reader<QUERIES, true> ds_rows(ds_tile + warp_row * QUERIES * 2);
@@ -245,6 +248,7 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
             for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++) read_transposed(ds_part[m], ds_reader.at(key, m));
             dq.add_rows(ds_part, key_rows, key);
         }
+        if (LATE) meet<2>(THREADS + 32);  // it is this CTA's turn
         if (!completes(tile)) {
             #pragma unroll
             for (int m = 0; m < BACKWARD_DQ_BLOCKS; m++)
@@ -293,6 +297,6 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
     const int warp_column = warp % B::SPLIT * B::COLUMNS;
     dk_head.data += warp_column, dv_head.data += warp_column;
     const int own = warp * (BLOCKS * 16 * B::COLUMNS * 2);  // where this warp's part of a tile of keys begins
-    dk.store(dk_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, k_tile + own, scales);
-    dv.store(dv_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, v_tile + own, ones);
+    dk.store(dk_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, k_tile + own, 0, scales);
+    dv.store(dv_head, first_key + warp_row, a.num_keys, a.head_dim - warp_column, v_tile + own, 0, ones);
 }

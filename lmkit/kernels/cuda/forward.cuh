@@ -173,5 +173,5 @@ __global__ void __launch_bounds__(Forward::THREADS, FORWARD_CTAS) forward_kernel
                 a.lse[int64_t(batch_head) * a.num_queries + row] = (reference[m][half] + log2f(x)) * 0.69314718056f;
         }
     // The warp's own rows of Q are free: only the warp itself read them.
-    sum.store(out, first + warp_row, a.num_queries, a.head_dim, q_tile + warp_row * HEAD_DIM * 2, inverse);
+    sum.store(out, first + warp_row, a.num_queries, a.head_dim, q_tile, warp_row, inverse);
 }

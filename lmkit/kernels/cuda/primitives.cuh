@@ -128,6 +128,13 @@ __device__ __forceinline__ void keep_24_registers() { asm volatile("setmaxnreg.d
 __device__ __forceinline__ void take_240_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
 #endif
 
+// Meet `threads` threads at a barrier; or tell them that this one has come, and go on.
+template <int ID>
+__device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory"); }
+
+template <int ID>
+__device__ __forceinline__ void arrive(int threads) { asm volatile("bar.arrive %0, %1;" ::"n"(ID), "r"(threads) : "memory"); }
+
 // Wait until `*flag` is at least `value`; what the thread that wrote it had written before is visible then.
 __device__ __forceinline__ void wait_for_flag(const int* flag, int value) {
     int found;

@@ -52,8 +52,8 @@ struct Tile {
     }
 
     // Begin to copy rows of a head from `first` on; zeros past `length` and past `head_dim`.
-    template <int THREADS>
-    static __device__ __forceinline__ void load(int thread, uint32_t tile, const Head& head, int first, int length, int head_dim) {
+    template <int THREADS, typename Integer>
+    static __device__ __forceinline__ void load(Integer thread, uint32_t tile, const Head& head, int first, int length, int head_dim) {
         constexpr int STEP = THREADS / CHUNKS;  // rows that the threads copy at a time; some threads may be left over
         int row = thread / CHUNKS, chunk = thread % CHUNKS;
         int inside = chunk * 8 < head_dim ? length - first : 0;
@@ -151,10 +151,10 @@ struct Sums {
         a[3] = pack(x[m][2 * pair + 1][2], x[m][2 * pair + 1][3]);
     }
 
-    // Write the rows, each times its factor, to rows of `head` from `first` on, through shared memory that is the warp's
-    // own, so that 16 bytes go to global memory at a time.
+    // Write the rows, each times its factor, to rows of `head` from `first` on, through the warp's own rows of a tile
+    // (from `row` on), so that 16 bytes go to global memory at a time.
     __device__ __forceinline__ void store(
-        const Head& head, int first, int length, int head_dim, uint32_t tile, const float (&factor)[BLOCKS][2]
+        const Head& head, int first, int length, int head_dim, uint32_t tile, int row, const float (&factor)[BLOCKS][2]
     ) const {
         using Staged = Tile<BLOCKS * 16, COLUMNS>;
         constexpr int CHUNKS = Staged::CHUNKS;
@@ -166,12 +166,12 @@ struct Sums {
                 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint32_t value = pack(x[m][n][2 * half] * factor[m][half], x[m][n][2 * half + 1] * factor[m][half]);
-                    store_shared(Staged::pair(tile, m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2), value);
+                    store_shared(Staged::pair(tile, row + m * 16 + half * 8 + lane / 4, n * 8 + lane % 4 * 2), value);
                 }
         __syncwarp();
         for (int i = lane; i < BLOCKS * 16 * CHUNKS; i += 32) {
             int down = i / CHUNKS, chunk = i % CHUNKS;
-            uint4 value = load_shared(Staged::pair(tile, down, chunk * 8));
+            uint4 value = load_shared(Staged::pair(tile, row + down, chunk * 8));
             if (first + down < length && chunk * 8 < head_dim)
                 *reinterpret_cast<uint4*>(head.data + (first + down) * head.row + chunk * 8) = value;
         }

@@ -76,6 +76,11 @@ static void wait_at(Barrier& barrier, int members, const std::function<void()>& 
 }
 
 inline void __syncthreads() { wait_at(cta, int(threads.size())); }
+static Barrier named[16];
+template <int ID> void meet(int threads) { wait_at(named[ID], threads); }
+template <int ID> void arrive(int threads) {
+    if (++named[ID].arrived == threads) named[ID].arrived = 0, named[ID].turn++;
+}
 static Barrier& my_warp() { return warps[now->index / 32]; }
 inline void __syncwarp() { wait_at(my_warp(), 32); }
 
