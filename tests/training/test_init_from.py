@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import Checkpoint
 from lmkit.training.exchange import export_model
+from lmkit.training.given_weights import open_weights
 from lmkit.training.session import plan
 
 Tiny = Callable[..., Recipe]
@@ -104,15 +106,25 @@ def test_another_context_and_kernel_are_allowed(trained: Checkpoint, tiny: Tiny)
     assert train_here(recipe).status == "finished"
 
 
-def test_another_tokenizer_is_refused(trained: Checkpoint, tiny: Tiny, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(
+    trained: Checkpoint, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lmkit.tokenizer import train_tokenizer
 
     tokenizer = trained.path.parent.parent / "tokenizer.json"
     text = tmp_path / "text.txt"
     text.write_text("some words and others")
     train_tokenizer([text], vocab_size=257).save(tokenizer)
+    after = tiny("run.name=after", f"train.init_from={trained.path}")
+    with refused("checkpoint.wrong_tokenizer", tokenizer, "a" * 64, kind=UsageError):
+        train_here(after)
+    # A Hugging Face folder does not say which tokenizer its model was trained with.
+    monkeypatch.setattr(
+        "lmkit.training.init_from.open_weights",
+        lambda path: replace(open_weights(path), tokenizer_sha256=None),
+    )
     with refused("train.other_tokenizer", trained.path, "a" * 12, kind=UsageError) as caught:
-        train_here(tiny("run.name=after", f"train.init_from={trained.path}"))
+        train_here(after)
     assert str(tokenizer) in caught.value.hint
 
 
