@@ -1,4 +1,4 @@
-"""The layers without positions: Linear (and several of them joined), Embedding, RMSNorm, SwiGLU; softmax and silu."""
+"""Layers without positions: Linear (and several joined), Embedding, RMSNorm, SwiGLU, the head; softmax and silu."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lmkit.model.loss import SliceLoss, soft_capped
 from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None
@@ -370,3 +371,34 @@ class AddRMSNorm(RMSNorm):
             delta: may be overwritten; None adds nothing.
         """
         return operations.add_rms_norm(x, delta, self.weight, self.eps)
+
+
+class Head(Linear):
+    """The last matrix, (vocab_size, d_model), and the loss.
+
+    The loss is computed inside this layer's call because `lmkit.parallel` gathers a layer's weights in a pre-forward
+    hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        *,
+        softcap: float | None = None,
+        device: Device = None,
+        dtype: DType = None,
+    ) -> None:
+        super().__init__(d_model, vocab_size, device=device, dtype=dtype)
+        self.slice_loss = SliceLoss(softcap)
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
+    ) -> Tensor:
+        """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
+        cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
+        if targets is None:
+            logits = F.linear(hidden, self.weight)
+            softcap = self.slice_loss.softcap
+            return logits if softcap is None else soft_capped(logits, softcap)
+        return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.attention.inputs import first_in_document, first_in_window, latest
@@ -20,12 +19,12 @@ from lmkit.model.layers import (
     Device,
     DType,
     Embedding,
+    Head,
     JoinedLinear,
     Linear,
     RMSNorm,
     Scalars,
 )
-from lmkit.model.loss import SliceLoss, soft_capped
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
@@ -270,37 +269,6 @@ class Layers(nn.ModuleList):
                 x = x if delta is None else x + delta
                 x, delta = block(x, None, given, operations, keep=keeps[index])
         return x, delta
-
-
-class Head(Linear):
-    """The last matrix, (vocab_size, d_model), and the loss.
-
-    The loss is computed inside this layer's call because `lmkit.parallel` gathers a layer's weights in a pre-forward
-    hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        vocab_size: int,
-        *,
-        softcap: float | None = None,
-        device: Device = None,
-        dtype: DType = None,
-    ) -> None:
-        super().__init__(d_model, vocab_size, device=device, dtype=dtype)
-        self.slice_loss = SliceLoss(softcap)
-
-    def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
-    ) -> Tensor:
-        """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
-        cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
-        if targets is None:
-            logits = F.linear(hidden, self.weight)
-            softcap = self.slice_loss.softcap
-            return logits if softcap is None else soft_capped(logits, softcap)
-        return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)
 
 
 class TransformerLM(nn.Module):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 # torch 2.13 renamed these two and warns about the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -191,3 +194,25 @@ def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
     """Replace each element by the largest that a rank has. Collective; with NCCL the host does not wait."""
     if ranks.world_size > 1:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+
+
+def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
+    """Call `decide` on rank 0 only, and return its answer on every rank.
+
+    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
+
+    Raises:
+        LmkitError: what `decide` raised, on every rank.
+    """
+    outcome: list[T | LmkitError | None] = [None]
+    if ranks.is_first:
+        try:
+            outcome = [decide()]
+        except LmkitError as error:
+            outcome = [error]
+    if ranks.world_size > 1:
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    (answer,) = outcome
+    if isinstance(answer, LmkitError):
+        raise answer
+    return cast(T, answer)

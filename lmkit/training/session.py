@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
@@ -21,6 +20,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.optim.learning_rate import schedule_warnings
+from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
@@ -56,7 +56,6 @@ from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
 
-T = TypeVar("T")
 Status = Literal["finished", "stopped early", "nothing to do"]
 
 
@@ -339,28 +338,6 @@ def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
             f"{folder}: rank {blind} cannot see what rank 0 writes there (key run.folder)",
             hint="put it on a disk that all machines share: --set run.folder=/shared/runs",
         )
-
-
-def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0 only, and return its answer on every rank.
-
-    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
-
-    Raises:
-        LmkitError: what `decide` raised, on every rank.
-    """
-    outcome: list[T | LmkitError | None] = [None]
-    if ranks.is_first:
-        try:
-            outcome = [decide()]
-        except LmkitError as error:
-            outcome = [error]
-    if ranks.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    (answer,) = outcome
-    if isinstance(answer, LmkitError):
-        raise answer
-    return cast(T, answer)
 
 
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:

@@ -12,11 +12,12 @@ import torch
 from run_folders import refused
 
 from lmkit.errors import UsageError
+from lmkit.parallel import collectives
+from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import RunConfig
-from lmkit.training import process, session
+from lmkit.training import process
 from lmkit.training.process import numerics
-from lmkit.training.session import decided_by_first
 
 
 def settings() -> tuple[int, bool, bool]:
@@ -97,7 +98,7 @@ def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.Monk
     def never() -> None:
         raise AssertionError("only rank 0 decides")
 
-    monkeypatch.setattr(session, "dist", SimpleNamespace(broadcast_object_list=broadcast))
+    monkeypatch.setattr(collectives, "dist", SimpleNamespace(broadcast_object_list=broadcast))
     first, second = (Ranks(rank=rank, world_size=2) for rank in (0, 1))
     assert decided_by_first(first, lambda: (1, ["a"])) == decided_by_first(second, never) == (1, ["a"])
     for ranks, decide in ((first, refuse), (second, never)):
