@@ -163,9 +163,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it was saved by another rank or under another layout (see `load_resharded`).
         """
-        layout = ShardLayout.from_json(state_dict["layout"])
-        if state_dict["rank"] != self._ranks.rank or layout != self.shard_layout:
-            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+        self.shard_layout.require_own(state_dict, self._ranks.rank)
         self._load(state_dict["state"], state_dict["param_groups"])
 
     @torch.no_grad()

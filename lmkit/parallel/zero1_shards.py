@@ -67,6 +67,15 @@ class ShardLayout:
         )
         return ShardLayout(content["world_size"], buckets)
 
+    def require_own(self, state_dict: Mapping[str, Any], rank: int) -> None:
+        """Refuse an optimizer state that this rank did not save under this layout.
+
+        Raises:
+            ValueError: it has another layout or rank.
+        """
+        if state_dict["rank"] != rank or ShardLayout.from_json(state_dict["layout"]) != self:
+            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+
 
 def shard_size_of(num_elements: int, world_size: int) -> int:
     """Return the elements per rank: an equal share, rounded up to `SHARD_ALIGNMENT`."""
