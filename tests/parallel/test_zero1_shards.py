@@ -73,3 +73,11 @@ def test_states_that_do_not_belong_together_are_refused():
 def test_layouts_survive_json():
     layout = layout_for(2, [{"a": 300, "b": 5}, {"c": 1}])
     assert ShardLayout.from_json(json.loads(json.dumps(layout.as_json()))) == layout
+
+
+def test_the_state_of_another_rank_or_layout_is_refused():
+    layout, other = layout_for(2, [{"a": 5}]), layout_for(2, [{"a": 6}])
+    layout.require_own({"rank": 1, "layout": layout.as_json()}, 1)
+    for rank, saved_as in ((0, layout), (1, other)):
+        with pytest.raises(ValueError, match="load_resharded"):
+            layout.require_own({"rank": rank, "layout": saved_as.as_json()}, 1)
