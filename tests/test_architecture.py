@@ -187,5 +187,10 @@ def test_files_are_named_after_ideas(word: str) -> None:
     assert [path for path in _modules() if path.stem == word] == []
 
 
+def test_files_have_at_most_450_lines() -> None:
+    files = [*_modules(), *Path(__file__).parent.rglob("*.py")]
+    assert [path.name for path in files if len(path.read_text("utf-8").splitlines()) > 450] == []
+
+
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))

@@ -10,7 +10,17 @@ import torch
 from live_memory import LiveMemory
 
 from lmkit.model import ModelConfig, TransformerLM
-from lmkit.model.memory import MIB, Form, Held, kept_by_layers, segment, step_memory, training_memory
+from lmkit.model.memory import (
+    KEEPS,
+    MIB,
+    Form,
+    Held,
+    kept,
+    kept_by_layers,
+    segment,
+    step_memory,
+    training_memory,
+)
 from lmkit.recipe.tables import OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.training import build_step
 from lmkit.training.plan import form_of, held_by
@@ -175,3 +185,21 @@ def test_a_budget_bounds_what_blocks_keep() -> None:
         assert kept <= kb * 1e3
         assert kb < 250 or kept > 0.8 * min(kb * 1e3, 3 * 128 * 2 * (8 * 32 + 3 * 80)), kb
         assert len(kept_by_layers(config, form, tokens=128)) == 3
+
+
+def test_a_budget_is_spent_on_the_dearest_first() -> None:
+    config = ModelConfig(**SIZES, attention="sdpa")
+    form = Form(reuses_memory=True, device="cuda", stream=2, product=2)
+    size = {keep: 1000 * kept(config, form, keep) for keep in KEEPS}
+    assert list(size.values()) == sorted(size.values())
+
+    def choose(budget: int) -> list[str]:
+        asked = {"activation_checkpointing": "selective", "activation_gb": budget / 1e9}
+        return kept_by_layers(config.model_copy(update=asked), form, tokens=1000)
+
+    assert choose(1) == choose(3 * size["input"]) == ["input"] * 3
+    assert choose(2 * size["input"] + size["attention"] + 1) == ["input", "input", "attention"]
+    assert choose(3 * size["attention"] - 1) == ["input", "attention", "attention"]
+    assert choose(2 * size["attention"] + size["qkv"] + 1) == ["attention", "attention", "qkv"]
+    assert choose(2 * size["products"] + size["all"] + 1) == ["products", "products", "all"]
+    assert choose(3 * size["all"] + 1) == ["all"] * 3

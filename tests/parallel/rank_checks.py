@@ -17,6 +17,7 @@ import pytest
 import rank_api_checks  # noqa: F401 (adds its checks)
 import rank_break_off_checks  # noqa: F401
 import rank_fsdp_api_checks  # noqa: F401 (and those of rank_fsdp_checks)
+import rank_fsdp_gather_checks  # noqa: F401
 import rank_muon_checks  # noqa: F401
 import rank_zero1_checks
 import torch

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from lmkit.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,3 +60,17 @@ def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0) -> Any:
             if "norm" in name:
                 parameter.add_(1.0)
     return model
+
+
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer.from_merges([(b"h", b"e"), (b" ", b"t"), (b" t", b"he")], ["<|endoftext|>", "<|pad|>"])
+
+
+def their_folder(
+    parent: Path, kind: str = "Llama", changes: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """A Hugging Face folder `theirs`; options are those of `save_pretrained`."""
+    path = parent / "theirs"
+    make_theirs(kind, changes or {}).save_pretrained(path, **options)
+    byte_tokenizer().save(path / "tokenizer.json")
+    return path

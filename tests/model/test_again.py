@@ -1,0 +1,146 @@
+"""Models whose blocks are computed again in the backward pass, or compiled, give the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from formulas import ALL_SWITCHES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lmkit.model import TransformerLM, compile_model, transformer
+
+MakeModel = Callable[..., TransformerLM]
+
+KEPT = [
+    {"activation_checkpointing": "block"},
+    {"activation_checkpointing": "attention"},
+    # float64, 18 tokens, 4 heads of 8, d_ff 48: inputs of blocks 9 kB, attention 9 kB, q, k, v 23 kB ...
+    *({"activation_checkpointing": "selective", "activation_gb": kb * 1e-6} for kb in (1, 25, 60, 100, 500)),
+]
+
+
+@pytest.mark.parametrize("keep", ["block", "attention", "selective"])
+def test_switches_are_recomputed_the_same(make_model: MakeModel, keep: str) -> None:
+    budget = {"activation_gb": 60e-6} if keep == "selective" else {}
+    test_activation_checkpointing_recomputes_the_same_gradients(
+        make_model, {**ALL_SWITCHES, "activation_checkpointing": keep, **budget}, "sdpa", False
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen embeddings"])
+@pytest.mark.parametrize("attention", ["reference", "flash_torch", "sdpa"])
+@pytest.mark.parametrize("fields", KEPT, ids=str)
+def test_activation_checkpointing_recomputes_the_same_gradients(
+    make_model: MakeModel, fields: dict[str, Any], attention: str, frozen: bool
+) -> None:
+    """Bit for bit; also where the first block's input needs no gradient but its weights do."""
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    same = {key: value for key, value in fields.items() if not key.startswith("activation")}
+    models = [make_model(**{"attention": attention, **each}) for each in (same, fields)]
+    for model in models:
+        model.token_embeddings.weight.requires_grad_(not frozen)
+        model.loss(ids, targets).backward()
+    for (name, plain), again in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if frozen and name == "token_embeddings.weight":
+            assert plain.grad is again.grad is None
+        else:
+            assert plain.grad.any(), name
+            assert torch.equal(plain.grad, again.grad), name
+
+
+@pytest.mark.parametrize(
+    ("keep", "again"),
+    [
+        ("input", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 2}),
+        ("attention", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
+        ("qkv", {"qkv_proj": 1, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
+        ("products", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 2, "attention": 1}),
+        ("all", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 1, "attention": 1}),
+    ],
+)
+def test_what_a_block_keeps_is_not_computed_again(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, keep: str, again: dict[str, int]
+) -> None:
+    model = make_model(num_layers=1, activation_checkpointing="block")
+    monkeypatch.setattr(
+        transformer, "kept_by_layers", lambda config, form, tokens: [keep] * config.num_layers
+    )
+    calls = dict.fromkeys(again, 0)
+    block = model.layers[0]
+
+    class Counting(TorchDispatchMode):
+        """Count matrix products by the shape of their weights."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten.mm.default and args[1].is_contiguous() is False:
+                for name in ("qkv_proj", "output_proj", "gate_up"):
+                    owner = block.ffn if name == "gate_up" else block.attn
+                    weight = getattr(owner, name).weight
+                    calls[name] += args[1].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            calls["swiglu"] += function is torch.ops.aten.silu.default
+            calls["attention"] += function is torch.ops.aten._softmax.default
+            return function(*args, **(kwargs or {}))
+
+    ids = torch.randint(61, (2, 9))
+    with Counting():
+        model.loss(ids, ids).backward()
+    assert calls == again
+
+
+# Dynamo looks at the .grad of every tensor that enters a graph, and PyTorch warns of that for a block's input.
+ignore_dynamo = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@ignore_dynamo
+@pytest.mark.parametrize("fields", [{}, *KEPT[:2], KEPT[4], KEPT[5]], ids=str)
+@pytest.mark.parametrize("how", ["none", "block", pytest.param("whole", marks=pytest.mark.full)])
+def test_a_compiled_model_has_the_same_names_and_numbers(
+    make_model: MakeModel, how: str, fields: dict[str, Any]
+) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
+    same = {key: value for key, value in fields.items() if not key.startswith("activation")}
+    plain = make_model(**{"attention": "vectorized", **same})
+    compiled = make_model(**{"attention": "vectorized", **fields})
+    compile_model(compiled, how, backend="aot_eager")
+    for model in (plain, compiled):
+        model.loss(ids, targets).backward()
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for (name, mine), yours in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        # float64; RoPE's table is float32 on both sides.
+        torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-9, atol=1e-12, msg=name)
+    torch.testing.assert_close(compiled(ids), plain(ids), rtol=1e-9, atol=1e-12)
+
+
+@ignore_dynamo
+@pytest.mark.full
+def test_switches_are_compiled(make_model: MakeModel) -> None:
+    test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", ALL_SWITCHES)
+
+
+@ignore_dynamo
+@pytest.mark.parametrize(("how", "graphs"), [("none", 0), ("block", 2), ("whole", 2)])
+def test_blocks_share_one_graph(make_model: MakeModel, how: str, graphs: int) -> None:
+    """One for the blocks, whether there are two or ten, and one for the loss."""
+    torch.compiler.reset()
+    seen = []
+
+    def count(graph: torch.fx.GraphModule, example: list) -> Callable:
+        seen.append(graph)
+        return graph.forward
+
+    model = make_model(attention="vectorized", num_layers=3)
+    compile_model(model, how, backend=count)  # type: ignore[arg-type]
+    for _ in range(2):
+        model.loss(torch.randint(61, (2, 9)), torch.randint(61, (2, 9)))
+    assert len(seen) == graphs
+    if graphs:
+        products = sum("linear" in str(node.target) for node in seen[0].graph.nodes)
+        in_a_block = 4  # q, k and v in one; output; gate and up in one; down
+        assert products == in_a_block * (1 if how == "block" else 3)

@@ -1,0 +1,225 @@
+"""Refused: Hugging Face folders that are damaged or of another kind of model, and models that Llama lacks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import refused
+from their_models import make_theirs, their_folder
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.model import ModelConfig
+from lmkit.model.hugging_face import config_json
+from lmkit.registry import ATTENTION
+from lmkit.training.atomic_checkpoint import write_tensors
+from lmkit.training.exchange import export_model, import_model
+from lmkit.training.given_weights import INDEX, open_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gemma"}, "gemma"),
+        ({"model_type": None}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "beta_fast": 3}}, "beta_fast"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 128}, "sliding_window"),
+        ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 9},
+         "sliding_window"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"model_type": "qwen3", "architectures": None, "head_dim": None}, "head_dim"),
+    ],
+)  # fmt: skip
+def test_what_lmkit_cannot_express_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    path = their_folder(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    with refused("import.unsupported", path / "config.json", named, kind=UsageError):
+        import_model(path, tmp_path / "run")
+    assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
+
+
+def edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+# What is done to a folder of three shards.
+Damage = Callable[[Path], object]
+SHARD = "model-00002-of-00003.safetensors"
+NORM = "model.norm.weight"
+
+
+def config(**changes: Any) -> Damage:
+    return lambda path: edited(path / "config.json", **changes)
+
+
+def header(change: Callable[[dict[str, Any]], object], length: int | None = None) -> Damage:
+    """`change` is called with the header of a shard; `length` is written in place of the header's true length."""
+
+    def damage(path: Path) -> None:
+        data = (path / SHARD).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        tensors = json.loads(data[8 : 8 + size])
+        change(tensors)
+        text = json.dumps(tensors).encode()
+        (path / SHARD).write_bytes((length or len(text)).to_bytes(8, "little") + text + data[8 + size :])
+
+    return damage
+
+
+def last_tensor(header: dict[str, Any]) -> dict[str, Any]:
+    return [*header.values()][-1]
+
+
+def index(**places: str | None) -> Damage:
+    """The index says that tensors lie in other files, or lacks them (None)."""
+
+    def damage(path: Path) -> None:
+        files = json.loads((path / INDEX).read_text())["weight_map"] | places
+        edited(path / INDEX, weight_map={name: file for name, file in files.items() if file is not None})
+
+    return damage
+
+
+DAMAGES: dict[str, dict[str, Damage]] = {
+    "weights.damaged_file": {
+        "a shard is missing": lambda path: (path / SHARD).unlink(),
+        "a shard is cut": lambda path: cut(path / SHARD),
+        "a shard is a folder": lambda path: ((path / SHARD).unlink(), (path / SHARD).mkdir()),
+        "a header of 2^63 bytes": header(lambda tensors: None, length=1 << 63),
+        "a shape of 10^30 elements": header(lambda tensors: last_tensor(tensors).update(shape=[10**30])),
+        "tensors that overlap": header(lambda tensors: tensors.update(again=dict(last_tensor(tensors)))),
+        "the index is cut": lambda path: cut(path / INDEX),
+        "the index lacks a tensor": index(**{NORM: None}),
+        "the index names another file": index(**{NORM: "model-00001-of-00003.safetensors"}),
+        "the index leaves the folder": index(**{NORM: "../theirs/" + SHARD}),
+        "the index is empty": lambda path: edited(path / INDEX, weight_map={}),
+    },
+    "weights.missing": {"another number of layers": config(num_hidden_layers=10_000)},
+    "weights.other_model": {
+        "another width": config(hidden_size=1 << 60, head_dim=None),
+        "other heads": config(num_key_value_heads=2),
+    },
+    "import.unsupported": {
+        "a tensor of integers": header(lambda tensors: last_tensor(tensors).update(dtype="I32")),
+        "fewer layers": config(num_hidden_layers=1),
+    },
+    "import.context_length": {"an endless context": config(max_position_embeddings=10**12)},
+    "import.damaged_config": {
+        "more layers than any model has": config(num_hidden_layers=1_000_000_000),
+        "the configuration is cut": lambda path: cut(path / "config.json"),
+        "a configuration of true": config(hidden_size=True),
+    },
+    "import.no_config": {"no configuration": lambda path: (path / "config.json").unlink()},
+    "import.no_tokenizer": {"no tokenizer": lambda path: (path / "tokenizer.json").unlink()},
+    "import.tokenizer": {
+        "a tokenizer of sentencepiece": lambda path: edited(
+            path / "tokenizer.json", normalizer={"type": "Prepend", "prepend": "_"}, pre_tokenizer=None
+        )
+    },
+    "tokenizer.damaged_file": {"a damaged tokenizer": lambda path: cut(path / "tokenizer.json")},
+}
+
+
+@pytest.fixture(scope="session")
+def three_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = their_folder(tmp_path_factory.mktemp("three"), max_shard_size="60KB")
+    assert (path / SHARD).exists()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("code", "damage"), [(code, damage) for code, damages in DAMAGES.items() for damage in damages]
+)
+def test_a_damaged_folder_ends_in_one_line_and_leaves_nothing(
+    three_shards: Path, tmp_path: Path, code: str, damage: str
+) -> None:
+    path = shutil.copytree(three_shards, tmp_path / "theirs")
+    DAMAGES[code][damage](path)
+    with refused(code, path):
+        import_model(path, tmp_path / "run")
+    assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    make_theirs("Llama", {}).config.save_pretrained(path)
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch stolen'\ntR.")
+    with refused("import.pickle", path, kind=UsageError) as caught:
+        import_model(path, tmp_path / "run")
+    assert "safetensors" in caught.value.hint
+    with refused("import.pickle", path, kind=UsageError):
+        open_weights(path)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    path = their_folder(tmp_path, "Llama", {"vocab_size": 256})
+    with refused("import.tokenizer", path / "tokenizer.json", "256", kind=UsageError) as caught:
+        import_model(path, tmp_path / "run")
+    assert "--without-tokenizer" in caught.value.hint
+    import_model(path, tmp_path / "run", with_tokenizer=False)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = their_folder(tmp_path)
+    import_model(path, tmp_path / "run")
+
+    def full(*arguments: Any, **options: Any) -> None:
+        write_tensors(*arguments, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lmkit.training.exchange.write_tensors", full)
+    for call in (
+        lambda: import_model(path, tmp_path / "other"),
+        lambda: export_model(tmp_path / "run", tmp_path / "other"),
+    ):
+        with pytest.raises(OSError, match="No space"):
+            call()
+        assert {item.name for item in tmp_path.iterdir()} == {"theirs", "run"}
+
+
+def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_model(their_folder(tmp_path), tmp_path / "run")
+    facts = replace(ATTENTION.facts("sdpa"), sees_all=False)
+    monkeypatch.setattr(type(ATTENTION), "facts", lambda self, name: facts)
+    with refused("export.unsupported", "model.attention", "sdpa", kind=UsageError):
+        export_model(tmp_path / "run", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_switches_that_llama_lacks_are_refused_by_name() -> None:
+    config = ModelConfig(vocab_size=300, mlp="relu2", layer_scalars=True, qkv_bias=True, zero_init=True)
+    with refused("export.unsupported", "model.mlp", "model.layer_scalars", kind=UsageError) as caught:
+        config_json(config, dtype="float32", begin=None, end=None)
+    assert "qkv_bias" not in str(caught.value)
+    both = ModelConfig(vocab_size=300, qk_norm=True, qkv_bias=True)
+    with refused("export.unsupported", "model.qkv_bias", "model.qk_norm", kind=UsageError):
+        config_json(both, dtype="float32", begin=None, end=None)
+
+
+def test_rope_keys_are_checked() -> None:
+    with pytest.raises(ValueError, match="rope_low_freq_factor"):
+        ModelConfig(rope_scaling="llama3", rope_low_freq_factor=4.0, rope_high_freq_factor=4.0)
+    assert issubclass(UsageError, LmkitError)
