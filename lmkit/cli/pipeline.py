@@ -41,6 +41,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.json_files import read_object
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.tokenizer import Tokenizer
 
@@ -287,8 +288,8 @@ class Pipeline:
         """Return the hash of the tokenizer of the newest checkpoint; None if there is none, or it is damaged."""
         try:
             state = self.checkpoints / f"step-{self._trained_steps():08d}" / "state.json"
-            return json.loads(state.read_bytes())["data"]["tokenizer_sha256"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return read_object(state)["data"]["tokenizer_sha256"]
+        except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def _has_tokenizer_of_training(self) -> bool:
@@ -416,10 +417,10 @@ class Pipeline:
         """Read what a stage wrote about itself."""
         path = self.folder / f"{name}.json"
         try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict) or not all(key in content for key in keys):
+            content = read_object(path)
+        except (OSError, ValueError):
+            content = {}
+        if not all(key in content for key in keys):
             raise LmkitError(
                 "run.damaged_result",
                 f"{path}: missing or damaged",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import Commands, PluginOption, option
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
+from lmkit.storage.json_files import read_object
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
@@ -60,14 +60,13 @@ def rerun(
 def _environment(folder: Path) -> dict[str, Any]:
     path = folder / ENVIRONMENT
     try:
-        content = json.loads(path.read_text("utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise LmkitError(
             "rerun.damaged", f"{path}: {error}", hint="move it away to go on without it"
         ) from error
-    return content if isinstance(content, dict) else {}
 
 
 # Benches

@@ -19,6 +19,7 @@ from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECORD
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import sha256_file, write_atomic
+from lmkit.storage.json_files import read_object
 
 Outputs = dict[str, list[Path]]
 """What a stage made: role -> files."""
@@ -70,14 +71,14 @@ class StageRecord:
         path = self.folder / RECORD
         content: Any = {}
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = read_object(path)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             content = None
         if _nests(content, _DEEPEST):  # Python may read what it cannot write again
             content = None
-        entries = content if isinstance(content, dict) else {}
+        entries = content or {}
         if isinstance(known := entries.get("files"), dict):
             self._hashes = {
                 path: facts for path, facts in known.items() if isinstance(facts, list)

@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import RECIPE, RECORD, token_file
 from lmkit.storage import atomic_path, write_atomic
+from lmkit.storage.json_files import read_object
 
 FORMAT = 1
 _MAX_SIDECAR_BYTES = 1 << 16
@@ -324,19 +325,13 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Return the content of the description of a token file."""
     sidecar = sidecar_path(path)
     try:
-        with open(sidecar, "rb") as file:
-            text = file.read(_MAX_SIDECAR_BYTES + 1)
-        content = json.loads(text) if len(text) <= _MAX_SIDECAR_BYTES else {}
+        return read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except FileNotFoundError:
         problem = "missing"
     except IsADirectoryError:
         problem = "is a folder"
-    except (ValueError, RecursionError):
-        problem = "not JSON"
-    else:
-        if isinstance(content, dict):
-            return content
-        problem = "not a JSON object"
+    except ValueError as error:
+        problem = str(error)
     raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}")
 
 

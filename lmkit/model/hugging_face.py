@@ -18,6 +18,7 @@ from torch import Tensor
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
+from lmkit.storage.json_files import read_object
 
 CONFIG = "config.json"
 ARCHITECTURES = {
@@ -192,23 +193,14 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
 
 
 def _parse(path: Path) -> _Config:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        hint = "name the folder of a model: config.json, *.safetensors, tokenizer.json"
-        raise UsageError("import.no_config", f"{path}: {reason(error)}", hint=hint) from error
     hint = "copy or download the file again"
-    if len(data) > _MOST_BYTES:
-        raise LmkitError("import.damaged_config", f"{path}: larger than any configuration", hint=hint)
     try:
-        content = json.loads(data)
-    except RecursionError:
-        raise LmkitError("import.damaged_config", f"{path}: nested too deeply", hint=hint) from None
+        content = read_object(path, most_bytes=_MOST_BYTES)
+    except OSError as error:
+        where = "name the folder of a model: config.json, *.safetensors, tokenizer.json"
+        raise UsageError("import.no_config", f"{path}: {reason(error)}", hint=where) from error
     except ValueError as error:
-        raise LmkitError("import.damaged_config", f"{path}: not JSON: {error}", hint=hint) from None
-    if not isinstance(content, dict):
-        raise LmkitError("import.damaged_config", f"{path}: not a JSON object", hint=hint)
+        raise LmkitError("import.damaged_config", f"{path}: {error}", hint=hint) from None
     if content.get("model_type") not in tuple(ARCHITECTURES):  # perhaps not hashable
         raise UsageError(
             "import.unsupported",

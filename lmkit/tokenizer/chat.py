@@ -18,6 +18,7 @@ from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
 from lmkit.recipe.tables import TokenizerConfig
 from lmkit.storage import write_atomic
+from lmkit.storage.json_files import read_object
 from lmkit.tokenizer.pretokenize import split_words
 from lmkit.tokenizer.tokenizer import Tokenizer
 
@@ -219,20 +220,14 @@ def read_template(path: Path) -> ChatTemplate:
         return LmkitError("chat.damaged_template", f"{path}: {what}", hint=_DAMAGED_HINT)
 
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        content = json.loads(data) if len(data) <= _MOST_BYTES else None
+        content = read_object(path, most_bytes=_MOST_BYTES)
+        if content.keys() != ChatTemplate.__dataclass_fields__.keys():
+            raise ValueError("not an object with begin, before and after")
+        for key, value in content.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{key} is not a text")
+        return ChatTemplate(**content)
     except OSError as error:
         raise damaged(reason(error)) from error
-    except (ValueError, RecursionError):
-        raise damaged("not JSON") from None
-    keys = ChatTemplate.__dataclass_fields__.keys()
-    if not isinstance(content, dict) or content.keys() != keys:
-        raise damaged("not an object with begin, before and after")
-    for key, value in content.items():
-        if not isinstance(value, str):
-            raise damaged(f"{key} is not a text")
-    try:
-        return ChatTemplate(**content)
     except ValueError as error:
         raise damaged(error) from None

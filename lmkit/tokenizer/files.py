@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage import write_atomic
+from lmkit.storage.json_files import parse_object
 from lmkit.tokenizer.pretokenize import PATTERNS
 
 if TYPE_CHECKING:
@@ -367,16 +368,9 @@ def _names(tokenizer: Tokenizer) -> dict[int, str]:
 
 def _parse(path: Path, hint: str = _ONE_FILE) -> dict[str, Any]:
     try:
-        content = json.loads(_read(path, hint))
-    except json.JSONDecodeError as error:
-        raise damaged(path, f"not JSON (near byte {error.pos})") from error
-    except RecursionError as error:
-        raise damaged(path, "nested too deeply for a tokenizer") from error
-    except ValueError as error:  # Python refuses to read a number of thousands of digits
-        raise damaged(path, "a number is too long") from error
-    if not isinstance(content, dict):
-        raise damaged(path, "not a JSON object")
-    return content
+        return parse_object(_read(path, hint))
+    except ValueError as error:
+        raise damaged(path, error) from None
 
 
 def _read(path: Path, hint: str) -> str:

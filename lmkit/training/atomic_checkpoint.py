@@ -34,6 +34,7 @@ import torch
 
 from lmkit.errors import LmkitError, reason
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+from lmkit.storage.json_files import read_object
 
 FORMAT = 2
 """1, unless the weights are in several files."""
@@ -44,7 +45,6 @@ REPLACED_SUFFIX = ".replaced"
 _MODEL_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MAX_MANIFEST_BYTES = 1 << 24
 _BLOCK = 1 << 24
 """Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
 DTYPE_CODES = {
@@ -261,17 +261,15 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Return the files of a checkpoint as its manifest lists them; reads no other file."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise damaged(path, "larger than any manifest")
-        content = json.loads(path.read_bytes())
-        is_whole = isinstance(content, dict) and content.get("checksum") == manifest_checksum(content)
+        content = read_object(path)
+        is_whole = content.get("checksum") == manifest_checksum(content)
     except FileNotFoundError:
         what = f"{path}: missing, the checkpoint is incomplete"
         raise DamagedCheckpoint("checkpoint.incomplete", what, hint=_USE_AN_OLDER) from None
     except OSError as error:
         raise damaged(path, reason(error)) from error
-    except (ValueError, RecursionError):
-        raise damaged(path, "not JSON") from None
+    except (ValueError, RecursionError) as error:  # Python may read what it cannot write again
+        raise damaged(path, str(error)) from None
     if not is_whole:
         raise damaged(path, "checksum error")
     found = content.get("format")

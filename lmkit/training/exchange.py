@@ -24,6 +24,7 @@ from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import atomic_folder
+from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES, ChatTemplate, beside, from_jinja
 from lmkit.training.atomic_checkpoint import (
@@ -298,10 +299,9 @@ def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
     out with a warning."""
     if wanted is not None:
         return TEMPLATES[wanted]
-    content: Any = None
-    with suppress(OSError, ValueError, RecursionError):  # a damaged file has no effect on anything else
-        content = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
-    found = content.get("chat_template") if isinstance(content, dict) else None
+    found: Any = None
+    with suppress(OSError, ValueError):  # a damaged file has no effect on anything else
+        found = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
     with suppress(OSError, ValueError):
         found = (folder / _JINJA).read_text("utf-8")
     template = from_jinja(found) if isinstance(found, str) else None

@@ -20,6 +20,7 @@ from lmkit.model.hugging_face import CONFIG, read_config, to_pairs, weight_names
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig
+from lmkit.storage.json_files import read_object
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import filled_model, model_weights, runnable
@@ -30,7 +31,6 @@ ONE_FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
-_MOST_INDEX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -190,19 +190,11 @@ def _tensor_files(folder: Path) -> Iterator[TensorFile]:
 def _read_index(path: Path) -> dict[str, str]:
     """Return tensor name -> file name."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_INDEX_BYTES + 1)
+        weight_map = read_object(path).get("weight_map")
     except OSError as error:
         raise damaged_file(path, reason(error)) from error
-    if len(data) > _MOST_INDEX_BYTES:
-        raise damaged_file(path, "larger than any index")
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise damaged_file(path, "nested too deeply") from None
     except ValueError as error:
-        raise damaged_file(path, f"not JSON: {error}") from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        raise damaged_file(path, str(error)) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_file(path, "no weight_map")
     for name in weight_map.values():

@@ -15,6 +15,7 @@ from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import differences, read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
 from lmkit.storage import write_atomic
+from lmkit.storage.json_files import parse_object
 from lmkit.storage.outputs import refuse_existing
 from lmkit.training.metrics import METRICS, read_metrics
 
@@ -120,8 +121,8 @@ def _read_run(folder: Path, name: str) -> Run:
 
 def _environment(path: Path) -> str:
     try:
-        return json.dumps(dict(json.loads(_text_of(path) or "{}")), indent=1)
-    except (ValueError, TypeError, RecursionError) as error:
+        return json.dumps(parse_object(_text_of(path) or "{}"), indent=1)
+    except (ValueError, RecursionError) as error:
         hint = "move it away: the page does without it"
         raise LmkitError("report.damaged", f"{path}: not what lmkit wrote ({error})", hint=hint) from error
 

@@ -18,6 +18,7 @@ from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, R
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
+from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -134,12 +135,12 @@ def _made(folder: Path) -> dict[Path, str]:
     if not (folder / RECORD).is_file():
         return {}
     try:
-        record = json.loads((folder / RECORD).read_bytes())
+        record = read_object(folder / RECORD)
         made = [
             record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
         ]
         return {folder / name: str(digest) for files in made for name, digest in files.items()}
-    except (OSError, ValueError, RecursionError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}  # made without `lmkit run`, or damaged, of which that speaks
 
 

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmkit.kernels.launch import Start, capability, count_tiles, prepare_launch
 from lmkit.kernels.versions import INTERPRETED
+from lmkit.storage.json_files import read_object
 
 logger = logging.getLogger("lmkit")
 
@@ -280,15 +281,12 @@ def cache_file(device: torch.device) -> Path:
 def read_entries(path: Path) -> dict[str, dict]:
     """Return the cache file's content; a missing, unreadable or damaged file counts as empty."""
     try:
-        entries = json.loads(path.read_bytes())
+        return read_object(path)
     except OSError:  # not there yet, or not ours to read
         return {}
-    except (ValueError, RecursionError):
-        entries = None
-    if not isinstance(entries, dict):
+    except ValueError:
         logger.warning("%s is damaged; the tilings are measured again", path.name)
         return {}
-    return entries
 
 
 def prepare_tuned(
