@@ -290,7 +290,7 @@ def _train_kernel(
                 training.end(held_out)
             if ranks.is_first:
                 rows[strategy] |= training.fields(config)
-                if baseline is not None:
+                if baseline not in (None, training):
                     rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
     return list(rows.values())
 

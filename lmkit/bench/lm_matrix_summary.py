@@ -44,11 +44,9 @@ def summarize(rows: Rows) -> Summary:
     rows = with_ratios(rows)
     first = rows[0]
     has = {key for row in rows for key, value in row.items() if value is not None}
-    notes = [
-        *mfu_notes(rows),
-        f"speedup: {first['strategy']} / strategy of the same kernel, paired epochs; GB (10^9): peak of one "
-        "rank, weights and optimizer included",
-    ]
+    notes = [*mfu_notes(rows), "GB (10^9): peak of one rank, weights and optimizer included"]
+    if "speedup" in has:
+        notes.append(f"speedup: over {first['strategy']} with the same kernel, paired epochs")
     if "scaling" in has:
         notes.append(
             f"scaling: the speed of all ranks / ranks x that of {ONE_RANK}, with the same batch of all ranks"

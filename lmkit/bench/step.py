@@ -7,9 +7,10 @@ few steps of a loop in steady state. A variant whose loss is not finite or does 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmkit.data.batches import Batch
+    from lmkit.training.setup import TrainingStep
 
 FIELDS = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "context_length")
 SIZES = {
@@ -59,6 +61,20 @@ COMPILED: dict[str, Literal["none", "block", "whole"]] = {
     "lmkit_fp8": "none",
 }
 """Variant of lmkit -> its `model.compile`."""
+Ablation = Literal[
+    "lmkit:no_graph",
+    "lmkit:plain",
+    "lmkit:plain_embedding",
+    "lmkit:plain_norm",
+    "lmkit:plain_rope",
+    "lmkit:plain_swiglu",
+    "lmkit:plain_loss",
+    "lmkit:sdpa",
+    "lmkit:waits",
+    "lmkit:autocast",
+]
+"""See `lmkit.bench.step_ablations`."""
+ABLATIONS: tuple[str, ...] = get_args(Ablation)
 
 BATCHES = 4
 HOST_STEPS = 5
@@ -70,10 +86,13 @@ class Options(Table):
     sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B"], ...] = ("tiny",)
     """Models with their batches: quickstart 16 x 128 tokens, matrix 8 x 256, 162M 32 x 1024, 1.3B 8 x 2048."""
     variants: tuple[
-        Literal["lmkit", "lmkit_block", "lmkit_whole", "lmkit_fp8", "nanogpt", "plain", "plain_eager"], ...
+        Literal["lmkit", "lmkit_block", "lmkit_whole", "lmkit_fp8", "nanogpt", "plain", "plain_eager"]
+        | Ablation,
+        ...,
     ] = ("lmkit", "nanogpt", "plain", "plain_eager")
     """lmkit's step (eager, compiled, or eager with fp8 products), nanoGPT's model compiled, and our architecture in
-    PyTorch's modules compiled and eager. The others are compared with the first."""
+    PyTorch's modules compiled and eager; after `lmkit:`, what is taken out of lmkit's step: the CUDA graph, all fused
+    operations or one, our attention, working ahead, bf16 weights. The others are compared with the first."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of lmkit, as in [train]; of the rivals, by autocast."""
     attention: AttentionName = "sdpa"
@@ -146,13 +165,16 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     options, device = context.options, context.device
     torch.compiler.reset()
     rows = {variant: _row(size, variant, options) for variant in options.variants}
+    shared: dict[str, TrainingStep] = {}
+    own_bytes: Counter[str] = Counter()  # of each set of weights
 
     def build(variant: str, row: dict[str, Any]) -> Training | None:
         if too_large := too_large_for_host(config_of(size, variant, options.attention), context):
             row |= not_enough_memory(too_large)
             return None
-        before = memory_in_use(device)
-        training = _build(size, variant, context)
+        weights = _precision(variant, options) if variant in ABLATIONS else variant
+        before = memory_in_use(device) - own_bytes[weights]
+        training = _build(size, variant, context, shared)
         row["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
         losses = [training.run().item() for _ in range(2 * BATCHES)]
         if wrong := _why_wrong(losses):
@@ -162,6 +184,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         with track_peak(device) as peak:
             training.run()
         row["peak_gb"] = (peak.peak_bytes - before) / GB
+        own_bytes[weights] = max(0, memory_in_use(device) - before)  # a CPU may take memory back
         if device.type == "cuda":
             row["host_ms"] = _host_ms(training, device)
         if options.profiled_steps:
@@ -184,6 +207,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     trainings = build_what_fits(rows, build, device)
     calls = {variant: training.run for variant, training in trainings.items()}
     trainings.clear()
+    shared.clear()
     samples = time_what_fits(calls, rows, device, time_together)
     first = options.variants[0]
     for variant, samples_ms in samples.items():
@@ -204,17 +228,19 @@ def _row(size: str, variant: str, options: Options) -> dict[str, Any]:
         "context_length": config_of(size, variant, options.attention).context_length,
         "batch_size": SIZES[size][0],
         "precision": _precision(variant, options),
-        "attention": options.attention if variant in COMPILED else "PyTorch's",
+        "attention": options.attention if variant in (*COMPILED, *ABLATIONS) else "PyTorch's",
         "status": "ok",
         "detail": "",
     }
 
 
 def _precision(variant: str, options: Options) -> str:
-    return "fp8" if variant == "lmkit_fp8" else options.precision
+    return {"lmkit_fp8": "fp8", "lmkit:autocast": "bf16-autocast"}.get(variant, options.precision)
 
 
-def _build(size: str, variant: str, context: Context) -> Training:
+def _build(size: str, variant: str, context: Context, shared: dict[str, TrainingStep]) -> Training:
+    """Build a variant. `shared`: precision -> the training of its ablations."""
+    from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
     from lmkit.data.batches import RandomTokens
     from lmkit.model.fp8 import check_fp8
@@ -227,9 +253,15 @@ def _build(size: str, variant: str, context: Context) -> Training:
         config.vocab_size, batch_size=SIZES[size][0], context_length=config.context_length, seed=seed
     )
     batches = FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
+    precision = _precision(variant, options)
+    if variant in ABLATIONS:
+        if precision not in shared:
+            shared[precision] = TrainingStep(
+                config, context.ranks, batches, precision=precision, max_skips=0, seed=seed, cuda_graph="off"
+            )
+        return Ablated(variant, shared[precision])
     if variant in COMPILED:
         # As [train] has it by default: a step that is not finite is the last.
-        precision = _precision(variant, options)
         if precision == "fp8":
             check_fp8(context.device)
         return TrainingStep(config, context.ranks, batches, precision=precision, max_skips=0, seed=seed)

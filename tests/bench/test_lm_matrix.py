@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lmkit.bench import harness
+from lmkit.bench.harness import report_text
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, with_ratios
+from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, summarize, with_ratios
 from lmkit.data import token_files
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -70,6 +71,11 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
     assert max(map(len, result.table.splitlines())) <= 100
     report = result.files["lm_matrix_report.md"]
     assert "Convergence" in report
+    assert [("speedup" in row) for row in result.rows] == [False, True] * len(kernels)
+    assert "speedup" in report
+    assert "speedup" not in report_text(
+        summarize(result.rows[::2]), {}, ()
+    )  # one strategy: nothing to compare
     assert report.count("](vectorized_lm_matrix_throughput.png)") == 1
     assert "vectorized_torch" not in report  # the same picture
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from lmkit.bench import model as model_bench
 from lmkit.bench import step as bench
 from lmkit.bench import step_rivals
 from lmkit.bench.context import Journal
-from lmkit.bench.step import SIZES, class_table, config_of, findings
+from lmkit.bench.step import ABLATIONS, SIZES, class_table, config_of, findings
+from lmkit.bench.step_ablations import METHODS, Ablated
 from lmkit.bench.step_rivals import NanoGPT, Plain, RivalStep
 from lmkit.errors import UsageError
 from lmkit.measure.kernel_classes import CLASSES
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import count_parameters, flops_per_token
+from lmkit.model.operations import Operations
 from lmkit.model.transformer import TransformerLM
+from lmkit.parallel.ranks import Ranks
 from lmkit.training.setup import TrainingStep
 
 QUICK = {"sizes": ("tiny",), "precision": "fp32", "rounds": 2, "steps_per_sample": 1, "profiled_steps": 1}
@@ -121,6 +125,67 @@ def test_ours_is_the_step_that_train_runs(run_bench, monkeypatch, variant, compi
     run_bench("step", **{**EAGER, "variants": (variant,), "attention": "vectorized", "precision": "bf16"})
     assert built == [(config_of("tiny", variant, "vectorized"), "bf16")]
     assert (built[0][0].compile, built[0][0].attention) == (compiled, "vectorized")
+
+
+class Counted(Operations):
+    """Operations that note their calls; what an ablation takes from `Operations` notes nothing."""
+
+    called: ClassVar[set[str]] = set()
+
+    @staticmethod
+    def noting(method):
+        def call(self, *args, **options):
+            Counted.called.add(method)
+            return getattr(Operations, method)(self, *args, **options)
+
+        return call
+
+
+for method in METHODS.values():
+    setattr(Counted, method, Counted.noting(method))
+
+
+@pytest.mark.parametrize("variant", ABLATIONS)
+def test_an_ablation_takes_out_what_it_says_and_puts_it_back(monkeypatch, variant):
+    batches = bench.FewBatches((batch()[:, None],))
+    training = TrainingStep(config_of("tiny", variant, "vectorized"), Ranks(), batches, precision="fp32")
+    training.model.operations = whole = Counted()
+    attention = [block.attn.attention for block in training.model.layers]
+    attended, waited = [], []
+    monkeypatch.setattr(
+        "lmkit.bench.step_ablations.attention_function",
+        lambda name: lambda *args, **options: attended.append(name) or attention[0](*args, **options),
+    )
+    run = training.run
+    monkeypatch.setattr(training, "run", lambda *, wait: waited.append(wait) or run(wait=wait))
+    Counted.called.clear()
+    Ablated(variant, training).run()
+    left_out = set(METHODS.values()) - Counted.called
+    assert left_out == (
+        set(METHODS.values())
+        if variant == "lmkit:plain"
+        else {METHODS[variant]}
+        if variant in METHODS
+        else set()
+    )
+    assert attended == ["sdpa"] * (2 if variant == "lmkit:sdpa" else 0)
+    assert waited == [variant == "lmkit:waits"]
+    assert training.model.operations is whole
+    assert [block.attn.attention for block in training.model.layers] == attention
+
+
+def test_ablations_share_weights_but_those_of_another_precision(run_bench, monkeypatch):
+    built = []
+
+    def build(config, ranks, batches, **options):
+        built.append((options["precision"], options.get("cuda_graph", "auto")))
+        return TrainingStep(config, ranks, batches, **options)
+
+    monkeypatch.setattr("lmkit.training.setup.TrainingStep", build)
+    variants = ("lmkit", "lmkit:no_graph", "lmkit:plain", "lmkit:autocast")
+    rows = run_bench("step", **{**EAGER, "variants": variants, "precision": "bf16"}).rows
+    assert built == [("bf16", "auto"), ("bf16", "off"), ("bf16-autocast", "off")]
+    assert [row["status"] for row in rows] == ["ok"] * 4
 
 
 @pytest.mark.parametrize(
