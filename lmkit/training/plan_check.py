@@ -12,6 +12,7 @@ from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
 from lmkit.parallel.launch import spawn_ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training.graph import MEASURED, WARM_UPS
 from lmkit.training.plan import plan
@@ -19,7 +20,8 @@ from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import ALONE, TrainingStep
 
 FEW = 10
-"""Captured steps that are timed together: a short one alone would show what the host does before it."""
+SHORT_S = 1.0
+"""So many steps shorter than this are timed together: one alone would show what the host does before it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
 
 def measure(recipe: Recipe) -> Measured:
     """Make a few steps as one of the ranks; return what one took on the rank that took most."""
-    with ranks_of(recipe) as ranks, numerics(recipe.run, ranks):
+    with ranks_of(recipe) as ranks:
+        return measure_among(ranks, recipe)
+
+
+def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
+    """Do as `measure` in a process group that exists. Collective."""
+    with numerics(recipe.run, ranks):
         made = plan(recipe, card_here(), ranks=ranks.world_size)
         config, train = made.config, made.train
         assert config.vocab_size is not None
@@ -83,13 +91,21 @@ def measure(recipe: Recipe) -> Measured:
             if graph is not None and graph.may_capture:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
-                seconds = _seconds(training, FEW if graph.may_capture else 1)
+            if _most(ranks, seconds)[0] < SHORT_S:
+                seconds = _seconds(training, FEW)
         except RuntimeError as error:
             raise limit_reached(error) or error from error
-        most = torch.tensor([peak.peak_bytes - before, seconds], dtype=torch.float64)
-        if ranks.world_size > 1:
-            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        return Measured(int(most[0]), most[1].item())
+        peak_bytes, seconds = _most(ranks, peak.peak_bytes - before, seconds)
+        return Measured(int(peak_bytes), seconds)
+
+
+def _most(ranks: Ranks, *numbers: float) -> list[float]:
+    """Return the largest of each number on any rank. Collective."""
+    most = torch.tensor(numbers, dtype=torch.float64)
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    found: list[float] = most.tolist()
+    return found
 
 
 def _seconds(training: TrainingStep, steps: int = 1) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +13,17 @@ import torch
 
 from lmkit.bench.step import FIELDS, SIZES, FewBatches
 from lmkit.data.batches import RandomTokens
+from lmkit.errors import LmkitError
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.training.plan import Plan, plan
 from lmkit.training.setup import TrainingStep
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks inherit it
+plan_ranks = importlib.import_module("plan_ranks")
 
 pytestmark = pytest.mark.gpu
 AUTOCAST = "bf16-autocast"
@@ -134,3 +142,30 @@ def make_steps(made: Plan) -> None:
     )
     for _ in range(2):
         step.run(wait=True)
+
+
+LARGE = "llama_1b", ("model.activation_checkpointing=attention", "model.tie_embeddings=false")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_gpus
+def test_the_peak_of_two_ranks_is_within_5_percent():
+    """And the time within 20%, where the GPUs set the pace."""
+    models = [("quickstart", ()), ("profile", ()), ("llama_1b", ()), LARGE]
+    settings = [(*model, strategy) for model in models for strategy in ("zero1", "fsdp")]
+    for made, found in spawn_ranks(2, plan_ranks.in_one_group, (settings,)):
+        assert made.memory.peak == pytest.approx(found.peak_bytes, rel=0.05), made
+        if made.seconds > 0.1:
+            assert made.seconds == pytest.approx(found.seconds, rel=0.2), made
+
+
+@two_gpus
+@pytest.mark.parametrize("factor", [1.05, 0.95])
+@pytest.mark.parametrize("setting", [("llama_1b", (), "zero1"), (*LARGE, "fsdp")], ids=str)
+def test_what_fits_two_ranks_fits_and_what_does_not_raises(setting, factor):
+    if factor > 1:
+        spawn_ranks(2, plan_ranks.at_edge, (setting, factor))
+        return
+    with pytest.raises(LmkitError) as caught:
+        spawn_ranks(2, plan_ranks.at_edge, (setting, factor))
+    assert caught.value.code == "memory.exhausted"
