@@ -19,7 +19,7 @@ GB = 10**9
 
 @app.add(
     "lmkit plan llama_1b --gpu H100",
-    "lmkit plan course_8b --ranks 8 --all-gpus",
+    "lmkit plan course_8b --ranks 2 --all-gpus",
     "lmkit plan llama_1b --check",
 )
 def plan(

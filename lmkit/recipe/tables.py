@@ -244,13 +244,15 @@ class ParallelConfig(Table):
     weights: Literal["fp32", "bf16"] = "fp32"
     """`zero1`, `fsdp`, `torch_fsdp`: fp32 weights, or bf16 weights with fp32 master weights in the shards."""
     gather: Literal["auto", "collective"] = "auto"
-    """`zero1`: read weights from the memory of other GPUs if they can reach each other, or use the backend."""
+    """`zero1`, `fsdp`: read weights from the memory of other GPUs if they reach each other, or use the backend."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: nccl on GPUs, gloo on CPUs."""
     timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """End the job if a rank does not answer for this many seconds."""
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)
-    """`[parallel.options]`: the strategy's own options, if it has any."""
+    """`[parallel.options]`: the strategy's own. `fsdp`: `reshard_after_forward` (true: free weights until the
+    backward pass), `state_dtype` (fp32, or bf16 for weights, gradients and moments), `shard_ranks` (ranks that share
+    one copy of the model, say those of a machine; 0: all)."""
 
 
 class CheckpointConfig(Table):

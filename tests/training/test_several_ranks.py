@@ -135,6 +135,7 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
         ((1, "none"), (2, "zero1")),
         ((2, "bucketed"), (1, "none")),
         ((2, "fsdp"), (1, "none")),
+        ((2, "fsdp"), (2, "zero1")),
         ((2, "fsdp"), (4, "fsdp")),
         ((4, "fsdp parallel.options.shard_ranks=2"), (2, "fsdp")),
         ((4, "zero1"), (2, "fsdp")),
