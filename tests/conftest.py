@@ -22,8 +22,7 @@ from lmkit.measure.ranges import range_
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# For attention_oracle.py, which the tests in kernels/ and gpu/ use too.
-sys.path.insert(0, str(Path(__file__).parent / "attention"))
+sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several folders import
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 

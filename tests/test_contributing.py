@@ -7,33 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_recipe
 
 from lmkit.registry import ATTENTION, STRATEGIES, load_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+\.py) -->\n```python\n(.*?)```", TEXT, re.DOTALL))
-RECIPE = """
-[run]
-device = "cpu"
-[corpus]
-source = "synth"
-size_mb = 0.2
-[tokenizer]
-vocab_size = 300
-[model]
-context_length = 16
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-[train]
-steps = 4
-batch_size = 4
-eval_batches = 1
-[generate]
-max_new_tokens = 8
-"""
+RECIPE = tiny_recipe(
+    *('run.folder="artifacts/runs"', 'corpus.source="synth"', "corpus.size_mb=0.2"),
+    *("tokenizer.vocab_size=300", "model.context_length=16"),
+    *("train.steps=4", "train.batch_size=4", "train.eval_batches=1", "generate.max_new_tokens=8"),
+)
 
 
 @pytest.fixture

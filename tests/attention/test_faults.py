@@ -9,28 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.attention import attention, check_kernel
 from lmkit.errors import UsageError
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
-RECIPE = """
-[run]
-folder = "runs"
-[data]
-source = "random"
-[model]
-vocab_size = 64
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 2
-batch_size = 2
-"""
+RECIPE = tiny_recipe(*RANDOM_TOKENS, 'run.device="auto"', "train.steps=2", "train.batch_size=2")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 

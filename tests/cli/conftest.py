@@ -4,49 +4,43 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import tiny_recipe
 
 from lmkit.cli.app import run_command_line
 
-RECIPE = """
-[run]
-name = "fish"
-folder = "runs"
-device = "cpu"
-threads = 1
-[corpus]
-source = "files"
-train = ["corpus.txt"]
-[tokenizer]
-vocab_size = 260
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 2
-batch_size = 2
-[generate]
-max_new_tokens = 1
-"""
+RECIPE = tiny_recipe(
+    *('run.name="fish"', 'corpus.source="files"', 'corpus.train=["corpus.txt"]', "tokenizer.vocab_size=260"),
+    *("train.steps=2", "train.batch_size=2", "generate.max_new_tokens=1"),
+)
+FISH = "one fish two fish red fish blue fish<|endoftext|>\n" * 50
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_in() -> Callable[..., list[int]]:
+    """run_in(folder, *commands) -> the exit codes of `lmkit COMMAND` in a folder."""
+
+    def run(folder: Path, *commands: str) -> list[int]:
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            return [run_command_line(command.split()) for command in commands]
+        finally:
+            os.chdir(before)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def made(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, its corpus and its finished run."""
     folder = tmp_path_factory.mktemp("made")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        Path("corpus.txt").write_text("one fish two fish red fish blue fish<|endoftext|>\n" * 50)
-        Path("fish.toml").write_text(RECIPE)
-        assert run_command_line(["run", "fish.toml"]) == 0
-    finally:
-        os.chdir(before)
+    (folder / "corpus.txt").write_text(FISH)
+    (folder / "fish.toml").write_text(RECIPE)
+    assert run_in(folder, "run fish.toml") == [0]
     return folder
 
 

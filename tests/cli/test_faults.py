@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import tiny_recipe
 
 from lmkit.cli.app import run_command_line
 from lmkit.cli.generate import continue_prompts
@@ -21,47 +21,25 @@ from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import atomic_checkpoint as checkpoint_folder
 
-RECIPE = """
-[run]
-folder = "runs"
-device = "cpu"
-threads = 1
-[data]
-train = "tokens.npy"
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 4
-batch_size = 2
-[checkpoint]
-interval = 2
-[generate]
-max_new_tokens = 2
-"""
+RECIPE = tiny_recipe(
+    *('data.train="tokens.npy"', "train.steps=4", "train.batch_size=2", "checkpoint.interval=2"),
+    "generate.max_new_tokens=2",
+)
 OLDER, NEWER = "runs/run/checkpoints/step-00000002", "runs/run/checkpoints/step-00000004"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, a tokenizer, a token file and a finished run."""
     folder = tmp_path_factory.mktemp("whole")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        Path("text.txt").write_text("one fish two fish red fish blue fish<|endoftext|>\n" * 50)
-        Path("tiny.toml").write_text(RECIPE)
-        for command in (
-            "tokenizer train text.txt tok.json --vocab-size 260",
-            "data encode text.txt tokens.npy --tokenizer tok.json",
-            "train tiny.toml",
-        ):
-            assert run_command_line(command.split()) == 0
-    finally:
-        os.chdir(before)
+    (folder / "text.txt").write_text("one fish two fish red fish blue fish<|endoftext|>\n" * 50)
+    (folder / "tiny.toml").write_text(RECIPE)
+    commands = (
+        "tokenizer train text.txt tok.json --vocab-size 260",
+        "data encode text.txt tokens.npy --tokenizer tok.json",
+        "train tiny.toml",
+    )
+    assert run_in(folder, *commands) == [0, 0, 0]
     return folder
 
 
@@ -119,7 +97,7 @@ def test_fault_31_a_cut_tokenizer_at_the_terminal(refuses) -> None:
 def test_fault_32_another_tokenizer_at_the_terminal(refuses) -> None:
     assert run_command_line(["tokenizer", "train", "text.txt", "other.json", "--vocab-size", "259"]) == 0
     mine, other = (Tokenizer.load(name).sha256 for name in ("tok.json", "other.json"))
-    Path("other.toml").write_text(RECIPE + '[tokenizer]\npath = "other.json"\n')
+    Path("other.toml").write_text(RECIPE + 'tokenizer.path="other.json"\n')
     refuses(2, "train other.toml --name new", mine, other)
     refuses(2, "generate runs/run --tokenizer other.json", mine, other)
 
@@ -196,7 +174,7 @@ def test_fault_58_a_newer_format_at_the_terminal(refuses) -> None:
 def test_fault_60_a_missing_shard_at_the_terminal(refuses) -> None:
     name = checkpoint_folder.shard_name(0, 1)
     Path(NEWER, name).unlink()
-    Path("branch.toml").write_text(RECIPE.replace("interval = 2", f'interval = 2\nresume = "{NEWER}"'))
+    Path("branch.toml").write_text(RECIPE + f'checkpoint.resume="{NEWER}"\n')
     refuses(1, "train branch.toml --name new --steps 6", f"{NEWER}/{name}: missing")
 
 

@@ -190,19 +190,16 @@ def test_compare_finds_what_became_slower(terminal) -> None:
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def zoo(run_in, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All kinds of paths that a user may name instead of a file of lmkit's."""
     folder = tmp_path_factory.mktemp("zoo")
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        Path("text.txt").write_text("one fish two fish red fish blue fish\n" * 50)
-        assert run_command_line(["tokenizer", "train", "text.txt", "good.json", "--vocab-size", "260"]) == 0
-        refused = run_command_line(["data", "encode", "text.txt", "good.npy", "--tokenizer", "good.json"])
-        assert refused == 2  # its description would replace the tokenizer
-        assert run_command_line(["data", "encode", "text.txt", "whole.npy", "--tokenizer", "good.json"]) == 0
-    finally:
-        os.chdir(before)
+    (folder / "text.txt").write_text("one fish two fish red fish blue fish\n" * 50)
+    commands = (
+        "tokenizer train text.txt good.json --vocab-size 260",
+        "data encode text.txt good.npy --tokenizer good.json",  # its description would replace the tokenizer
+        "data encode text.txt whole.npy --tokenizer good.json",
+    )
+    assert run_in(folder, *commands) == [0, 2, 0]
     for suffix in ("", ".npy", ".json", ".toml", ".jsonl"):
         (folder / f"empty{suffix}").touch()
         (folder / f"folder{suffix}").mkdir()

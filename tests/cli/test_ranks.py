@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import tiny_recipe
 
 from lmkit.cli import ranks
 from lmkit.cli.ranks import speak_for_ranks
@@ -20,22 +21,7 @@ from lmkit.parallel.failures import RankLost
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-RECIPE = """
-[run]
-device = "cpu"
-folder = "runs"
-[data]
-train = "tokens.npy"
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 4
-batch_size = 4
-"""
+RECIPE = tiny_recipe('data.train="tokens.npy"', "train.steps=4", "train.batch_size=4")
 
 
 @pytest.fixture
@@ -80,7 +66,7 @@ def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal) -> None:
     recipe.write_text(RECIPE)
     refusal = terminal.refuses("train recipe.toml", code="data.no_tokens", says=["tokens.npy"])
     assert "lmkit data encode TEXT tokens.npy" in refusal.hint
-    recipe.write_text(RECIPE.replace('train = "tokens.npy"', ""))
+    recipe.write_text(RECIPE.replace('data.train="tokens.npy"', ""))
     refusal = terminal.refuses("train recipe.toml", code="data.no_tokens")
     assert "lmkit data encode TEXT runs/run/tokens/train.npy" in refusal.hint
     assert "lmkit run" not in refusal.hint

@@ -8,28 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import RANDOM_TOKENS, tiny_recipe
 
-RECIPE = """
-[run]
-folder = "disk"
-device = "cpu"
-threads = 1
-[data]
-source = "random"
-[model]
-vocab_size = 64
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 20
-batch_size = 2
-[checkpoint]
-interval = 1
-keep_last = 20
-"""
+RECIPE = tiny_recipe(
+    *RANDOM_TOKENS,
+    *('run.folder="disk"', "train.steps=20", "train.batch_size=2"),
+    *("checkpoint.interval=1", "checkpoint.keep_last=20"),
+)
 pytestmark = pytest.mark.full
 OnDisk = Callable[[str, str], list[str]]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sessions import PATIENCE_S, TORCHRUN, members, start, wait_for_all
+from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.training.atomic_checkpoint import newest_valid
 from lmkit.training.checkpoint import open_checkpoint
@@ -23,29 +24,11 @@ from lmkit.training.checkpoint import open_checkpoint
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., "subprocess.Popen[str]"]
 
-RECIPE = """
-[run]
-folder = "runs"
-device = "cpu"
-threads = 1
-[data]
-source = "random"
-[model]
-vocab_size = 64
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 1000000
-batch_size = 8
-log_interval = 1
-[checkpoint]
-interval = 50
-[parallel]
-strategy = "zero1"
-"""
+RECIPE = tiny_recipe(
+    *RANDOM_TOKENS,
+    *("train.steps=1000000", "train.batch_size=8", "train.log_interval=1"),
+    *("checkpoint.interval=50", 'parallel.strategy="zero1"'),
+)
 # `lmkit`, whose ranks wait 8 s for one another from the end of the first step on: before that they load torch and its
 # compiler, and on a slow machine one of them is done long before the other.
 IMPATIENT = """

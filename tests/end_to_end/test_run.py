@@ -11,36 +11,17 @@ from pathlib import Path
 
 import pytest
 from sessions import PATIENCE_S, TORCHRUN
+from tiny import tiny_recipe
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
 
-RECIPE = """
-[run]
-name = "tiny"
-device = "cpu"
-threads = 1
-[corpus]
-size_mb = 0.2
-valid_fraction = 0.1
-[tokenizer]
-vocab_size = 300
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 32
-[train]
-steps = 20
-batch_size = 4
-log_interval = 1
-eval_interval = 10
-eval_batches = 2
-[generate]
-prompts = ["One day"]
-max_new_tokens = 12
-"""
+RECIPE = tiny_recipe(
+    *('run.name="tiny"', 'run.folder="artifacts/runs"', "corpus.size_mb=0.2", "corpus.valid_fraction=0.1"),
+    *("tokenizer.vocab_size=300", "model.context_length=32", "train.steps=20", "train.batch_size=4"),
+    *("train.log_interval=1", "train.eval_interval=10", "train.eval_batches=2"),
+    *('generate.prompts=["One day"]', "generate.max_new_tokens=12"),
+)
 RUN = Path("artifacts/runs/tiny")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from sessions import PATIENCE_S, members, wait_for_all, write_tokens
+from tiny import tiny_recipe
 
 from lmkit.training.atomic_checkpoint import newest_valid
 
@@ -32,33 +33,13 @@ MOMENTS = ("starting", "training", "saving")
 """Before the first step of this life, at any time behind it, while a checkpoint is half written."""
 VICTIMS = ("launcher", "rank 0", "rank 1", "all")
 
-RECIPE = f"""
-[run]
-folder = "runs"
-device = "cpu"
-threads = 1
-[data]
-train = "train.npy"
-valid = "valid.npy"
-[model]
-d_model = 32
-d_ff = 64
-num_layers = 2
-num_heads = 2
-context_length = 16
-[train]
-steps = {STEPS}
-batch_size = 8
-accumulation = 2
-log_interval = 1
-eval_interval = 50
-eval_batches = 2
-[parallel]
-strategy = "zero1"
-timeout_s = 60
-[checkpoint]
-interval = 2
-"""
+RECIPE = tiny_recipe(
+    *('data.train="train.npy"', 'data.valid="valid.npy"'),
+    *("model.d_model=32", "model.d_ff=64", "model.num_layers=2", "model.context_length=16"),
+    *(f"train.steps={STEPS}", "train.batch_size=8", "train.accumulation=2", "train.log_interval=1"),
+    *("train.eval_interval=50", "train.eval_batches=2"),
+    *('parallel.strategy="zero1"', "parallel.timeout_s=60", "checkpoint.interval=2"),
+)
 
 
 def start(folder: Path, name: str, log: Path) -> subprocess.Popen[bytes]:

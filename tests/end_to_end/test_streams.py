@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from sessions import write_tokens
+from tiny import tiny_recipe
 
 from lmkit.training.atomic_checkpoint import saved_steps
 
@@ -19,32 +20,17 @@ full = pytest.mark.full
 Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 STEPS = 400
-TINY = """
-[run]
-folder = "runs"
-device = "cpu"
-threads = 1
-[data]
-train = "train.npy"
-valid = "valid.npy"
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-batch_size = 8
-log_interval = 1
-eval_interval = 200
-"""
+RECIPE = tiny_recipe(
+    *('data.train="train.npy"', 'data.valid="valid.npy"', "train.batch_size=8"),
+    *(f"train.steps={STEPS}", "train.log_interval=1", "train.eval_interval=200"),
+)
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """Run a line of shell in which `lmkit` is the real command; `tiny.toml` is there."""
     write_tokens(tmp_path)
-    (tmp_path / "tiny.toml").write_text(f"{TINY}steps = {STEPS}\n")
+    (tmp_path / "tiny.toml").write_text(RECIPE)
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         script = f'lmkit() {{ {sys.executable} -m lmkit "$@"; }}; {line}'

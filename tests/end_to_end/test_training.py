@@ -12,32 +12,16 @@ from pathlib import Path
 
 import pytest
 from sessions import PATIENCE_S, TORCHRUN, start, write_tokens
+from tiny import tiny_recipe
 
 from lmkit.training.atomic_checkpoint import newest_valid, saved_steps
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
-RECIPE = """
-[run]
-folder = "runs"
-device = "cpu"
-threads = 1
-[data]
-train = "train.npy"
-valid = "valid.npy"
-[model]
-d_model = 16
-d_ff = 32
-num_layers = 1
-num_heads = 2
-context_length = 8
-[train]
-steps = 10
-batch_size = 8
-accumulation = 2
-log_interval = 1
-eval_interval = 5
-"""
+RECIPE = tiny_recipe(
+    *('data.train="train.npy"', 'data.valid="valid.npy"', "train.steps=10", "train.batch_size=8"),
+    *("train.accumulation=2", "train.log_interval=1", "train.eval_interval=5"),
+)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 
 from formats import TEXT, Files, Format, command, content_of, form, safetensors_header, write
 from mutations import damage, damage_sqlite
+from tiny import RANDOM_TOKENS, TINY
 
 from lmkit.cli.pipeline import STAGES, Pipeline
 from lmkit.errors import LmkitError
@@ -45,11 +46,6 @@ from lmkit.training.model_state import load_optimizer_tensors, plain_model
 from lmkit.training.state import restore_rng
 from lmkit.training.verify import verify_path
 
-TINY = (
-    "run.device=cpu", "run.threads=1", "data.source=random", "model.vocab_size=64", "model.context_length=8",
-    "model.d_model=16", "model.d_ff=32", "model.num_layers=1", "model.num_heads=2", "train.steps=2",
-    "train.batch_size=2",
-)  # fmt: skip
 STEP = "run/checkpoints/step-00000002"
 TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (MODEL, shard_name(0, 1))}
 
@@ -61,7 +57,8 @@ def tiny_run() -> Files:
     before = log.level
     log.setLevel(logging.ERROR)
     with contextlib.redirect_stderr(io.StringIO()):
-        session.train(load_recipe(None, [*TINY, f"run.folder={folder}"]))
+        changes = (f"run.folder={folder}", "train.steps=2", "train.batch_size=2")
+        session.train(load_recipe(None, [*TINY, *RANDOM_TOKENS, *changes]))
     log.setLevel(before)
     names = ("recipe.toml", "environment.json", "metrics.jsonl")
     files = [*(folder / "run" / name for name in names), *(folder / STEP).iterdir()]

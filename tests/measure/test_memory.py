@@ -1,6 +1,7 @@
-import multiprocessing
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,30 +42,23 @@ def test_small_tensors_count_though_the_heap_had_room_for_them():
     assert peak.extra_bytes == pytest.approx(400 * 80_000, rel=0.2)
 
 
-def _hold_memory(parent) -> None:
-    block = bytearray(b"x" * (48 * MIB))
-    parent.send("ready")
-    parent.recv()
-    del block
+HOLD_MEMORY = f"block = bytearray(b'x' * {48 * MIB}); print('ready', flush=True); input()"
 
 
 def test_the_tree_includes_children_and_shared_pages_once():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_hold_memory, args=(theirs,))
     before = process_tree_memory(os.getpid())  # with children that other tests may have left running
     assert before > 0
-    child.start()
-    theirs.close()  # so that a child that dies ends the wait
-    with ours:
-        assert ours.recv() == "ready"
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD_MEMORY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout.readline() == "ready\n"
         during = process_tree_memory(os.getpid())
         alone = process_tree_memory(child.pid)
         (resident,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())
-        ours.send("end")
-    child.join()
+        child.stdin.write("end\n")
     assert during - before > 40 * MIB
-    assert 40 * MIB < alone < int(resident) * 1024  # it shares its libraries with this process
+    assert 40 * MIB < alone < int(resident) * 1024  # it shares Python and its libraries with this process
     assert process_tree_memory(child.pid) == 0
 
 

@@ -5,24 +5,11 @@ import shutil
 import sys
 
 import pytest
+from tiny import tiny_recipe
 
 from lmkit.profile.nsys import find_nsys
 
-RECIPE = """
-[run]
-name = "small"
-device = "cpu"
-[model]
-vocab_size = 64
-context_length = 16
-d_model = 32
-d_ff = 64
-num_layers = 1
-num_heads = 2
-[train]
-batch_size = 2
-steps = 1
-"""
+RECIPE = tiny_recipe('run.name="small"', "model.vocab_size=64", "train.batch_size=2", "train.steps=1")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import TINY
 
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
@@ -22,21 +23,9 @@ from lmkit.training import session
 sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start
 
 VOCABULARY = 64
-TINY = (
-    "run.device=cpu",
-    "run.threads=1",
-    "model.context_length=8",
-    "model.d_model=16",
-    "model.d_ff=32",
-    "model.num_layers=1",
-    "model.num_heads=2",
-    "train.steps=10",
-    "train.batch_size=8",
-    "train.accumulation=2",
-    "train.log_interval=1",
-    "train.eval_interval=4",
-    "train.eval_batches=2",
-    "optimizer.warmup_steps=2",
+TRAINING = (
+    *("train.steps=10", "train.batch_size=8", "train.accumulation=2", "train.log_interval=1"),
+    *("train.eval_interval=4", "train.eval_batches=2", "optimizer.warmup_steps=2"),
 )
 
 
@@ -79,7 +68,7 @@ def settings(token_files: tuple[Path, Path], tmp_path: Path) -> Callable[..., li
     """`--set` arguments of the tiny run in tmp_path; later ones win."""
     train, valid = token_files
     places = (f'run.folder="{tmp_path / "runs"}"', f'data.train="{train}"', f'data.valid="{valid}"')
-    return lambda *more: [*places, *TINY, *more]
+    return lambda *more: [*TINY, *TRAINING, *places, *more]
 
 
 @pytest.fixture
