@@ -31,7 +31,7 @@ def harmless(text: str, stream: TextIO) -> str:
 
 
 def secure_streams() -> None:
-    """Open those of stdin, stdout and stderr that are closed; lose stdout and stderr without a traceback.
+    """Open stdin, stdout and stderr where they are closed; let the loss of stdout or stderr end in no traceback.
 
     Call it first in a process: a file that is opened while descriptor 2 is closed would get that number, and then
     every message of a C library. Streams that somebody replaced stay.
@@ -82,7 +82,7 @@ class _Descriptor(io.FileIO):
             os.close(nowhere)
             if self._stream == "stderr":
                 return memoryview(data).nbytes
-            if error.errno == errno.EPIPE:  # `| head`: no error that anybody wants to read
+            if error.errno == errno.EPIPE:  # `| head`: not an error to report
                 raise
             raise LmkitError(
                 "output.lost",

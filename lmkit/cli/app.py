@@ -68,7 +68,7 @@ class _Root(Group):
         return self.commands.get(cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; keep what an interrupted one has to say, which Typer would drop."""
+        """Run the command; keep the message of an interrupted one, which Typer would drop."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:

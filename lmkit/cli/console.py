@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmkit.measure.progress import Progress, wants_plain_text
+from lmkit.measure.tables import finite
 from lmkit.streams import harmless
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -32,21 +33,10 @@ def show(result: Any, *, as_json: bool) -> None:
     """Print a `Result` or a dataclass: its text, or its fields as one JSON object."""
     if as_json:
         fields = result.fields if isinstance(result, Result) else asdict(result)
-        write(json.dumps(_plain(fields), allow_nan=False) + "\n")
+        write(json.dumps(finite(fields), default=str, allow_nan=False) + "\n")
     else:
         text = str(result)
         write(text if text.endswith("\n") else text + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: paths become strings, numbers that are not finite null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def write(text: str) -> None:

@@ -129,7 +129,7 @@ def generate(
                 show(result, as_json=as_json)
 
     try:
-        # A bar would take lines of JSON for text that belongs above it.
+        # rich's bar would redirect the lines of JSON to stderr.
         with nullcontext() if as_lines else progress_on_stderr() as progress:
             result = continue_prompts(
                 run,

@@ -184,7 +184,7 @@ def _consecutive_windows(
 
 
 def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
-    """Return tokens as int64; those that do not count as targets as their complement, which is negative."""
+    """Return tokens as int64; a token that does not count as a target as its complement, which is negative."""
     ids = tokens[start:end].astype(np.int64)
     if mask is None:
         return ids

@@ -70,8 +70,8 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
     - `chat`: the same of conversations, JSON lines of messages: `folder` gets `train.jsonl` and `valid.jsonl`.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
-    Everything is streamed, and a file appears under its name when it is complete. Text files that are used where
-    they are are not read here: their reader reports invalid UTF-8.
+    Everything is streamed, and a file appears under its name when it is complete. Text files that stay
+    where they are are not read here: their reader reports invalid UTF-8.
 
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
@@ -139,7 +139,7 @@ def plain_text_files(
 
 
 def _is_converted(path: Path) -> bool:
-    """Return whether a text file has to be made of a file: of JSON lines, a compressed file, a pipe."""
+    """Return whether a file must be made into a text file: JSON lines, a compressed file, a pipe."""
     return path.suffix == ".gz" or _holds_json(path) or path.is_fifo()
 
 
@@ -221,7 +221,7 @@ def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
 def _join(
     key: str, paths: Sequence[Path], table: CorpusConfig, target: Path, progress: Progress | None
 ) -> None:
-    """Write the text of all files, one after the other, with `<|endoftext|>` between and behind JSON documents."""
+    """Write the text of all files, with `<|endoftext|>` between files and after each JSON document."""
     sizes = [0 if path.is_fifo() else text_file_status(path).st_size for path in paths]
     done = written = 0
     with open(target, "wb") as file:
@@ -245,7 +245,7 @@ def _join(
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
-    """Yield an open file or pipe, and the stream of its content, which is another one if the file is compressed."""
+    """Yield an open file or pipe, and the stream of its content, decompressed if the file is compressed."""
     if path.is_fifo():
         log.info("reading the pipe %s until its writer closes it", path)
     try:

@@ -43,7 +43,7 @@ def encode_corpus(
 
     Documents end with `<|endoftext|>`. A source without it at its end (trailing white space is ignored) gets one, so
     that its last document does not run into the next source. A tokenizer without that token adds none. The prefix and
-    suffix of the tokenizer stand around every document, the end-of-text token behind them. A source that
+    suffix of the tokenizer stand around every document, the end-of-text token after them. A source that
     ends in `.jsonl` holds one document a line, under the key "text".
 
     Args:

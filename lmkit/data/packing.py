@@ -56,14 +56,14 @@ class PackedBatches(Sampler):
         starts = self.document_starts[self.document_starts < len(self.tokens)]
         self._bounds = np.append(starts, len(self.tokens)).astype(np.int64)
         self._lengths = np.diff(self._bounds)
-        # Of one object, not of the class: blocks and epochs are large.
+        # Caches of this object, not of the class: blocks and epochs are large.
         self._order = lru_cache(maxsize=2)(self._drawn)
         self._rows_of = lru_cache(maxsize=3)(self._packed)
 
     @property
     def seen_context(self) -> float:
-        """The context length at which a causal token sees as many tokens on average as in a packed row, where it
-        sees its own document only."""
+        """The context length with as many visible tokens on average: in a packed row, a token sees only its own
+        document."""
         context = self.context_length
         whole, rest = np.divmod(self._lengths, context)
         return float((whole * context**2 + rest**2).sum() / len(self.tokens))

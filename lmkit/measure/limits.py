@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.environment import device_name
+from lmkit.measure.memory import GIB
 from lmkit.measure.timing import time_variants
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ _DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bT4\b", {"fp16": 65e12, "fp32": 8.1e12}),
 )
 
-GIB = 2**30
-
 
 def has_bf16(device: torch.device) -> bool:
     """Return whether a GPU or CPU multiplies bf16 by instructions of its own; elsewhere float32 is faster."""
@@ -59,7 +58,7 @@ class Card:
 
     Attributes:
         name: as torch calls it; `known_peak` knows it.
-        memory: bytes that torch can see of it.
+        memory: bytes, as torch reports them.
         bytes_per_s: of its memory, by the data sheet; None: not known.
     """
 

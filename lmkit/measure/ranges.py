@@ -114,7 +114,7 @@ def nvtx_is_available() -> bool:
 
 _NO_DEVICE = b"gpuGetDeviceCount failed"  # a CUDA build of torch where there is no GPU
 # The start of the lines that PyTorch 2.13 writes when a profiler starts and stops. Its own switch (KINETO_LOG_LEVEL)
-# counts them as worse than errors, and would hide those first.
+# ranks them above errors, so that it would hide errors first.
 _MARK = b"USDT:"
 _STDERR = 2
 

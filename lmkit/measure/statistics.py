@@ -61,7 +61,7 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     position = fraction * (len(ordered) - 1)
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    # Written so that equal neighbours give themselves back exactly.
+    # Written so that equal neighbours give exactly their own value.
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
@@ -267,7 +267,7 @@ def compare_starts(
     What slows the machine down slows neighbours in time down alike, so a start's speedup is the median of sample i of
     one over sample i of the other. The speedup is the geometric mean over the starts. Its interval holds the noise of
     the samples and what equal code differs by in two processes: `NOISE_BETWEEN_STARTS`, more where these starts
-    differ by more. Few starts do not tell that well: the constant counts as if it came from `STARTS_BEFORE` others.
+    differ by more. Few starts estimate that poorly: the constant counts as if it came from `STARTS_BEFORE` others.
 
     Raises:
         ValueError: a pair's lists differ in length, are empty, or hold a time that is not positive.
@@ -295,8 +295,8 @@ def compare_starts(
 def turns_suffice(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> bool:
     """Return whether samples taken in turns tell the speedup of one start closely enough to stop.
 
-    Half of the interval must be narrower than the smallest difference, or than a quarter of what was found. To stop
-    once a difference is significant would name differences that are not there: who looks often, finds.
+    Half of the interval must be narrower than the smallest difference, or than a quarter of what was found. Stopping
+    as soon as a difference is significant would find differences that are not there: each look has a chance to.
     """
     ratios = _ratios(after, before)
     wanted = max(math.log1p(smallest_difference), abs(math.log(median(ratios))) / 4)

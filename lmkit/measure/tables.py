@@ -52,16 +52,17 @@ class Column:
 
 def json_lines(rows: Sequence[Row]) -> str:
     """Return one strict JSON object per line; NaN and infinities become null."""
-    return "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+    return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value that strict JSON can hold: NaN and infinities, at any depth, become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -95,8 +96,8 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int | None = None) -> str:
-    """Return aligned text of at most `width` characters: where that is too little, headers are cut with an ellipsis,
-    then text, the widest first; numbers never, which may make it wider.
+    """Return aligned text of at most `width` characters. Where that is too narrow, headers are cut with an ellipsis,
+    then text, the widest first. Numbers are never cut, so that the text may be wider.
 
     By default it is cut to `TERMINAL_WIDTH` if stdout is a terminal, and not cut otherwise.
     """
@@ -135,7 +136,7 @@ def _cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
 
 
 def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
-    """Take from the widest until the sum fits, from none below its least."""
+    """Shrink the widest column until the sum fits; none below its least width."""
     while sum(widths) > room:
         wider = [index for index in range(len(widths)) if widths[index] > least[index]]
         if not wider:

@@ -1,4 +1,4 @@
-"""What every vocabulary is made of: recipes promise it, the tokenizer keeps it. (Nothing heavy is loaded here.)"""
+"""Facts about every vocabulary, for recipes and the tokenizer. (Nothing heavy is loaded here.)"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.locks import hold_file
 
-PARTIAL_SUFFIX = ".lmkit-partial"  # what ends like this is ours: nobody else gives such a name
+PARTIAL_SUFFIX = ".lmkit-partial"  # only lmkit gives names with this ending
 DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20
@@ -104,7 +104,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Put what is written into an error about a full disk that the block raises: the kernel names no file."""
+    """Name `what` in an error about a full disk that the block raises: the kernel names no file."""
     try:
         yield
     except OSError as error:

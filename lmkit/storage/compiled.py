@@ -20,7 +20,7 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
     """Load a shared library from the cache, or build it first. Of several processes one builds and the others wait.
 
     Args:
-        name: of the file; has to hold a hash of everything that decides its content.
+        name: the file name; contains a hash of everything that determines the library.
         build: writes the library to the path that it is given. Its errors pass through.
         what: for the warning where there is no folder to keep it in.
     """
@@ -57,5 +57,5 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        path.unlink(missing_ok=True)  # those who wait hold the file open; who comes later finds the library
+        path.unlink(missing_ok=True)  # waiting processes hold the file open; later ones find the library
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Conversations as text: a template says what stands around each message.
 
-A template lies beside its tokenizer, in `chat_template.json`. It is data, not a program: Hugging Face's templates are
-programs (Jinja), so that lmkit writes them and reads back none but those that it wrote.
+A template lies beside its tokenizer, in `chat_template.json`. It is data, not a program. Hugging Face's templates are
+programs (Jinja): lmkit writes them, but reads back only those that it wrote.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ChatTemplate:
     Attributes:
         begin: begins every conversation.
         before: stands before a message; `{role}` becomes its role.
-        after: stands behind a message: a special token, which ends the assistant's turn, and perhaps white space.
+        after: stands after a message: a special token, which ends the assistant's turn, and perhaps white space.
 
     Raises:
         ValueError: a conversation could not be taken apart again.
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @property
     def rest(self) -> str:
-        """The white space behind it."""
+        """The white space after it."""
         return self.after[len(self.end) :]
 
     def head(self, role: str) -> str:
@@ -186,7 +186,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def from_jinja(text: str) -> ChatTemplate | None:
-    """Return the template of which `to_jinja` made a text; None for other texts. Nothing is evaluated."""
+    """Return the template that `to_jinja` wrote as this text; None for other texts. Nothing is evaluated."""
     try:
         begin, first, second, end, _, rest, _ = map(json.loads, _STRING.findall(text))
         template = ChatTemplate(begin, f"{first}{_ROLE}{second}", end + rest)
@@ -202,8 +202,8 @@ def beside(tokenizer: Path | None) -> ChatTemplate | None:
 
 
 def template_for(table: TokenizerConfig, *, source: str) -> ChatTemplate | None:
-    """Return the template of a recipe: the one it names, or the one beside its tokenizer; for conversations as corpus
-    one at all."""
+    """Return the template that a recipe names, else the one beside its tokenizer, else `plain` if the corpus is
+    conversations; None for other corpora."""
     if table.chat_template is not None:
         return TEMPLATES[table.chat_template]
     return beside(table.path) or (TEMPLATES["plain"] if source == "chat" else None)

@@ -1,8 +1,8 @@
 """Cut a stream of text into chunks that can be encoded apart.
 
 A cut is exact if a word begins there whatever text follows: then the ids of the chunks, joined, are the ids of the
-text. No word of any pattern contains a space behind a character that is no whitespace, or a newline behind a letter
-or number. So these always begin a word, and no look-ahead of a pattern reaches across them. The same holds between a
+text. No word of any pattern contains a space after a character that is no whitespace, or a newline after a letter or
+number. So these always begin a word, and no look-ahead of a pattern reaches across them. The same holds between a
 letter or number and a character that is neither, which serves scripts without spaces; a mark is left with its letter,
 because normal forms compose the two. A special token is never cut.
 """
@@ -130,7 +130,7 @@ def _cuts_before_space(data: bytes, low: int, high: int) -> list[int]:
 
 def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
-    # Decode beyond `high`: a character that `high` divides would look like a surrogate behind a letter.
+    # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
     last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][-2 * _TRIES :]
     cuts = [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few]

@@ -108,8 +108,8 @@ class NativeEncoder:
 class NormalizingEncoder:
     """Encodes in Unicode's normal form C what lies between special tokens.
 
-    Texts may be cut before a space, or between a letter or number and a character that is none and no mark: nothing
-    composes across such a place.
+    Texts may be cut before a space, or between a letter or number and a character that is neither one of them nor a
+    mark: nothing composes across such a cut.
     """
 
     def __init__(self, encoder: NativeEncoder | PythonEncoder) -> None:

@@ -280,7 +280,7 @@ def _ordinary_ids(
     for token_id, token in vocab.items():
         lowest.setdefault(token, token_id)
     needed = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
-    if whole_words:  # a merge may wait for a token that only a whole word is
+    if whole_words:  # a merge may use a token that exists only as a whole word
         needed += [token for pair in merges for token in pair]
     try:
         ordinary = {token: lowest[token] for token in needed}

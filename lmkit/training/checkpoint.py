@@ -211,7 +211,10 @@ class Retention:
         self._losses[step] = valid_loss
 
     def prune(self) -> list[Path]:
-        """Delete the others and return them. Damaged ones stay while they are newer than one of the last to keep."""
+        """Delete the checkpoints that are not kept, and return their paths.
+
+        A damaged one stays while it is newer than the oldest of the last to keep.
+        """
         saved = saved_steps(self._folder)
         good = [item.step for item in saved if self._is_good(item)]
         last = good[-self._keep_last :]

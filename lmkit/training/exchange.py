@@ -295,8 +295,10 @@ def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
 
 
 def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
-    """Return the template of a name, or that of the folder if `lmkit export` wrote it. Others are programs, and left
-    out with a warning."""
+    """Return the named template, or that of the folder if `lmkit export` wrote it.
+
+    Any other template is a program: it is left out, with a warning.
+    """
     if wanted is not None:
         return TEMPLATES[wanted]
     found: Any = None

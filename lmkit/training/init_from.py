@@ -15,7 +15,7 @@ from lmkit.training.step import Step
 
 FREE = (
     *("preset", "context_length", "attention", "operations", "activation_checkpointing", "compile"),
-    "document_token",  # a document by itself is the same to all
+    "document_token",  # a single document is computed the same with and without it
 )
 """Keys of [model] that may differ: weights of one model compute the same under all their values."""
 

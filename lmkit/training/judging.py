@@ -34,7 +34,7 @@ from lmkit.training.model_state import plain_model
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
 
-# Where a text is named on the command line: no option replaces invalid bytes or names another key.
+# For a text named on the command line, where no option replaces invalid bytes or names another key.
 _HINTS_OF_TEXT = {
     "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
     "corpus.no_field": 'every line must hold its text under "text"',
@@ -271,7 +271,7 @@ def evaluate_documents(
     trained = open_trained(path)
     with _opened_text(trained, tokens, text) as (file, name):
         if file.mask is not None:
-            message = f"{name}: only some of its tokens count, which documents do not regard"
+            message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.open_tokenizer()
         start = first_id(tokenizer, trained.path)
@@ -300,7 +300,7 @@ def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
 def _documents(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bytes]]:
     """Yield the ids of each document, without prefix, suffix and end-of-text, and its bytes; no blank ones.
 
-    The newline with which a corpus separates documents, behind end-of-text, belongs to none.
+    The newline after end-of-text, which separates documents in a corpus, belongs to no document.
     """
     mark, first = tokenizer.end_of_text_id, 0
     newline = tokenizer.encode("\n", add_special_tokens=False)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from typing import IO, Any
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.progress import wants_plain_text
+from lmkit.measure.tables import json_lines
 from lmkit.recipe.run_folder import METRICS
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
@@ -36,7 +36,7 @@ from lmkit.streams import harmless
 LOSS_PICTURE = "loss.png"
 SECONDS_BETWEEN_LINES = 1.0
 _SHORTEST_BAR = 4
-"""Columns that rich gives to a bar at least."""
+"""The fewest columns that rich gives to a bar."""
 _LONGEST_LINE = 1 << 20
 """Bytes; the rest of a longer line counts as another line."""
 _CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
@@ -110,12 +110,12 @@ class MetricsFile(Sink):
     def __init__(self, path: Path, *, after_step: int) -> None:
         self._path = path
         kept = [record for record in read_metrics(path) if record["step"] <= after_step]
-        write_atomic(path, "".join(_line(record) for record in kept))
+        write_atomic(path, json_lines(kept))
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def record(self, record: Record) -> None:
         try:
-            self._file.write(_line(record))
+            self._file.write(json_lines([record]))
             self._file.flush()
         except OSError as error:
             raise LmkitError(
@@ -126,14 +126,6 @@ class MetricsFile(Sink):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _line(record: Record) -> str:
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[Record]:

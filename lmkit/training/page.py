@@ -13,14 +13,13 @@ from typing import Any
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import differences, read_toml
-from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
+from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
 from lmkit.storage import write_atomic
 from lmkit.storage.json_files import parse_object
 from lmkit.storage.outputs import refuse_existing
-from lmkit.training.metrics import METRICS, read_metrics
+from lmkit.training.metrics import read_metrics
 
 PAGE = "report.html"
-STORIES = "stories.txt"
 Record = dict[str, Any]
 
 _STYLE = """

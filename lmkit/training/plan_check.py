@@ -26,7 +26,7 @@ SHORT_S = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step took on the rank that took most, its memory without a CUDA graph; None: memory ran out."""
+    """The largest peak memory (without a CUDA graph) and step time among the ranks; None: memory ran out."""
 
     peak_bytes: int | None
     seconds: float | None

@@ -22,7 +22,7 @@ from lmkit.recipe.tables import RunConfig
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SILENCE_S = 2.0
-"""How long after a stopping signal the other ranks have time to answer before they are named."""
+"""How long the other ranks may take to answer a stopping signal before they are named."""
 
 
 def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:

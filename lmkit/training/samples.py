@@ -31,9 +31,8 @@ def sample_records(
     Raises:
         LmkitError: on the first rank: the model's predictions are not finite, or memory does not suffice.
     """
-    weights = model_weights(
-        step.model
-    )  # of sharded weights a collective, which makes them whole on the first rank
+    # A collective if the weights are sharded, which makes them whole on the first rank.
+    weights = model_weights(step.model)
     if not step.ranks.is_first:
         return []
     device = step.ranks.device

@@ -1,4 +1,4 @@
-"""Send the numbers and texts of a run to W&B and TensorBoard. Training never fails for it."""
+"""Send the numbers and texts of a run to W&B and TensorBoard, whose failures never end a training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ServiceSink(Sink):
     has everything.
 
     Args:
-        extra: of lmkit, which installs the service's package.
+        extra: the extra of lmkit that installs the service's package.
     """
 
     def __init__(self, name: str, start: Callable[[], Service], *, extra: str) -> None:

@@ -236,13 +236,13 @@ def _errors_for_users(recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Start:
-    """A session that nothing keeps from beginning.
+    """A session that has passed all checks.
 
     Attributes:
         recipe: resolved.
         checkpoint: to resume from; None: from scratch, or with the weights `given`.
         notes, changes: lines for people: on the choice of the checkpoint; on what changed since, and warnings.
-        done: the result, if not even an evaluation is left to do.
+        done: the result if nothing is left to do, not even an evaluation.
     """
 
     recipe: Recipe
@@ -315,7 +315,7 @@ def _open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | Non
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
-    """Refuse a run folder in which not every rank sees what rank 0 writes: on another machine, say. Collective.
+    """Refuse a run folder that some rank, on another machine perhaps, does not share with rank 0. Collective.
 
     Raises:
         UsageError: on every rank.

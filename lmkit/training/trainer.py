@@ -219,7 +219,7 @@ class Trainer:
     def _run_steps(self, watch: StepWatch) -> bool:
         """Make steps until the end. Return True if a signal ended them.
 
-        A step that runs ahead is waited for when the next one is launched, unless something has to happen in between.
+        It waits for a step when it has launched the next one, or at once if something must happen in between.
         """
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
@@ -272,7 +272,7 @@ class Trainer:
     def _progress(self, step: int) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further.
 
-        Time counts from the first step on: a run makes one, however short its time is.
+        Time counts only after the first step, so that every run makes at least one.
         """
         return max(step / self._train.steps, (self._fraction or 0.0) if step else 0.0)
 
