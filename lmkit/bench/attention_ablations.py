@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lmkit.attention.flash_triton import refuse_unsupported
 from lmkit.attention.inputs import prepare_inputs
+from lmkit.errors import UsageError
 from lmkit.kernels.flash import tiles
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward
@@ -37,13 +39,25 @@ from lmkit.kernels.launch import capability
 def no_skip(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Compute attention with every tile of keys, those past the diagonal too."""
     q, k, v, scale = prepare_inputs(q, k, v, scale)
+    refuse_unsupported(q)
     out: Tensor = _NoSkip.apply(q, k, v, causal, scale)
     return out
 
 
 def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Compute attention; head_dim is a power of two. Its backward pass is one kernel."""
+    """Compute attention; its backward pass is one kernel.
+
+    Raises:
+        UsageError: head_dim is not a power of two.
+    """
     q, k, v, scale = prepare_inputs(q, k, v, scale)
+    refuse_unsupported(q)
+    if q.shape[3] & (q.shape[3] - 1):
+        raise UsageError(
+            "attention.unsupported",
+            f"flash_triton:atomic: head_dim {q.shape[3]} is not a power of two",
+            hint="measure it at head_dim 64 or 128",
+        )
     out: Tensor = _Atomic.apply(q, k, v, causal, scale)
     return out
 

@@ -1,4 +1,5 @@
-"""The ablations of the attention bench compute attention: values and gradients, in Triton's interpreter."""
+"""The ablations of the attention bench compute attention, or say why not: values and gradients, in Triton's
+interpreter."""
 
 import os
 
@@ -8,16 +9,36 @@ from attention_oracle import draw_inputs, faults_of
 
 from lmkit.attention import reference
 from lmkit.bench.attention_variants import build_variant
+from lmkit.errors import UsageError
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.interpreter,
-    pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1 (nox -s full)"),
-]
+INTERPRETED = "TRITON_INTERPRET" in os.environ
+
+of_both = pytest.mark.parametrize("name", ["flash_triton:no_skip", "flash_triton:atomic"])
 
 
+@pytest.mark.full
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s full)")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["flash_triton:no_skip", "flash_triton:atomic"])
+@of_both
 def test_ablations_equal_the_oracle(name, causal):
     inputs = draw_inputs(heads=2, kv_heads=1, queries=70, keys=97, head_dim=32, dtype=torch.float16)
     assert faults_of(build_variant(name, "fp16"), reference, *inputs, causal=causal) == []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter computes them on a CPU")
+@of_both
+def test_a_cpu_is_refused(name):
+    q, k, v, _ = draw_inputs()
+    with pytest.raises(UsageError) as caught:
+        build_variant(name, "fp32")(q, k, v, causal=True)
+    assert caught.value.code == "attention.unsupported"
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)")
+def test_atomic_refuses_a_head_dim_that_is_not_a_power_of_two():
+    q, k, v, _ = draw_inputs(head_dim=80)
+    with pytest.raises(UsageError) as caught:
+        build_variant("flash_triton:atomic", "fp32")(q, k, v, causal=True)
+    assert caught.value.code == "attention.unsupported"

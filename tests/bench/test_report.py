@@ -71,6 +71,7 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
             how
             < text.index(f"]({picture})")
             < text.index("### Limits")
+            < text.index("### Ablations")
             < figures
             < text.index("Rows with raw samples")
         )

@@ -19,8 +19,11 @@ TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
 
 
 def fresh(seed: int) -> TransformerLM:
+    """Return a model with tied embeddings and a weight that is not trained."""
     torch.manual_seed(seed)
-    return TransformerLM(TINY)
+    model = TransformerLM(TINY)
+    model.layers[1].ln2.weight.requires_grad_(False)
+    return model
 
 
 def batches() -> torch.Tensor:
