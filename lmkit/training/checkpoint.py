@@ -79,17 +79,6 @@ class Checkpoint:
         """The files with the weights: one, or one of each rank that saved some."""
         return model_files(self.entries)
 
-    def model_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights by name; reads only the headers of their files."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in (self.path / file for file in self.model_files):
-            try:
-                with safetensors.safe_open(path, framework="pt") as file:
-                    shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            except safetensors.SafetensorError as error:
-                raise damaged(path, f"not a safetensors file ({error})") from error
-        return shapes
-
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
         """Return one shard of the optimizer state, or all of it where it is not sharded."""
         return self._tensors(shard_name(shard, self.state.optimizer_shards))

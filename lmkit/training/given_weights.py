@@ -22,7 +22,7 @@ from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig
 from lmkit.storage.json_files import read_object
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
-from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.checkpoint import Checkpoint, newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import filled_model, model_weights, runnable
 from lmkit.training.tensor_files import TensorFile, damaged_file
 
@@ -102,13 +102,20 @@ def open_weights(path: Path) -> GivenWeights:
     if is_hugging_face(path):
         return open_hugging_face(path)
     checkpoint = newest_checkpoint(path)
-    config = checkpoint.state.model
-    places: dict[str, tuple[TensorFile, str]] = {}
     for name in checkpoint.model_files:
-        file = checkpoint.path / name
-        verify_file(file, checkpoint.entries[name])
-        opened = TensorFile(file)
-        places |= {stored_as: (opened, stored_as) for stored_as in opened.tensors}
+        verify_file(checkpoint.path / name, checkpoint.entries[name])
+    return weights_of(checkpoint)
+
+
+def weights_of(checkpoint: Checkpoint) -> GivenWeights:
+    """Return the weights of a checkpoint, whose files are verified.
+
+    Raises:
+        LmkitError: they are those of another model than the checkpoint's.
+    """
+    files = [TensorFile(checkpoint.path / name) for name in checkpoint.model_files]
+    places = {name: (file, name) for file in files for name in file.tensors}
+    config = checkpoint.state.model
     specs = _specs(checkpoint.path / MODEL, config, places)
     tokenizer, data = run_tokenizer(checkpoint.path), checkpoint.state.data
     trained_with = None if data is None else data.tokenizer_sha256
@@ -238,6 +245,6 @@ def _specs(
         raise LmkitError(
             "weights.other_model",
             f"{path}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}",
-            hint=f"{CONFIG} and the weights belong together; copy or download the folder again",
+            hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs

@@ -185,8 +185,23 @@ def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> Transf
     Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so. Where its
     operations do not, it uses others.
     """
-    config = runnable(checkpoint.state.model, device)
-    return _model_with(checkpoint, checkpoint.model_tensors(), config, device).eval()
+    config, path = runnable(checkpoint.state.model, device), checkpoint.path
+    if config.vocab_size is None:
+        raise LmkitError(
+            "checkpoint.other_model",
+            f"{path / STATE}: model.vocab_size is missing",
+            hint="use another checkpoint",
+        )
+    tensors = checkpoint.model_tensors()
+    # Before memory is allocated for a model that the weights cannot fill.
+    wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
+    if wanted != saved:
+        raise LmkitError(
+            "checkpoint.other_model",
+            f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
+            hint="copy the whole checkpoint folder again, or use another one",
+        )
+    return filled_model(config, tensors, device=device, origin=path / MODEL).eval()
 
 
 def runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
@@ -211,39 +226,6 @@ def filled_model(
         hold_weights(model, "bf16")
     load_weights(model, tensors, origin=origin)
     return model
-
-
-def check_weights(checkpoint: Checkpoint) -> None:
-    """Refuse weights that do not fit the checkpoint's model; reads only their names and shapes.
-
-    Raises:
-        UsageError, LmkitError: as `load_weights`, or another number of parameters.
-    """
-    shapes = checkpoint.model_shapes()
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    config = checkpoint.state.model.model_copy(update={"attention": "sdpa"})
-    _model_with(checkpoint, tensors, config, "meta")
-
-
-def _model_with(
-    checkpoint: Checkpoint, tensors: Tensors, config: ModelConfig, device: torch.device | str
-) -> TransformerLM:
-    path = checkpoint.path
-    if config.vocab_size is None:
-        raise LmkitError(
-            "checkpoint.other_model",
-            f"{path / STATE}: model.vocab_size is missing",
-            hint="use another checkpoint",
-        )
-    # Before memory is allocated for a model that the weights cannot fill.
-    wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
-    if wanted != saved:
-        raise LmkitError(
-            "checkpoint.other_model",
-            f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
-            hint="copy the whole checkpoint folder again, or use another one",
-        )
-    return filled_model(config, tensors, device=device, origin=path / MODEL)
 
 
 # Optimizer state

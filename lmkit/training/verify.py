@@ -31,8 +31,8 @@ from lmkit.training.atomic_checkpoint import (
     verify,
 )
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
+from lmkit.training.given_weights import weights_of
 from lmkit.training.metrics import read_metrics
-from lmkit.training.model_state import check_weights
 from lmkit.training.run_data import open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
 
@@ -165,7 +165,7 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
 def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
     entries = verify(path)
     checkpoint = open_checkpoint(path)
-    check_weights(checkpoint)
+    weights_of(checkpoint)
     data = checkpoint.state.data
     if data is not None and tokenizer_sha256 not in (None, data.tokenizer_sha256):
         raise LmkitError(

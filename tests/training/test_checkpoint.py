@@ -250,7 +250,6 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / MANIFEST).read_text())["format"] == 2  # which older versions refuse
     opened = open_checkpoint(tmp_path)
     assert {name: len(tensor) for name, tensor in opened.model_tensors().items()} == {"a": 2, "b": 3, "c": 1}
-    assert opened.model_shapes() == {"a": (2,), "b": (3,), "c": (1,)}
     for missing in range(3):
         write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != model_name(missing, 3)})
         with refused("checkpoint.damaged", tmp_path / MANIFEST, kind=DamagedCheckpoint):
