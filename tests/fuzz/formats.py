@@ -40,6 +40,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# For tiny.py, which run_formats.py imports, also where worker.py runs by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
 Files = dict[str, bytes]
 Mutation = Callable[[Random, bytes], bytes]
 npy_header = functools.partial(damage_header, 8, 2)
