@@ -59,17 +59,18 @@ def findings(rows: Rows) -> list[str]:
     """Return the sentences that the rows support."""
     found = []
     timed = [row for row in rows if row.get("part") == "tiers" and row.get("tflops")]
-    ours = [name for name in ATTENTION.names if name in {row["kernel"] for row in timed} and name != "sdpa"][
-        -1:
-    ]
+    own = {name for name in ATTENTION.names if name != "sdpa"}
     for direction, members in grouped(timed, lambda row: str(row["direction"])).items():
-        if compared := [row for row in members if row["kernel"] in ours and row.get("versus_sdpa")]:
-            ratios = [row["versus_sdpa"] for row in compared]
+        if compared := [row for row in members if row["kernel"] in own and row.get("versus_sdpa")]:
             top = max(compared, key=lambda row: row["tflops"])
+            ratios = [row["versus_sdpa"] for row in compared if row["kernel"] == top["kernel"]]
+            several = len(ratios) > 1
+            times = f"{min(ratios):.2f} to {max(ratios):.2f}" if several else f"{ratios[0]:.2f}"
+            cases = f"{len(ratios)} cases" if several else "one case"
             found.append(
-                f"{direction}: {top['kernel']} is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the best "
-                f"PyTorch backend in {len(ratios)} cases; its highest rate is {top['tflops']:.3g} TFLOP/s, "
-                f"{top['share_of_matmul']:.0%} of the matrix product's in the same run."
+                f"{direction}: {top['kernel']} is {times} times as fast as the best PyTorch backend in {cases}; its "
+                f"highest rate is {top['tflops']:.3g} TFLOP/s, {top['share_of_matmul']:.0%} of the matrix product's "
+                "in the same run."
             )
         best = min(members, key=lambda row: (-row["num_queries"] * row["num_keys"], row["median_ms"]))
         found.append(

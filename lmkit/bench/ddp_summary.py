@@ -103,7 +103,7 @@ def findings(rows: Rows) -> list[str]:
         best = min(full_precision, key=lambda row: row["step_ms"])
         scaling = f", {best['scaling']:.1%} of linear scaling" if best.get("scaling") else ""
         found.append(
-            f"Fastest, no gradient narrower than its weight: {best['variant']}, {best['step_ms']:.2f} ms a "
+            f"Fastest of those without bf16 weights or bf16 gradients: {best['variant']}, {best['step_ms']:.2f} ms a "
             f"step{scaling}."
         )
     for sharded in (False, True):

@@ -13,6 +13,7 @@ from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention as bench
 from lmkit.bench import attention_gate
 from lmkit.bench.attention import Case, Options, Sweep, build_cases
+from lmkit.bench.attention_summary import findings
 from lmkit.bench.attention_variants import default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
@@ -301,3 +302,22 @@ def test_the_acceptance_suite_says_where_it_went(measure, caplog):
     rows = measure(suite="acceptance", tiers=("16",), kernels=("sdpa",)).rows
     assert rows[0]["median_ms"] > 0
     assert "nox -s acceptance" in caplog.text
+
+
+def test_the_finding_is_about_the_fastest_kernel_of_ours():
+    def row(kernel, length, tflops, ratio):
+        return {
+            "part": "tiers", "tier": str(length), "num_queries": length, "num_keys": length, "direction": "forward",
+            "kernel": kernel, "tflops": tflops, "median_ms": 1 / tflops, "versus_sdpa": ratio,
+            "share_of_matmul": 0.5, "status": "ok",
+        }  # fmt: skip
+
+    of_one = [
+        row("flash_triton", 128, 20.0, 2.0),
+        row("flash_cuda_naive", 128, 1.0, 0.1),
+        row("sdpa", 128, 10.0, None),
+    ]
+    said = findings(of_one)[0]
+    assert "flash_triton is 2.00 times as fast as the best PyTorch backend in one case" in said
+    said = findings([*of_one, row("flash_triton", 256, 30.0, 1.5)])[0]
+    assert "flash_triton is 1.50 to 2.00 times as fast as the best PyTorch backend in 2 cases" in said
