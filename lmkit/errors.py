@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -99,6 +99,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def some_of(items: Collection[str], *, most: int = 3, separator: str = ", ") -> str:
+    """Return the first few items: `a, b, c and 4 more`."""
+    shown = separator.join(list(items)[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
 
 
 def _printable(text: str) -> str:

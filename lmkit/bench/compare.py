@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.bench.report import read_rows
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, some_of
 from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median
 from lmkit.measure.tables import Column, Rows, terminal_table
 
@@ -72,7 +72,7 @@ class Compared:
         for row in self.rows:
             if row.get("why"):
                 reasons.setdefault(row["why"], []).append(row["what"])
-        lines = [f"unclear, {why}: {_some(names)}\n" for why, names in reasons.items()]
+        lines = [f"unclear, {why}: {some_of(names)}\n" for why, names in reasons.items()]
         return terminal_table(self.rows, COLUMNS) + "".join(lines) + verdict
 
     @property
@@ -202,10 +202,6 @@ def identity(row: Mapping[str, Any]) -> Key:
 def _is_reference(row: Mapping[str, Any]) -> bool:
     names = [row[key] for key in REFERENCE_KEYS if isinstance(row.get(key), str)]
     return bool(names) and all(REFERENCE.match(name) for name in names)
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def samples_ms(row: Mapping[str, Any]) -> Samples:

@@ -14,7 +14,7 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.storage import write_atomic
 from lmkit.storage.json_files import parse_object
 from lmkit.tokenizer.pretokenize import PATTERNS
@@ -333,8 +333,8 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     special_tokens = tuple(token for token in content if token not in made)
     lost = [token for token in special_tokens if _SPACE in token]
     if lost:  # nobody spells a special token so
-        more = f" and {len(lost) - 1:,} more tokens" if len(lost) > 1 else ""
-        raise damaged(merges_txt, f"no merge makes {lost[0]}{more} of {vocab_json.name}; is it complete?")
+        found = some_of(lost, most=1)
+        raise damaged(merges_txt, f"no merge makes {found} of {vocab_json.name}; is it complete?")
     return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
 

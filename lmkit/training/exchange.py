@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lmkit import __version__
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.model.accounting import count_parameters
@@ -39,8 +38,7 @@ from lmkit.training.atomic_checkpoint import (
 )
 from lmkit.training.checkpoint import load_tokenizer
 from lmkit.training.given_weights import INDEX, ONE_FILE, GivenWeights, open_hugging_face, open_weights
-from lmkit.training.setup import recipe_sha256
-from lmkit.training.state import TrainingState, capture_rng
+from lmkit.training.setup import untrained_state
 
 log = logging.getLogger("lmkit")
 
@@ -317,19 +315,5 @@ def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
 
 def _write_state(path: Path, recipe: Recipe) -> FileEntry:
     """Write the state before the first step; its recipe has no [train], because nothing has been trained."""
-    assert recipe.model is not None
-    untrained = recipe.model_copy(update={"train": None})
-    state = TrainingState(
-        lmkit=__version__,
-        step=0,
-        seconds=0.0,
-        tokens=0,
-        world_size=1,
-        strategy="none",
-        optimizer_shards=1,
-        rng=(capture_rng(torch.device("cpu")),),
-        model=recipe.model,
-        recipe=untrained.model_dump(mode="json", exclude_none=True),
-        recipe_sha256=recipe_sha256(untrained),
-    )
+    state = untrained_state(recipe.model_copy(update={"train": None}), torch.device("cpu"))
     return write_text(path, state.model_dump_json(indent=1) + "\n")

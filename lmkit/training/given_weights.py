@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import CONFIG, read_config, to_pairs, weight_names
 from lmkit.model.transformer import TransformerLM
@@ -160,8 +160,7 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
     if theirs:
         raise UsageError(
             "import.unsupported",
-            f"{folder}: tensors that lmkit's model does not have: {', '.join(sorted(theirs)[:3])}"
-            f"{f' and {len(theirs) - 3} more' if len(theirs) > 3 else ''}",
+            f"{folder}: tensors that lmkit's model does not have: {some_of(sorted(theirs))}",
             hint="lmkit imports Llama, Mistral, Qwen2 and Qwen3 as transformers saves them, without adapters",
         )
     tokenizer = folder / TOKENIZER
@@ -244,7 +243,7 @@ def _specs(
     if wrong:
         raise LmkitError(
             "weights.other_model",
-            f"{path}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}",
+            f"{path}: {some_of(wrong, separator='; ')}",
             hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs

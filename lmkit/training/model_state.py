@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
@@ -153,10 +153,9 @@ def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
         if _shape(tensors.get(name)) != _shape(wanted.get(name))
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise UsageError(
             "checkpoint.other_model",
-            f"{origin}: weights of another model: {'; '.join(wrong[:3])}{more}",
+            f"{origin}: weights of another model: {some_of(wrong, separator='; ')}",
             hint="use the recipe that the checkpoint was made with",
         )
     # By identity, because tied weights have several names and are saved under one.
@@ -344,7 +343,7 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
     held = _held(optimizer, model)
     unknown = sorted(set(whole) - {name for shapes in held.values() for name in shapes})
     if unknown:
-        raise ValueError(f"unknown parameters {', '.join(unknown[:3])}")
+        raise ValueError(f"unknown parameters {some_of(unknown)}")
     for parameter, shapes in held.items():
         if not shapes.keys() & whole.keys():
             continue

@@ -279,20 +279,32 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
     """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
     layout = optimizer_layout(step.optimizer)
+    return untrained_state(recipe, step.ranks.device).model_copy(
+        update={
+            "world_size": step.ranks.world_size,
+            "strategy": recipe.parallel.strategy,
+            "optimizer_shards": 1 if layout is None else layout["world_size"],
+            "optimizer_layout": layout,
+            "data": data.identity,
+        }
+    )
+
+
+def untrained_state(recipe: Recipe, device: torch.device) -> TrainingState:
+    """Return the state of one rank before the first step, without an optimizer and data."""
+    assert recipe.model is not None
     return TrainingState(
         lmkit=__version__,
         step=0,
         seconds=0.0,
         tokens=0,
-        world_size=step.ranks.world_size,
-        strategy=recipe.parallel.strategy,
-        optimizer_shards=1 if layout is None else layout["world_size"],
-        optimizer_layout=layout,
-        rng=(capture_rng(step.ranks.device),),
-        model=resolved_tables(recipe)[0],
+        world_size=1,
+        strategy="none",
+        optimizer_shards=1,
+        rng=(capture_rng(device),),
+        model=recipe.model,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
         recipe_sha256=recipe_sha256(recipe),
-        data=data.identity,
     )
 
 
