@@ -51,7 +51,7 @@ def profile_work(
     marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
 
     Args:
-        ranges: record lmkit's ranges; code of theirs that was compiled without them is compiled again.
+        ranges: record lmkit's ranges; code that torch compiled without them is compiled again.
 
     Returns:
         The recording, and its chrome trace (JSON, for Perfetto).
@@ -162,14 +162,14 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
 def _ns(us: float) -> int:
     ns = round(us * 1000)
     if abs(ns) >= _MOST_NS:
-        raise ValueError(f"{us} us is no time")
+        raise ValueError(f"{us} us is not a time")
     return ns
 
 
 def _key(value: int) -> int:
     """Check a process, thread, device or correlation. They are numbers, but some threads have names."""
     if not isinstance(value, int | str):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value
 
 

@@ -84,12 +84,10 @@ def png(figure: Figure) -> bytes:
     """Return the picture's file, the same bytes for the same figure."""
     out = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing from", UserWarning
-        )  # a name in another script: boxes
-        figure.savefig(
-            out, format="png", metadata={"Software": None}
-        )  # no version string: same rows, same bytes
+        # A name in another script: boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        # No version string: same rows, same bytes.
+        figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
 
 

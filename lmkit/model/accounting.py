@@ -214,9 +214,8 @@ def recomputed_work(
     tokens, layers = rows * config.context_length, config.num_layers
     step = step_work(config, rows, element_bytes=element_bytes)
     project = 2 * tokens * d * (d + 2 * d_kv)
-    expand = (
-        2 * tokens * d * (d + config.mlp_inputs * config.d_ff)
-    )  # after attention; the last product of a block is never repeated
+    # After attention; the last product of a block is never repeated.
+    expand = 2 * tokens * d * (d + config.mlp_inputs * config.d_ff)
     products = {"input": project + expand, "attention": project + expand, "qkv": expand}
     sums = dict.fromkeys(step, 0)
     for keep in keeps:

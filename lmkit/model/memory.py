@@ -82,9 +82,8 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     attention = form.product * d + FLOAT * config.num_heads
     if ATTENTION.facts(config.attention).keeps_scores:
         attention += form.product * config.num_heads * config.context_length
-        attention += (
-            0 if fused else form.product * (d + 2 * d_kv)
-        )  # the rotated ones, which are not contiguous
+        # The rotated ones, which are not contiguous.
+        attention += 0 if fused else form.product * (d + 2 * d_kv)
     heads_normed = 0
     if (
         config.qk_norm
@@ -249,9 +248,8 @@ def step_memory(
     table = config.vocab_size * d
     block = (counts.multiplying - table - d) // layers  # weights
     value_table = config.vocab_size * config.kv_heads * config.head_dim if config.value_embeddings else 0
-    casts = (
-        product * layers * (block - 2 * d) if form.product < form.stream else 0
-    )  # kept from forward to backward
+    # Kept from forward to backward.
+    casts = product * layers * (block - 2 * d) if form.product < form.stream else 0
 
     model = training_memory(config, held)
 

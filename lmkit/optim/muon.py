@@ -40,9 +40,8 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
     rows, columns = matrices.shape[-2:]
     x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
     x = x.mT.contiguous() if rows > columns else x  # the products are those of the shorter side
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(
-        torch.finfo(x.dtype).tiny
-    )  # a matrix of zeros stays zero
+    # A matrix of zeros stays zero.
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(iterations):
         gram = x @ x.mT  # (batch, short, short)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -36,8 +36,8 @@ class ModelConfig(Table):
     preset: Literal["tiny", "small", "medium", "large", "xl", "2.7b"] | None = None
     """Sets d_model, d_ff, num_layers and num_heads unless the recipe gives them."""
     depth: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """One dial: so many layers; width, heads, batch, learning rate and steps follow unless the recipe gives
-    them."""
+    """One dial, the number of layers: width, heads, batch, learning rate and steps follow from it unless the recipe
+    gives them."""
     vocab_size: PositiveInt | None = None
     """Default: the vocabulary size of the token file."""
     context_length: PositiveInt = 256
@@ -82,7 +82,7 @@ class ModelConfig(Table):
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
     """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
     document_token: Annotated[int, Field(ge=0)] | None = None
-    """A token sees nothing before the last of these; generation reads whole prompts all the same.
+    """A token sees nothing before the last document token; generation reads whole prompts nevertheless.
     `data.sampling = "packed"` sets it to the end-of-text token, which ends every document."""
     zero_init: bool = False
     """Start the matrices that write to the residual stream from zeros: each block begins as the identity."""

@@ -199,7 +199,7 @@ class TrainConfig(Table):
     """Micro-batches per optimizer step."""
     precision: Literal["fp32", "bf16", "fp8", "bf16-autocast", "fp16", "auto"] = "fp32"
     """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer; `fp8` does
-    the same, and multiplies in fp8 in layers of 1024 or wider, but for the gradients of weights (GPUs from sm_90 on);
+    the same, and multiplies in fp8 in layers of 1024 or wider, except for gradients of weights (GPUs from sm_90 on);
     `bf16-autocast` and `fp16` cast fp32 weights in every pass; `auto` is `bf16` where the GPU or CPU has instructions
     for it, else `fp32`."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
@@ -261,7 +261,7 @@ class CheckpointConfig(Table):
     interval: int = 0
     """> 0: save every N steps. The last step is always saved."""
     minutes: NonNegativeFloat = 5.0
-    """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: never for that."""
+    """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: no such saves."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_best: Count = 0

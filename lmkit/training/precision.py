@@ -75,8 +75,8 @@ def hold_weights(model: nn.Module, precision: str) -> dict[Tensor, Tensor]:
 class GradientSums:
     """Add up the gradients of micro-batches in float32.
 
-    The strategies reduce gradients in the dtype of their parameters. So only the last micro-batch adds to a narrow
-    gradient, the rounded sum of those before it, however many they are.
+    Strategies reduce gradients in the dtype of their parameters. So the sum is rounded to that dtype before the last
+    micro-batch is added to it; all other additions are in float32.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -130,7 +130,7 @@ class LossScale:
             bad: whether the loss or gradient is not finite; a bool scalar on the device.
 
         Returns:
-            Whether that is real, because the factor is at its minimum; a bool scalar on the device.
+            Whether the step is bad although the factor is at its minimum; a bool scalar on the device.
         """
         can_shrink = self.scale > SMALLEST_SCALE
         good_steps = (self._good_steps + 1) * ~bad

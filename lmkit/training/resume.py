@@ -23,7 +23,7 @@ from lmkit.training.step import Step
 from lmkit.training.trainer import Moment
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
-"""Other differences that are not reported."""
+"""Tables and keys whose differences are not reported."""
 
 
 def choose_start(recipe: Recipe) -> Choice:

@@ -141,7 +141,7 @@ def _made(folder: Path) -> dict[Path, str]:
         ]
         return {folder / name: str(digest) for files in made for name, digest in files.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # made without `lmkit run`, or damaged, of which that speaks
+        return {}  # made without `lmkit run`; or damaged, and then `lmkit run` says so
 
 
 def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -> Check:
@@ -149,9 +149,8 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
     if not path.exists():
         return Check(str(path), ok=False, found="missing")
     if not (path.is_file() or path.is_dir()):
-        return Check(
-            str(path), ok=False, found="not a regular file"
-        )  # reading a pipe would wait for a writer
+        # Reading a pipe would wait for a writer.
+        return Check(str(path), ok=False, found="not a regular file")
     try:
         if sha256 is not None and sha256_file(path) != sha256:
             return Check(str(path), ok=False, found="changed or damaged since `lmkit run` made it")

@@ -35,9 +35,8 @@ def test_every_backend_runs_on_every_number_of_ranks_and_a_lack_of_gpus_is_a_row
         started.append((recipe.parallel.backend, recipe.run.device, nproc))
         return rows_of("gloo", nproc, 10, 1e-3), {"world_size": nproc, "cpu": {}}
 
-    assert (
-        in_worlds(load_recipe("bench_ddp_cpu"), 3, start)[1]["world_size"] == 3
-    )  # no list: one world, as it is
+    # No list: one world, as it is.
+    assert in_worlds(load_recipe("bench_ddp_cpu"), 3, start)[1]["world_size"] == 3
     lists = {"bench.all_reduce.ranks": [2, 63], "bench.all_reduce.backends": ["gloo", "nccl"]}
     recipe = load_recipe("bench_ddp_cpu", flags=lists)
     rows, environment = in_worlds(recipe, 1, start)
@@ -64,9 +63,8 @@ def test_the_line_has_the_latency_and_the_bandwidth_of_each_kind():
 
 def test_a_line_counts_relative_errors_and_has_no_negative_latency():
     points = [(size, 10 + 1e-3 * size) for size in (1e3, 1e4, 1e5)]
-    latency, per_byte = fitted_line(
-        [*points, (1e6, 1.3 * 1010)]
-    )  # one time is off, and longer than all others
+    # One time is off, and longer than all others.
+    latency, per_byte = fitted_line([*points, (1e6, 1.3 * 1010)])
     assert latency == pytest.approx(10, rel=0.05)  # by absolute errors it would be -0.9
     assert per_byte == pytest.approx(1e-3, rel=0.2)
     # The line would meet the axis at -0.5. Through the origin: x = size / time is 2000 and 1000, sum x / sum x^2.

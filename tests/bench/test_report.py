@@ -158,9 +158,8 @@ def test_the_committed_rows_have_all_four_write_ups(tmp_path, capsys):
 @pytest.mark.parametrize("kind", sorted({str(kind_of(rows[0])) for rows in FILES.values()} - {"None"}))
 def test_rows_without_a_key_or_of_another_type_are_one_error(kind, tmp_path, monkeypatch):
     """Whatever is missing: a write-up, or one line with the file and a code."""
-    monkeypatch.setattr(
-        "lmkit.bench.report.PICTURES", dict.fromkeys(PICTURES, bytes)
-    )  # drawing takes longest
+    # Drawing takes longest.
+    monkeypatch.setattr("lmkit.bench.report.PICTURES", dict.fromkeys(PICTURES, bytes))
     (name, rows) = next((name, rows) for name, rows in FILES.items() if kind_of(rows[0]) == kind)
     for key in rows[0]:
         for change in ({}, {key: None}, {key: "x"}, {key: [1]}):

@@ -23,9 +23,8 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_and_does_not_overflow() -> Non
     assert cross_entropy(logits, targets).item() == pytest.approx(expected)
     # 1e4 is exact in float32, its sum with ln 3 is rounded to 2^-10
     assert cross_entropy(logits + 1e4, targets).item() == pytest.approx(expected, abs=1e-3)
-    assert cross_entropy(logits[None], targets[None]).item() == pytest.approx(
-        expected
-    )  # (batch, seq, vocabulary)
+    # (batch, seq, vocabulary)
+    assert cross_entropy(logits[None], targets[None]).item() == pytest.approx(expected)
 
 
 def test_clipping_scales_all_gradients_by_one_factor_and_only_if_they_are_too_long() -> None:

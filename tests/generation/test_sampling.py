@@ -35,9 +35,8 @@ def check_shares(options, kept):
     assert counts[p == 0].sum() == 0
     there = p > 0
     statistic = ((counts - DRAWS * p) ** 2 / (DRAWS * p))[there].sum()
-    assert (
-        statistic < 25
-    )  # of at most 4 degrees of freedom: exceeded by chance once in 20,000; streams are fixed
+    # Of at most 4 degrees of freedom: exceeded by chance once in 20,000; streams are fixed.
+    assert statistic < 25
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

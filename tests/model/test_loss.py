@@ -58,9 +58,8 @@ def test_targets_below_zero_do_not_count(form: str) -> None:
     logits = (hidden @ weight.T).flatten(0, 1)
     theirs = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
     for mine in (ours, cross_entropy(logits, targets.flatten())):
-        torch.testing.assert_close(
-            mine, theirs, rtol=1e-13, atol=0
-        )  # float64: the order of sums alone differs
+        # float64: the order of sums alone differs.
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=0)
     pair = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs))
     for one, other in zip(*pair, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

@@ -117,9 +117,8 @@ def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -
 def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
-    os.replace(
-        tmp_path / step_name(1), tmp_path / (step_name(1) + ".lmkit-partial")
-    )  # pruning began with this
+    # Pruning began with this.
+    os.replace(tmp_path / step_name(1), tmp_path / (step_name(1) + ".lmkit-partial"))
     assert newest_valid(tmp_path).path == tmp_path / step_name(3)
     assert [path.name for path in clean_leftovers(tmp_path)] == [step_name(1) + ".lmkit-partial"]
     assert steps_in(tmp_path) == [2, 3]
