@@ -129,7 +129,7 @@ class SelfAttention(nn.Module):
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
-        first = given.first[self.window is not None]
+        first = given.first[int(self.window is not None)]
         hides = {} if first is None else {"first": first}  # kernels without the fact `windows` do not know it
         with range_("attention"):
             if len(heads) == 1:
