@@ -57,3 +57,17 @@ def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith(("http://", "https://", "#")):
             assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_architecture_names_files_and_functions_that_exist() -> None:
+    text = (ROOT / "lmkit/README.md").read_text("utf-8")
+    for file in re.findall(r"`([\w/]+\.(?:py|md))`", text):
+        assert (ROOT / "lmkit" / file).exists(), file
+    named = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", text)  # such as: `training/step.py` `Step`
+    assert len(named) > 15
+    for file, names in named:
+        source = (ROOT / "lmkit" / file).read_text("utf-8")
+        assert all(re.search(rf"\b(?:def|class) {name}\b", source) for name in names.split(".")), (
+            file,
+            names,
+        )
