@@ -35,17 +35,13 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
         why = f"{kept.parent}: {reason(error)}" if isinstance(error, OSError) else str(error)
         _log.warning("%s: %s is compiled again for each process", why, what)
         with tempfile.TemporaryDirectory() as private:
-            return _built(build, Path(private) / name)
+            build(Path(private) / name)
+            return ctypes.CDLL(str(Path(private) / name))
     with folder, _one_at_a_time(kept.with_suffix(".lock")):
         if not kept.exists():
             build(Path(folder.name) / name)
             (Path(folder.name) / name).replace(kept)
     return ctypes.CDLL(str(kept))
-
-
-def _built(build: Callable[[Path], None], path: Path) -> ctypes.CDLL:
-    build(path)
-    return ctypes.CDLL(str(path))
 
 
 @contextmanager

@@ -163,10 +163,6 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def save_json(tokenizer: Tokenizer, path: Path) -> None:
-    write_atomic(path, to_json(tokenizer))
-
-
 def load_json(path: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`."""
     content = _parse(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.recipe.vocabulary import END_OF_TEXT, END_OF_TEXT_OF_LLAMA, NUM_BYTES
+from lmkit.storage import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
@@ -229,7 +230,7 @@ class Tokenizer:
         Exception: characters that are letters in one version of Unicode and unassigned in another. `regex` and
         `tokenizers` each bring their own version.
         """
-        files.save_json(self, Path(path))
+        write_atomic(path, files.to_json(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

@@ -21,7 +21,6 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
-from lmkit.recipe.schema import Recipe
 from lmkit.storage import atomic_folder
 from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
@@ -29,7 +28,6 @@ from lmkit.tokenizer.chat import TEMPLATES, ChatTemplate, beside, from_jinja
 from lmkit.training.atomic_checkpoint import (
     MODEL,
     STATE,
-    FileEntry,
     shard_name,
     step_name,
     write_manifest,
@@ -247,13 +245,15 @@ def import_model(
         "train": {"precision": "bf16" if dtypes == {torch.bfloat16} else "fp32"},
     }
     recipe = validate(tables, origin=str(output), resolved=True)
+    # Nothing has been trained, so that the state's recipe has no [train].
+    state = untrained_state(recipe.model_copy(update={"train": None}), torch.device("cpu"))
     with atomic_folder(output) as partial:
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         entries = {
             MODEL: write_tensors(step / MODEL, weights.specs, read=weights.read),
             shard_name(0, 1): write_tensors(step / shard_name(0, 1), {}),
-            STATE: _write_state(step / STATE, recipe),
+            STATE: write_text(step / STATE, state.model_dump_json(indent=1) + "\n"),
         }
         write_manifest(step, entries)
         write_text(partial / RECIPE, recipe_to_toml(recipe))
@@ -311,9 +311,3 @@ def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
             folder,
         )
     return template
-
-
-def _write_state(path: Path, recipe: Recipe) -> FileEntry:
-    """Write the state before the first step; its recipe has no [train], because nothing has been trained."""
-    state = untrained_state(recipe.model_copy(update={"train": None}), torch.device("cpu"))
-    return write_text(path, state.model_dump_json(indent=1) + "\n")
