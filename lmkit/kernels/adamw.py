@@ -5,7 +5,7 @@ scalars that `lmkit.optim.adamw.Scalars` explains:
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
 
-CAUTIOUS: w is kept whole where m and w have different signs.
+CAUTIOUS: w does not decay (kept is 1) where m and w have different signs.
 
 `lmkit.optim.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
 compare the two, and both with float64. A table on the device says where the tensors are.
@@ -194,7 +194,7 @@ class AdamWLaunch:
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
             decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
-            cautious: keep weights whole whose sign the mean gradient's is not.
+            cautious: do not decay weights whose sign differs from that of the mean gradient.
 
         Raises:
             ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
@@ -273,7 +273,7 @@ class AdamWLaunch:
 
 
 def _check(arrays: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse what the kernel could not survive, or would read as something else."""
+    """Refuse tensors that the kernel would read past their end, or as another type."""
     for param, *others in zip(*arrays, strict=True):
         for other in others:
             if other.numel() != param.numel() or other.device != param.device:

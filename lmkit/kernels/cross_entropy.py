@@ -1,4 +1,4 @@
-"""The head's matrix product and the cross-entropy behind it, without ever holding all logits.
+"""The head's matrix product and the cross-entropy after it, without ever holding all logits.
 
 For a chunk of tokens at a time: logits z = h W^T; then one kernel that computes the losses and writes their gradient
 in the place of the logits; then both products with that gradient.
@@ -78,8 +78,9 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, which so begins
-    where the row is still in the cache. Between vocab_size and stride a row is padding, which may be overwritten."""
+    """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, so that the
+    second pass begins where the row is still in the cache. A row is padding from vocab_size to stride: that may be
+    overwritten."""
     row = tl.program_id(0)
     logits = logits_pointer + row.to(tl.int64) * stride
     target = tl.load(targets_pointer + row)
