@@ -27,10 +27,9 @@ from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import at_end_of_pass, on_gradient
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
-from lmkit.parallel.fsdp_links import Links, link
+from lmkit.parallel.fsdp_links import Links, link, reads_peers
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
 from lmkit.parallel.fsdp_shards import FlatParameters, draw, leave_meta
-from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.protocol import (
     MakeOptimizer,
     Strategy,
@@ -140,8 +139,9 @@ class Fsdp(Strategy):
 
     def _link(self, model: nn.Module) -> Links:
         one_copy = self._within.world_size == self.ranks.world_size
-        one_device = {parameter.device for parameter in model.parameters()} == {self.ranks.device}
-        reads = self.config.gather == "auto" and one_copy and can_share_memory(self.ranks) and one_device
+        reads = (
+            self.config.gather == "auto" and one_copy and reads_peers(model, self.ranks, self.config.weights)
+        )
         self.gather = "reads peers" if reads else "collective"
         links = link(self.ranks, self._within, self.traffic, reads_peers=reads)
         self._of_copy = links.group

@@ -8,10 +8,14 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
-from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.model.memory import PEER_LAYER_BYTES
+from lmkit.parallel.collectives import Averager, Traffic, reduce_dtype_for
 from lmkit.parallel.fsdp_gather import PeerShardGather, ShardGather
+from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.zero1 import forward_units
 
 
 class Links(NamedTuple):
@@ -25,6 +29,18 @@ class Links(NamedTuple):
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that share a copy of the model; None: all."""
         return None if self.reductions is None else self.reductions.group
+
+
+def reads_peers(model: nn.Module, ranks: Ranks, weights: str) -> bool:
+    """Return whether copies from the memory of other GPUs are possible, and faster than the backend. Collective.
+
+    Args:
+        weights: of the table [parallel].
+    """
+    size = sum(p.numel() * reduce_dtype_for(p.dtype, weights).itemsize for p in model.parameters())
+    small = size <= PEER_LAYER_BYTES * len(list(forward_units(model)))
+    one_device = {parameter.device for parameter in model.parameters()} == {ranks.device}
+    return small and can_share_memory(ranks) and one_device
 
 
 def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:

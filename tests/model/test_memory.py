@@ -155,6 +155,11 @@ def test_shards_and_gathered_units() -> None:
         step_memory(config, form, replace(sharded, is_shared=True), tokens=128).gathered
         == parts.gathered + 2 * MIB
     )
+    large = config.model_copy(update={"d_model": 8192, "d_ff": 32_768})  # gathered by the backend: no slots
+    assert (
+        step_memory(large, form, replace(sharded, is_shared=True), tokens=128).gathered
+        == step_memory(large, form, sharded, tokens=128).gathered
+    )
     zero1 = step_memory(config, form, Held(2, 2, 4, of_state=1 / 4, is_shared=True), tokens=128)
     assert (
         zero1.peak

@@ -33,7 +33,7 @@ from rank_model import (
 )
 from torch import nn
 
-from lmkit.parallel import fsdp, fsdp_gather, zero1
+from lmkit.parallel import fsdp_gather, fsdp_links, zero1
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.protocol import build_strategy
@@ -405,8 +405,8 @@ def by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for strategy, gather in ((zero1, zero1), (fsdp, fsdp_gather)):
-            patch.setattr(strategy, "can_share_memory", lambda ranks: is_cpu)
+        for chooser, gather in ((zero1, zero1), (fsdp_links, fsdp_gather)):
+            patch.setattr(chooser, "can_share_memory", lambda ranks: is_cpu)
             patch.setattr(gather, "PeerMemory", make)
         patch.setattr(fsdp_gather, "SLOT_BYTES", 1024)  # a shard takes several
         check(ranks)

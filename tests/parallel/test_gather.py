@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from lmkit.parallel import gather
+from lmkit.parallel import fsdp_links, gather
+from lmkit.parallel.fsdp_links import reads_peers
 from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.ranks import Ranks
 
@@ -41,6 +43,15 @@ def test_gpus_of_one_host_that_reach_one_another_share(
 
 def test_cpus_do_not():
     assert not can_share_memory(Ranks(world_size=2))
+
+
+def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatch):
+    monkeypatch.setattr(fsdp_links, "can_share_memory", lambda ranks: True)
+    model, ranks = nn.Sequential(nn.Linear(63, 64), nn.Linear(63, 32)), Ranks(world_size=2)
+    assert reads_peers(model, ranks, "fp32")
+    monkeypatch.setattr(fsdp_links, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
+    assert not reads_peers(model, ranks, "fp32")
+    assert reads_peers(model, ranks, "bf16")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
