@@ -11,7 +11,7 @@ import typer
 
 from lmkit.cli.console import Result, write
 from lmkit.cli.generate import loaded_model
-from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
+from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
@@ -26,9 +26,9 @@ RESET = "/reset"
 @app.add("lmkit chat artifacts/runs/quickstart")
 def chat(
     run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
-    max_new_tokens: Annotated[int | None, option("Largest number of tokens per answer.")] = None,
-    temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
-    seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
+    max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
+    temperature: Annotated[float | None, key_option("generate.temperature")] = None,
+    seed: Annotated[int | None, key_option("generate.seed")] = None,
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lmkit.cli.console import progress_on_stderr, show, write
-from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
+from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
 from lmkit.errors import UsageError, reason
 
 if TYPE_CHECKING:
@@ -43,35 +43,18 @@ def generate(
         Path | None, option("Text file with one prompt a line; blank lines are skipped.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Texts per prompt.")] = 1,
-    max_new_tokens: Annotated[int | None, option("Largest number of tokens per text.")] = None,
-    temperature: Annotated[float | None, option("Sampling temperature; 0 is greedy.")] = None,
-    top_k: Annotated[int | None, option("Sample from the k most likely tokens; 0 keeps all.")] = None,
-    top_p: Annotated[
-        float | None,
-        option("Sample from the smallest set of tokens whose probability reaches p; 1 keeps all."),
-    ] = None,
-    min_p: Annotated[
-        float | None, option("Drop tokens less likely than this times the likeliest; 0: none.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, option("Above 1: make tokens that the text holds already less likely.")
-    ] = None,
-    logprobs: Annotated[
-        bool | None, option("Put the log-probability of each token into JSON, or leave it out.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, option("Texts written at once; on a GPU 1 is fastest for one text, 256 for thousands.")
-    ] = None,
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16"] | None,
-        option("Dtype of weights and KV cache; `auto`: bf16 on GPUs, fp32 on CPUs."),
-    ] = None,
-    seed: Annotated[int | None, option("Seed of the random numbers.")] = None,
-    stop_at_end: Annotated[bool | None, option("Stop at <|endoftext|>, or continue.")] = None,
-    allow_special: Annotated[
-        bool | None,
-        option("Read <|endoftext|> and other special tokens in a prompt as tokens, or as text."),
-    ] = None,
+    max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
+    temperature: Annotated[float | None, key_option("generate.temperature")] = None,
+    top_k: Annotated[int | None, key_option("generate.top_k")] = None,
+    top_p: Annotated[float | None, key_option("generate.top_p")] = None,
+    min_p: Annotated[float | None, key_option("generate.min_p")] = None,
+    repetition_penalty: Annotated[float | None, key_option("generate.repetition_penalty")] = None,
+    logprobs: Annotated[bool | None, key_option("generate.logprobs")] = None,
+    batch_size: Annotated[int | None, key_option("generate.batch_size")] = None,
+    precision: Annotated[Literal["auto", "fp32", "bf16"] | None, key_option("generate.precision")] = None,
+    seed: Annotated[int | None, key_option("generate.seed")] = None,
+    stop_at_end: Annotated[bool | None, key_option("generate.stop_at_end")] = None,
+    allow_special: Annotated[bool | None, key_option("generate.allow_special")] = None,
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from lmkit.errors import UsageError
+from lmkit.recipe import docstrings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,6 +20,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def option(text: str, *names: str, **settings: Any) -> Any:
     """Return a Typer option whose help does not show the default."""
     return typer.Option(*names, help=text, show_default=False, **settings)
+
+
+def key_option(key: str, *names: str) -> Any:
+    """Return the option that sets a key of the recipe, such as `generate.seed`; its help is the key's docstring."""
+    table, _, name = key.partition(".")
+    return option(f"{docstrings.of_table(table)[name].rstrip('.')} ({key}).", *names)
 
 
 def _turn_on_log(context: typer.Context, debug: bool) -> None:

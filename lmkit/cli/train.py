@@ -12,6 +12,7 @@ from lmkit.cli.options import (
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
+    key_option,
     option,
 )
 
@@ -22,14 +23,12 @@ app = Commands()
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    steps: Annotated[int | None, option("Total optimizer steps (train.steps).")] = None,
-    lr: Annotated[float | None, option("Peak learning rate (optimizer.lr).")] = None,
-    batch_size: Annotated[
-        int | None, option("Sequences per optimizer step over all ranks (train.batch_size).")
-    ] = None,
-    device: Annotated[str | None, option("auto, cpu or cuda (run.device).")] = None,
-    name: Annotated[str | None, option("Name of the run and its folder (run.name).")] = None,
-    resume: Annotated[str | None, option("auto, never, or a checkpoint folder (checkpoint.resume).")] = None,
+    steps: Annotated[int | None, key_option("train.steps")] = None,
+    lr: Annotated[float | None, key_option("optimizer.lr")] = None,
+    batch_size: Annotated[int | None, key_option("train.batch_size")] = None,
+    device: Annotated[str | None, key_option("run.device")] = None,
+    name: Annotated[str | None, key_option("run.name")] = None,
+    resume: Annotated[str | None, key_option("checkpoint.resume")] = None,
     stop_at_step: Annotated[
         int | None, option("Stop after this step; the learning-rate schedule does not change.", min=1)
     ] = None,

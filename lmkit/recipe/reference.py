@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from lmkit.recipe import docstrings
 from lmkit.recipe.schema import Recipe, table_type
 from lmkit.recipe.tables import Table
 from lmkit.recipe.values import RegisteredName
@@ -51,14 +52,7 @@ def meanings(table: type[Table]) -> dict[str, str]:
             continue
         definition = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(definition, ast.ClassDef)
-        for field, text in zip(definition.body, definition.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                found[field.target.id] = inspect.cleandoc(str(text.value.value)).replace("\n", " ")
+        found |= docstrings.of_class(definition)
     return found
 
 
