@@ -103,6 +103,7 @@ def _fields(made: Plan) -> dict[str, Any]:
         "parameters": made.parameters,
         "peak_bytes": memory.peak,
         "peaks_at": memory.peaks_at,
+        "most_bytes": memory.most,
         "bytes": {
             "weights": memory.weights,
             "optimizer": memory.optimizer,
@@ -151,6 +152,7 @@ def _text(made: Plan) -> str:
         "",
         table,
         f"peak: {memory.peak / GB:.2f} GB, in {memory.peaks_at}; not all of the above exists at that moment",
+        f"PyTorch's allocator rounds up to segments of 2 and 20 MiB: at most {memory.most / GB:.2f} GB",
         f"{'fits' if made.fits else 'DOES NOT FIT'}: {made.usable / GB:.1f} GB are usable of the GPU's "
         f"{made.card.memory / GB:.1f} GB",
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
@@ -187,6 +189,8 @@ def _speed(made: Plan) -> list[str]:
     lines.append(
         "by what fused kernels reach on an H200" + (", without communication" if made.ranks > 1 else "")
     )
+    if made.seconds == made.host_seconds:
+        lines.append("the host sets the pace, as fast as one of an H200: no CUDA graph launches the kernels")
     if made.documents:
         lines.append("attention counts as if documents saw one another, and takes less")
     return lines

@@ -258,6 +258,9 @@ _REACHED_BY_ATTENTION = {
 _KERNEL_S = 3.2e-6
 """Seconds that a kernel takes at least, as a graph launches it."""
 _KERNELS_OF_A_BLOCK = 34
+_HOST_S_OF_A_BLOCK = {"whole": 2.2e-3, "gathered": 4.0e-3}
+"""Seconds in which the host of an H200 launches a block's passes and update without a graph; with sharded weights it
+starts gathers and reductions, too."""
 
 
 def reached(config: ModelConfig, name: str) -> float:
@@ -292,3 +295,13 @@ def step_seconds(
         for name, part in work.items()
     )
     return busy + _KERNEL_S * _KERNELS_OF_A_BLOCK * (config.num_layers + 1)
+
+
+def host_seconds(config: ModelConfig, *, micro_batches: int, gathers: bool) -> float:
+    """Predict the seconds in which the host launches a step kernel by kernel: a step takes at least as long.
+
+    Args:
+        gathers: whether weights are sharded.
+    """
+    of_block = _HOST_S_OF_A_BLOCK["gathered" if gathers else "whole"]
+    return of_block * micro_batches * (config.num_layers + 1)

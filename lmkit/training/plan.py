@@ -12,6 +12,7 @@ from lmkit.model.accounting import (
     Work,
     count_parameters,
     flops_per_token,
+    host_seconds,
     recomputed_work,
     seconds_at_limits,
     step_seconds,
@@ -45,6 +46,7 @@ class Plan:
         kv_cache: bytes for [generate], beside the weights, which then take `generating`.
         work: class of kernels -> what a step does on one rank.
         seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype.
+        host_seconds: in which the host launches the step, if no CUDA graph does; `seconds` is at least that.
         least_seconds: at the data sheet's FLOP/s and bytes/s.
         documents: whether documents do not see one another; attention is counted as if they did.
     """
@@ -66,6 +68,7 @@ class Plan:
     work: Mapping[str, Work]
     seconds: float | None
     least_seconds: float | None
+    host_seconds: float = 0.0
     documents: bool = False
 
     @property
@@ -129,6 +132,9 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     peak = known_peak(card.name, _peak_of(train.precision))
     limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
     known = all(limits.values())
+    host = 0.0
+    if train.cuda_graph == "off" or (ranks > 1 and train.cuda_graph != "on"):
+        host = host_seconds(config, micro_batches=train.accumulation, gathers=held.gathered_units > 0)
     parameters = count_parameters(config).total
     return Plan(
         card=card,
@@ -146,10 +152,11 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         kv_cache=_kv_cache(config, recipe),
         generating=parameters * (4 if recipe.generate.precision == "fp32" else 2),
         work=work,
-        seconds=step_seconds(config, work, **limits) if known else None,
+        seconds=max(host, step_seconds(config, work, **limits)) if known else None,
         least_seconds=sum(seconds_at_limits(name, part, **limits) for name, part in work.items())
         if known
         else None,
+        host_seconds=host,
         documents=recipe.data.sampling == "packed" or config.document_token is not None,
     )
 

@@ -112,6 +112,37 @@ def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
     assert made.memory.peak / 1e9 == pytest.approx(gb, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "megabytes"),
+    [
+        ("text_files", [], 46.3),
+        ("quickstart", [], 88.1),
+        ("quickstart", NARROW, 81.9),
+        ("quickstart", ["model.num_layers=8"], 157.4),
+        ("chat", [], 268.6),
+        ("chat", NARROW, 151.2),
+        ("speedrun", [], 1625.5),
+        ("speedrun", NARROW, 964.8),
+    ],
+)
+def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], megabytes: float) -> None:
+    """Against the least that the allocator needed on an H200."""
+    memory = plan(load_recipe(name, keys), H200).memory
+    assert memory.peak < megabytes * 1e6 < memory.most
+
+
+def test_without_a_graph_a_small_step_takes_as_long_as_its_host() -> None:
+    fsdp = ["parallel.strategy=fsdp"]
+    alone, two = plan(load_recipe("quickstart"), H200), plan(load_recipe("quickstart", fsdp), H200, ranks=2)
+    captured = plan(load_recipe("quickstart", [*fsdp, "train.cuda_graph=on"]), H200, ranks=2)
+    assert alone.host_seconds == captured.host_seconds == 0
+    assert alone.seconds is not None
+    assert two.seconds == two.host_seconds > alone.seconds
+    large = plan(load_recipe("llama_1b", fsdp), H200, ranks=2)
+    assert large.seconds is not None
+    assert large.seconds > large.host_seconds > 0
+
+
 def test_the_largest_batch_and_context_fit_and_the_next_do_not() -> None:
     shape, batch_size, *_ = MEASURED["1.3B"]
     made = plan(recipe(shape, batch_size), CARDS["A100"])
