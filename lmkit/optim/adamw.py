@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,6 +90,10 @@ class AdamW(torch.optim.Optimizer):
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
     in float32. Everything else is updated by operations over many tensors (`_update_by_operations`, to read).
     """
+
+    # What PyTorch puts around these imports torch._dynamo, of which training has no use without torch.compile.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
     def __init__(
         self,
@@ -231,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and `gradient_factor` and `decision` with them."""
         self.gradient_factor = self.decision = None
-        super().zero_grad(set_to_none)
+        inspect.unwrap(torch.optim.Optimizer.zero_grad)(self, set_to_none)
 
     def _updates(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
         """Group the parameters with a gradient by their kind; make state for new ones."""

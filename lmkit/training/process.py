@@ -67,7 +67,8 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        if config.deterministic:  # the call imports torch._inductor
+            torch.use_deterministic_algorithms(deterministic)
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 

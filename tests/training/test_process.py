@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,3 +107,13 @@ def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.Monk
     for ranks, decide in ((first, refuse), (second, never)):
         with refused("resume.refused", "no", kind=UsageError):
             decided_by_first(ranks, decide)
+
+
+@pytest.mark.full  # a process of its own, which imports torch
+def test_training_does_not_import_the_compiler(settings: Callable[..., list[str]]) -> None:
+    imports = (
+        "import sys; from lmkit.recipe.load import load_recipe; from lmkit.training.session import train"
+    )
+    program = f"{imports}; train(load_recipe(None, {settings()!r})); print('torch._dynamo' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.stdout == "False\n", ended.stderr
