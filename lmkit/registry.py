@@ -179,7 +179,7 @@ def load_plugin(path: Path) -> None:
     """Import a Python file of the user's; what it registers is known from then on.
 
     Raises:
-        UsageError: no such file, or it raises an error.
+        UsageError: no such file, not a Python file, or it raises an error.
     """
     path = path.resolve()
     if path in PLUGINS:
@@ -188,8 +188,9 @@ def load_plugin(path: Path) -> None:
         raise UsageError("plugin.missing", f"--plugin {path}: no such file", hint="name a Python file")
     name = f"lmkit_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        message, hint = f"--plugin {path}: not a Python file", "its name has to end in .py"
+        raise UsageError("plugin.not_python", message, hint=hint)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

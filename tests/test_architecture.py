@@ -34,7 +34,11 @@ LAYERS = (
     "errors",
     "lazy",
 )
-FOUNDATIONS = {"recipe", "measure", "storage"}  # these import nothing of lmkit but errors
+FOUNDATIONS = {
+    "recipe",
+    "measure",
+    "storage",
+}  # these import little of lmkit: errors, and how files are opened
 STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
 HEAVY = {
     "torch",
@@ -93,7 +97,7 @@ def _upward(path: Path, tree: ast.AST) -> list[str]:
         if there == here:
             continue
         up = LAYERS.index(there) < LAYERS.index(here)
-        beyond = here in FOUNDATIONS and there not in ("errors", "registry", "lazy")
+        beyond = here in FOUNDATIONS and there not in ("errors", "registry", "lazy", "storage")
         if up or beyond or (here, there) in STRANGERS:
             wrong.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
     return wrong
@@ -114,8 +118,8 @@ def test_imports_point_down() -> None:
 def test_the_check_sees_an_upward_arrow() -> None:
     planted = ast.parse("def f():\n    from lmkit.training import loop\n")
     assert _upward(PACKAGE / "model" / "planted.py", planted)
-    planted = ast.parse("from lmkit.storage import write_atomic\n")
-    assert _upward(PACKAGE / "measure" / "planted.py", planted)
+    planted = ast.parse("from lmkit.measure import timing\n")
+    assert _upward(PACKAGE / "recipe" / "planted.py", planted)
 
 
 def test_light_packages_import_nothing_heavy_when_loaded() -> None:
@@ -147,6 +151,50 @@ def test_nothing_swallows_every_error_or_keeps_global_state() -> None:
             if (catches_all or isinstance(node, ast.Global)) and name not in EXCEPTIONS_TO_THE_RULE:
                 wrong.append(f"{name}:{node.lineno}")
     assert wrong == []
+
+
+# Files that read without `lmkit.storage.inputs`, and what.
+OPENS_BY_ITSELF = {
+    "storage/inputs.py": "is the one place",
+    "streams.py": "descriptors",
+    "training/process.py": "a pipe of its own",
+    "measure/environment.py": "the kernel's files",
+    "measure/memory.py": "the kernel's files",
+    "parallel/gather.py": "the kernel's files",
+    "measure/kineto.py": "a file that it has just written",
+    **dict.fromkeys(("recipe/load.py", "cli/recipe.py"), "shipped recipes"),
+    **dict.fromkeys(
+        (
+            "cli/app.py",
+            "registry.py",
+            "recipe/docstrings.py",
+            "kernels/cuda/build.py",
+            "tokenizer/engine.py",
+            "bench/explained/__init__.py",
+        ),
+        "lmkit's own source",
+    ),
+}
+
+
+def _reads(tree: ast.AST) -> list[int]:
+    """Lines that open a file by themselves to read it."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes"):
+            found.append(node.lineno)
+        elif isinstance(node.func, ast.Name) and node.func.id == "open":
+            mode = ast.unparse(node.args[1]) if len(node.args) > 1 else "'r'"
+            found += [node.lineno] if mode in ("'r'", "'rb'") else []
+    return found
+
+
+def test_files_are_read_in_one_place() -> None:
+    assert _reads(ast.parse('open(path)\nopen(path, "rb")\npath.read_bytes()\nopen(path, "wb")')) == [1, 2, 3]
+    readers = {path.relative_to(PACKAGE).as_posix() for path in _modules() if _reads(_parse(path))}
+    assert readers == OPENS_BY_ITSELF.keys()
 
 
 def _without_code(tree: ast.AST) -> list[int]:

@@ -38,6 +38,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_starts, turns_suffice
 from lmkit.measure.tables import Rows
+from lmkit.storage.inputs import read_input
 
 STARTS = 8
 SECONDS_PER_ROW = 1.5  # in each start
@@ -164,7 +165,7 @@ class Side:
             raise self._failed("left no results")
 
     def _failed(self, what: str) -> LmkitError:
-        log = self.folder.with_suffix(".log").read_text("utf-8", "replace")
+        log = read_input(self.folder.with_suffix(".log")).decode("utf-8", "replace")
         said = [line for line in log.splitlines() if line.strip()][-2:]
         return LmkitError(
             "bench.side_failed",

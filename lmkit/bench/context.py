@@ -13,6 +13,7 @@ from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ class Journal:
 
     def rows(self) -> Rows:
         """Return the rows so far."""
-        lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
+        lines = read_input(self.path).decode().splitlines() if self.path.exists() else []
         return [json.loads(line) for line in lines]
 
 

@@ -51,6 +51,7 @@ from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
+from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     from lmkit.parallel.ranks import Ranks
@@ -407,7 +408,7 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
     with tempfile.TemporaryDirectory(prefix="lmkit-trace-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return read_step(json.loads(path.read_text("utf-8"))["traceEvents"], TRACE_STEPS)
+        return read_step(json.loads(read_input(path))["traceEvents"], TRACE_STEPS)
 
 
 def read_step(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline | None:

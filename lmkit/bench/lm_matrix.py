@@ -45,6 +45,7 @@ from lmkit.recipe.tables import (
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import BENCHES, STRATEGIES
+from lmkit.storage.inputs import refuse_irregular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,6 +190,7 @@ def _bytes_of(path: Path) -> np.ndarray:
     import numpy as np
 
     try:
+        refuse_irregular(path)
         return np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:  # numpy refuses empty files with a ValueError
         why = reason(error) if isinstance(error, OSError) else "an empty file"

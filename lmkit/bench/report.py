@@ -19,6 +19,7 @@ from lmkit.measure.tables import Rows
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_existing
 
 Made = TypeVar("Made")
@@ -89,7 +90,7 @@ def read_rows(path: Path) -> Rows:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text("utf-8")
+        text = read_input(path).decode()
     except OSError as error:
         raise UsageError("rows.unreadable", f"{path}: {reason(error)}", hint="check the path") from None
     except UnicodeDecodeError:
@@ -239,7 +240,7 @@ def write_reports(
     target = output or root / parts[0] / "reports"
     for name, write_up in WRITE_UPS.items():
         path = target / name
-        is_ours = path.is_file() and path.read_bytes().startswith(f"# {write_up.title}\n".encode())
+        is_ours = path.is_file() and read_input(path).startswith(f"# {write_up.title}\n".encode())
         refuse_existing(path, force=check or force or is_ours)
     written, missing, stale = [], [], []
     for name, write_up in WRITE_UPS.items():
@@ -254,7 +255,7 @@ def write_reports(
             write_atomic(path, text)
             write_atomic(target / _picture_of(path.stem), PICTURES[path.stem]())
             written.append(str(path))
-        elif not path.is_file() or path.read_text("utf-8") != text:
+        elif not path.is_file() or read_input(path) != text.encode():
             stale.append(str(path))
     if stale:
         words = [] if folder is None else [str(folder)]

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
+from lmkit.storage.inputs import open_input, read_input
 from lmkit.tokenizer import END_OF_TEXT, PATTERN, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.pretokenize import SpecialTokens
@@ -57,7 +58,7 @@ class Job:
 
 def closed_text(path: str) -> bytes:
     """Return a text with the end of its last document, which `lmkit data encode` adds if it is missing."""
-    data, end = Path(path).read_bytes(), END_OF_TEXT.encode()
+    data, end = read_input(path), END_OF_TEXT.encode()
     return data if not data or data.rstrip().endswith(end) else data + end
 
 
@@ -96,7 +97,7 @@ def train_rustbpe(job: Job) -> Timed:
     rustbpe = importlib.import_module("rustbpe")  # by name: it has no types, and is rarely installed
 
     def train() -> None:
-        documents = iter(_documents(Path(job.text).read_bytes()))  # it knows no special tokens
+        documents = iter(_documents(read_input(job.text)))  # it knows no special tokens
         rustbpe.Tokenizer().train_from_iterator(documents, job.vocab_size - 1, pattern=PATTERN)
 
     return train
@@ -212,7 +213,7 @@ def _hash_of_ids(job: Job) -> str:
     digest = hashlib.sha256()
     for part in _outputs(job):
         # Read in pieces: memory is watched to the end of the process.
-        with open(part, "rb") as file:
+        with open_input(part) as file:
             dtype = np.dtype("<u4")
             if part.suffix == ".npy":
                 npy.read_magic(file)

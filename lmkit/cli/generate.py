@@ -16,6 +16,7 @@ import typer
 from lmkit.cli.console import progress_on_stderr, show, write
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
 from lmkit.errors import UsageError, reason
+from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     from lmkit.generation import Generation
@@ -152,7 +153,7 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
         prompts = [typed if prompt == "-" else prompt for prompt in prompts]
     if file is not None:
         try:
-            lines = file.read_text("utf-8").splitlines()
+            lines = read_input(file, pipes=True).decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = reason(error) if isinstance(error, OSError) else f"invalid UTF-8 at byte {error.start}"
             hint = "give a UTF-8 text file with one prompt a line"

@@ -41,6 +41,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
             from lmkit.generation import write_samples
             from lmkit.training.session import train
 
-            train(recipe, write_texts=write_samples)
+            train(recipe, write_texts=write_samples, checks_tokens=False)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks, pipeline.opened():
@@ -369,7 +370,7 @@ class Pipeline:
         copied = [file for file in files if (self.folder / file).is_file()]
         try:
             for file in copied:
-                write_atomic(self.checkpoints / file, (self.folder / file).read_bytes())
+                write_atomic(self.checkpoints / file, read_input(self.folder / file))
         except BaseException:  # a full disk, Ctrl-C: nothing has changed then
             for file in copied:
                 (self.checkpoints / file).unlink(missing_ok=True)

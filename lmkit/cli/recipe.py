@@ -75,12 +75,13 @@ def copy(
     """Copy a shipped recipe with its comments to a new file."""
     from lmkit.recipe.load import find_recipe, load_recipe
     from lmkit.storage import write_atomic
+    from lmkit.storage.inputs import read_input
     from lmkit.storage.outputs import refuse_existing
 
     path = find_recipe(recipe)
     refuse_existing(output, force=force)
     command = f"lmkit {_command(load_recipe(path), shlex.quote(str(output)))}"
-    write_atomic(output, path.read_bytes())
+    write_atomic(output, read_input(path))
     text = f"wrote {output}\n{statement('use it with', command)}"
     return Result(text, {"output": output, "command": command})
 

@@ -18,7 +18,8 @@ from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECORD
 from lmkit.recipe.schema import Recipe
-from lmkit.storage import sha256_file, write_atomic
+from lmkit.storage import write_atomic
+from lmkit.storage.atomic import noted_digest
 from lmkit.storage.json_files import read_object
 
 Outputs = dict[str, list[Path]]
@@ -131,14 +132,9 @@ class StageRecord:
 
     def _digest(self, path: Path) -> str:
         """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
-        name, facts = str(path.absolute()), path.stat()
-        # A change that restores size and modification time still changes the time of the inode.
-        state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
-        *known, digest = self._hashes.get(name, [None])
-        if known != state or not isinstance(digest, str):
-            digest = sha256_file(path)
-            self._hashes[name] = [*state, digest]
-        return digest
+        name = str(path.absolute())
+        self._hashes[name] = noted = noted_digest(path, self._hashes.get(name, ()))
+        return noted[-1]
 
     def knows(self, dotted: str) -> bool:
         """Return whether some stage noted the content of the files that a key of the recipe names."""

@@ -22,6 +22,7 @@ from lmkit.data.token_files import mask_path, open_tokens, sidecar_path
 from lmkit.measure.tables import megabytes, statement
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 from lmkit.tokenizer.chat import read_template, template_for
 
@@ -95,7 +96,7 @@ def _train(run: Pipeline) -> Outputs:
     parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
-    result = train(run.recipe, nproc=run.nproc, lock=run.lock, write_texts=write_samples)
+    result = train(run.recipe, nproc=run.nproc, lock=run.lock, write_texts=write_samples, checks_tokens=False)
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
     return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}
@@ -141,7 +142,7 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
     evaluation = run.read("evaluation", "loss", "perplexity", "bits_per_byte")
     training = run.read("training", "parameters", "step")
     train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
-    story = (run.folder / STORIES).read_text("utf-8", "replace")
+    story = read_input(run.folder / STORIES).decode("utf-8", "replace")
     loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
     parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
     corpus_bytes = train.num_bytes + valid.num_bytes

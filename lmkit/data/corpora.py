@@ -25,6 +25,7 @@ from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.storage.atomic import naming
+from lmkit.storage.inputs import open_input
 from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
@@ -249,7 +250,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
     if path.is_fifo():
         log.info("reading the pipe %s until its writer closes it", path)
     try:
-        file = open(path, "rb")  # noqa: SIM115  closed below
+        file = open_input(path, pipes=True)
     except OSError as error:
         hint = "give the path of a text file"
         raise UsageError("text.unreadable", f"{path}: {reason(error)}", hint=hint) from error

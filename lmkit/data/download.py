@@ -41,6 +41,7 @@ from lmkit.measure.progress import Progress
 from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.inputs import open_input, read_input
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
@@ -157,7 +158,7 @@ def _is_complete(path: Path) -> bool:
     recorded = _digest_path(path)
     if not (path.exists() and recorded.exists()):
         return False
-    if not recorded.read_bytes().startswith(sha256_file(path).encode() + b" "):
+    if not read_input(recorded).startswith(sha256_file(path).encode() + b" "):
         raise LmkitError(
             "download.changed",
             f"{path}: the content does not have the digest in {recorded.name}",
@@ -304,7 +305,7 @@ class _Transfer:
     def _version(self) -> _Version:
         """Return what `_note_version` wrote; without a whole note the transfer begins again."""
         with suppress(FileNotFoundError, ValidationError):
-            return _Version.model_validate_json(self.version_path.read_bytes())
+            return _Version.model_validate_json(read_input(self.version_path))
         return _Version(validator="", size=0, sha256="")
 
     def _note_version(self, headers: Message, total: int, linked_digest: str) -> None:
@@ -372,7 +373,7 @@ def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> No
         with (
             atomic_path(path) as partial,
             open(partial, "wb") as file,
-            open(archive, "rb") as packed,
+            open_input(archive) as packed,
             gzip.open(packed) as unpacked,
         ):
             _copy(unpacked, file, max_bytes, str(archive), lambda _: progress(stage, packed.tell(), size))

@@ -23,9 +23,10 @@ from numpy.lib import format as npy
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, RECORD, token_file
 from lmkit.storage import atomic_path, write_atomic
+from lmkit.storage.inputs import open_input, refuse_irregular
 from lmkit.storage.json_files import read_object
 
 FORMAT = 1
@@ -299,8 +300,9 @@ def _read_meta(path: Path) -> TokenMeta:
         raise UsageError(
             "tokens.missing", f"{path}: is a folder, not a token file", hint="name a .npy file in it"
         )
-    if not path.is_file():
+    if not path.exists():
         raise UsageError("tokens.missing", f"{path}: no such token file", hint=make_one)
+    refuse_irregular(path)
     if path.suffix != ".npy":
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     sidecar = sidecar_path(path)
@@ -330,6 +332,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         problem = "missing"
     except IsADirectoryError:
         problem = "is a folder"
+    except OSError as error:
+        problem = reason(error)
     except ValueError as error:
         problem = str(error)
     raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}")
@@ -377,7 +381,7 @@ def _read_header(path: Path) -> tuple[str, int, int, int]:
     Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
     header as Python, fails with different errors for different damage, and may unpickle an array of objects.
     """
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         start = file.read(len(_MAGIC) + 2)
         header = file.read(int.from_bytes(start[-2:], "little"))
         offset, size = file.tell(), os.fstat(file.fileno()).st_size

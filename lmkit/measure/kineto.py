@@ -19,6 +19,7 @@ from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
 from lmkit.measure.timing import clock_for
 from lmkit.measure.trace import Call, DeviceWork, Range, Trace
+from lmkit.storage.inputs import open_input
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
@@ -96,7 +97,7 @@ def read_chrome_trace(path: Path) -> Trace:
         raise UsageError("trace.missing", f"{path}: no such file", hint=_HINT)
     content = bytearray()
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_input(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             while block := file.read(_BLOCK_BYTES):
                 content += block
                 if len(content) > _MOST_BYTES:

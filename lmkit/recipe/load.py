@@ -17,9 +17,10 @@ from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.depth import FOLLOWS, from_depth
-from lmkit.recipe.run_folder import placed_in, run_folder_of
+from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
+from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -125,7 +126,10 @@ def find_recipe(source: str | Path) -> Path:
     if str(source) in shipped:
         return shipped[str(source)]
     wrong = "is a folder" if path.is_dir() else f"no such recipe{did_you_mean(path.stem, shipped)}"
-    raise UsageError("recipe.not_found", f"{path}: {wrong}", hint="shipped recipes: " + ", ".join(shipped))
+    hint = "shipped recipes: " + ", ".join(shipped)
+    if (path / RECIPE).is_file():
+        hint = f"the recipe of that run is {path / RECIPE}"
+    raise UsageError("recipe.not_found", f"{path}: {wrong}", hint=hint)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     wrong, hint = "", "check the path and its permissions"
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             data = file.read(_MOST_BYTES + 1)
         text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:

@@ -6,11 +6,13 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.storage.inputs import open_input
 from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".lmkit-partial"  # only lmkit gives names with this ending
@@ -141,10 +143,22 @@ def keep_damaged(path: Path) -> Path:
 def sha256_file(path: str | os.PathLike[str]) -> str:
     """Return the hexadecimal SHA-256 of a file, in constant memory."""
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open_input(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def noted_digest(path: Path, noted: Sequence[Any]) -> list[Any]:
+    """Return size, two times and SHA-256 of a file. It is read only if one of the first three is not as noted.
+
+    A change that restores size and modification time still changes the time of the inode.
+    """
+    facts = path.stat()
+    state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+    if noted and isinstance(noted[-1], str) and list(noted[:-1]) == state:
+        return list(noted)
+    return [*state, sha256_file(path)]
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:

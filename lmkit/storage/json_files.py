@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lmkit.storage.inputs import open_input
+
 _MOST_BYTES = 1 << 26
 
 
@@ -16,7 +18,7 @@ def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: says in a few words what is wrong with its content.
     """
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"larger than {most_bytes:,} bytes")

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from lmkit.errors import LmkitError
+from lmkit.storage.inputs import open_input
 
 _LONGEST_NAME = 200
 
@@ -50,8 +51,8 @@ class FolderLock:
     it, too, until it ends.
 
     Raises:
-        LmkitError: another process holds the lock ("storage.folder_busy"), or `.lock` is a folder
-            ("storage.lock_is_folder").
+        LmkitError: another process holds the lock ("storage.folder_busy"), or `.lock` is no regular file
+            ("storage.lock_not_a_file").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -63,16 +64,17 @@ class FolderLock:
         folder = self.path.parent
         self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        if self.path.is_dir():
+        if self.path.exists() and not self.path.is_file():
+            what = "a folder" if self.path.is_dir() else "not a regular file"
             raise LmkitError(
-                "storage.lock_is_folder",
-                f"{self.path}: is a folder, where lmkit needs a lock file",
+                "storage.lock_not_a_file",
+                f"{self.path}: is {what}, where lmkit needs a lock file",
                 hint="delete it or move it away",
             )
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:
-            with open(self.path, encoding="utf-8", errors="replace") as file:
-                holder = file.read(_LONGEST_NAME).strip() or "another process"
+            with open_input(self.path) as file:
+                holder = file.read(_LONGEST_NAME).decode("utf-8", "replace").strip() or "another process"
             raise LmkitError(
                 "storage.folder_busy",
                 f"{folder}: {holder} is working in this folder",

@@ -13,15 +13,20 @@ from lmkit.errors import UsageError, reason
 _RESULTS = ("recipe.toml", "environment.json", "*results.*", "*summary.json", "*report.md", "*.png")
 
 
-def refuse_existing(output: Path, *, force: bool) -> None:
+def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
     """Refuse an output that exists, unless `force`.
+
+    Args:
+        such_as: a name for the hint, where the output is a folder.
 
     Raises:
         UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
             ("output.not_a_file").
     """
     if output.is_dir():
-        raise UsageError("output.not_a_file", f"{output}: is a folder", hint="name a file")
+        raise UsageError(
+            "output.not_a_file", f"{output}: is a folder", hint=f"name a file: {output / such_as}"
+        )
     if output.exists() and not output.is_file():
         raise UsageError("output.not_a_file", f"{output}: is not a regular file", hint="name another file")
     if output.exists() and not force:

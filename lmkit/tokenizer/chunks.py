@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import regex
 
 from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.storage.inputs import open_input
 from lmkit.tokenizer.engine import CHUNK_BYTES, is_utf8
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
@@ -66,7 +67,7 @@ def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         UsageError: the file is missing or cannot be read.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_input(path) as file:
             while block := file.read(size):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

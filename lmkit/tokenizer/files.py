@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import parse_object
 from lmkit.tokenizer.pretokenize import PATTERNS
 
@@ -371,7 +372,7 @@ def _parse(path: Path, hint: str = _ONE_FILE) -> dict[str, Any]:
 
 def _read(path: Path, hint: str) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_input(path).decode()
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UsageError("tokenizer.unreadable", f"{path}: {reason(error)}", hint=hint) from error
     except UnicodeDecodeError as error:

@@ -34,6 +34,7 @@ import torch
 
 from lmkit.errors import LmkitError, reason
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
 
 FORMAT = 2
@@ -318,7 +319,7 @@ def read_verified(path: Path, entry: FileEntry) -> bytes:
     """
     try:
         size = path.stat().st_size
-        data = path.read_bytes() if size == entry.bytes else b""
+        data = read_input(path) if size == entry.bytes else b""
     except OSError as error:
         raise damaged(path, reason(error)) from error
     _compare(path, FileEntry(hashlib.sha256(data).hexdigest(), size), entry)

@@ -129,7 +129,9 @@ def newest_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         hint = hint_at_run(path, otherwise="name a run folder (artifacts/runs/...) or a checkpoint")
-        raise UsageError("checkpoint.not_found", f"{path}: no such folder", hint=hint)
+        raise UsageError(
+            "checkpoint.not_found", f"{path}: {'is a file' if path.exists() else 'no such folder'}", hint=hint
+        )
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return open_checkpoint(path)
     is_folder_of_checkpoints = path.name == CHECKPOINTS or path.name.startswith(f"{CHECKPOINTS}.old-")

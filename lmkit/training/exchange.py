@@ -22,6 +22,7 @@ from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_name
 from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.storage import atomic_folder
+from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES, ChatTemplate, beside, from_jinja
@@ -303,7 +304,7 @@ def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
     with suppress(OSError, ValueError):  # a damaged file has no effect on anything else
         found = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
     with suppress(OSError, ValueError):
-        found = (folder / _JINJA).read_text("utf-8")
+        found = read_input(folder / _JINJA).decode()
     template = from_jinja(found) if isinstance(found, str) else None
     if found is not None and template is None:
         log.warning(

@@ -31,6 +31,7 @@ from lmkit.measure.tables import json_lines
 from lmkit.recipe.run_folder import METRICS
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import open_input
 from lmkit.streams import harmless
 
 LOSS_PICTURE = "loss.png"
@@ -133,7 +134,7 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         while line := file.readline(_LONGEST_LINE):
             try:
                 record = json.loads(line)

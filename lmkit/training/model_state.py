@@ -29,6 +29,7 @@ from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
 from lmkit.training.checkpoint import Checkpoint, parse_tensors
 from lmkit.training.precision import hold_weights
@@ -98,7 +99,7 @@ def load_checkpoint(
     """
     origin = Path(source if isinstance(source, str | os.PathLike) else "file object")
     try:
-        data = origin.read_bytes() if isinstance(source, str | os.PathLike) else source.read()
+        data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
     except OSError as error:
         hint = "name a file that save_checkpoint wrote"
         raise UsageError("checkpoint.not_found", f"{origin}: {reason(error)}", hint=hint) from error

@@ -15,8 +15,9 @@ from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import differences, read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
 from lmkit.storage import write_atomic
+from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import parse_object
-from lmkit.storage.outputs import refuse_existing
+from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.training.metrics import read_metrics
 
 PAGE = "report.html"
@@ -88,12 +89,15 @@ def write_page(
         force: replace an `output` that exists.
 
     Raises:
-        UsageError: a folder is no run, or has no metrics yet; the output exists or is a folder.
+        UsageError: a folder is no run, or has no metrics yet; the output exists, is a folder,
+            or is read for the page.
         LmkitError: a file in it is damaged.
     """
     path = output or folder / PAGE
-    refuse_existing(path, force=force or output is None)
+    refuse_existing(path, force=force or output is None, such_as=PAGE)
     folders = [folder, *others]
+    sources = (RECIPE, METRICS, ENVIRONMENT, STORIES)
+    refuse_replacing([path], [run / name for run in folders for name in sources])
     parts = [list(path.resolve().parts) for path in folders]
     depth = 1
     while len({tuple(names[-depth:]) for names in parts}) < len({tuple(names) for names in parts}):
@@ -133,7 +137,7 @@ def _text_of(path: Path) -> str:
         LmkitError: it cannot be read.
     """
     try:
-        return path.read_text("utf-8", errors="replace")
+        return read_input(path).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
     except OSError as error:

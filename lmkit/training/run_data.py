@@ -12,13 +12,15 @@ import numpy as np
 
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
 from lmkit.data.packing import PackedBatches
-from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.data.token_files import TokenFile, mask_path, open_tokens, sidecar_path
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
-from lmkit.recipe.run_folder import TOKENIZER, token_file
+from lmkit.recipe.run_folder import RECIPE, RECORD, TOKENIZER, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
+from lmkit.storage.atomic import noted_digest
+from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.state import DataIdentity
 
@@ -100,6 +102,48 @@ def check_recipe(recipe: Recipe) -> None:
             f"{valid}: no such token file to evaluate on (key data.valid)",
             hint="leave the key out to train without evaluation",
         )
+
+
+def refuse_changed(recipe: Recipe) -> None:
+    """Refuse token files that are not as `lmkit run` made them; reads only what has another size or time than then.
+
+    Raises:
+        UsageError: names the file ("data.changed").
+    """
+    if recipe.data.source == "random":
+        return
+    for key, tokens in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
+        made, noted = made_files(tokens.parent.parent)
+        for path in (tokens, sidecar_path(tokens), mask_path(tokens)):
+            if path not in made:
+                continue
+            is_there = path.is_file()
+            if not is_there or noted_digest(path, noted.get(str(path.absolute()), ()))[-1] != made[path]:
+                again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
+                raise UsageError(
+                    "data.changed",
+                    f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it (key {key})",
+                    hint=f"{again} makes it again; other tokens have to lie elsewhere: --set {key}=FILE.npy",
+                )
+
+
+def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
+    """Return what `lmkit run` noted of the files that training reads.
+
+    Returns:
+        File -> SHA-256 when it was made; absolute name -> `noted_digest` when it was last read.
+    """
+    if not (folder / RECORD).is_file():
+        return {}, {}
+    try:
+        record = read_object(folder / RECORD)
+        made = [
+            record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
+        ]
+        noted = {name: facts for name, facts in record.get("files", {}).items() if isinstance(facts, list)}
+        return {folder / name: str(digest) for files in made for name, digest in files.items()}, noted
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}, {}  # made without `lmkit run`, or damaged, of which that speaks
 
 
 def token_paths(recipe: Recipe) -> tuple[Path, Path]:

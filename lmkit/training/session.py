@@ -46,6 +46,7 @@ from lmkit.training.run_data import (
     check_recipe,
     make_batches,
     open_data,
+    refuse_changed,
     resolve,
     resolved_tables,
     token_paths,
@@ -119,6 +120,7 @@ def train(
     nproc: int = 1,
     lock: FolderLock | None = None,
     write_texts: WriteTexts | None = None,
+    checks_tokens: bool = True,
 ) -> TrainResult | None:
     """Train, from scratch or from the newest checkpoint of the run folder.
 
@@ -127,6 +129,7 @@ def train(
         nproc: ranks to start on this machine. Under torchrun leave it at 1.
         lock: of the run folder, if the caller holds it.
         write_texts: writes the texts of `train.sample_interval`: `lmkit.generation.write_samples`.
+        checks_tokens: refuse token files that are not as `lmkit run` made them.
 
     Returns:
         The result; None on ranks other than the first.
@@ -138,6 +141,8 @@ def train(
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
+    if checks_tokens:
+        refuse_changed(recipe)
     if recipe.train is not None and recipe.train.sample_interval and write_texts is None:
         raise ValueError("train.sample_interval needs write_texts=lmkit.generation.write_samples")
     given = (recipe, stop_at_step, lock, write_texts)
@@ -227,7 +232,7 @@ def _errors_for_users(recipe: Recipe) -> Iterator[None]:
             explained = LmkitError(
                 "train.io",
                 f"{error.filename or recipe.run.path}: {reason(error)}",
-                hint="check the disk; saved checkpoints are intact, and training again goes on from them",
+                hint="check it and the disk; saved checkpoints are intact, and training again goes on from them",
             )
         if explained is None:
             raise
@@ -418,6 +423,7 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
         UsageError: as `train`.
     """
     check_recipe(recipe)
+    refuse_changed(recipe)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     begin = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmkit.errors import LmkitError, reason
+from lmkit.storage.inputs import open_input
 from lmkit.training.atomic_checkpoint import DTYPE_CODES
 
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
@@ -50,9 +51,7 @@ class TensorFile:
         self.path = path
         try:
             size = path.stat().st_size
-            if not path.is_file():
-                raise damaged_file(path, "not a regular file")
-            with open(path, "rb") as file:
+            with open_input(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > size - 8:
                     raise damaged_file(path, f"cut: a header of {length} bytes in a file of {size}")
@@ -90,7 +89,7 @@ class TensorFile:
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_input(self.path) as file:
                 file.seek(self._data + stored.begin)
                 while rest:
                     count = file.readinto(rest)

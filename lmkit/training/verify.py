@@ -14,11 +14,11 @@ from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import megabytes
 from lmkit.recipe.load import load_recipe, required
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RECORD, TOKENIZER
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import open_input, read_input
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -33,7 +33,7 @@ from lmkit.training.atomic_checkpoint import (
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
 from lmkit.training.given_weights import weights_of
 from lmkit.training.metrics import read_metrics
-from lmkit.training.run_data import open_data, resolve, resolved_tables, token_paths
+from lmkit.training.run_data import made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
 
 
@@ -109,7 +109,7 @@ def _is_run(folder: Path) -> bool:
 def _checks_of_run(folder: Path) -> Iterator[Check]:
     for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
         yield _check(folder / name, look)
-    sha256, made = None, _made(folder)
+    sha256, made = None, made_files(folder)[0]
     for path in sorted(made.keys() - {folder / TOKENIZER, *folder.glob("tokens/*.npy")}):
         yield _check(
             path, lambda path: f"{megabytes(path.stat().st_size)}, as `lmkit run` left it", made[path]
@@ -130,27 +130,10 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
             yield Check(str(left), ok=False, found="half written, or being written")
 
 
-def _made(folder: Path) -> dict[Path, str]:
-    """Return what `lmkit run` noted of the files that training reads: file -> SHA-256."""
-    if not (folder / RECORD).is_file():
-        return {}
-    try:
-        record = read_object(folder / RECORD)
-        made = [
-            record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
-        ]
-        return {folder / name: str(digest) for files in made for name, digest in files.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # made without `lmkit run`; or damaged, and then `lmkit run` says so
-
-
 def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -> Check:
     """Return what `look` finds in a file, or what is wrong with it; `sha256` is the hash that it had, if known."""
     if not path.exists():
         return Check(str(path), ok=False, found="missing")
-    if not (path.is_file() or path.is_dir()):
-        # Reading a pipe would wait for a writer.
-        return Check(str(path), ok=False, found="not a regular file")
     try:
         if sha256 is not None and sha256_file(path) != sha256:
             return Check(str(path), ok=False, found="changed or damaged since `lmkit run` made it")
@@ -194,7 +177,7 @@ def _recipe(path: Path) -> str:
 
 def _json(path: Path) -> str:
     try:
-        json.loads(path.read_bytes())
+        json.loads(read_input(path))
     except (ValueError, RecursionError):
         raise LmkitError("verify.damaged", f"{path}: not JSON") from None
     return "readable"
@@ -202,7 +185,7 @@ def _json(path: Path) -> str:
 
 def _metrics(path: Path) -> str:
     records = len(read_metrics(path))
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         lines = sum(1 for _ in file)
     if records != lines:
         raise LmkitError("verify.damaged", f"{path}: {lines - records} of {lines} lines are no whole records")

@@ -98,6 +98,13 @@ def test_gpt2_files_go_out_and_come_back(terminal, text: Path) -> None:
     assert Path("two.json").read_bytes() == Path("one.json").read_bytes()
 
 
+def test_a_run_folder_in_place_of_a_recipe_is_sent_to_the_recipe_in_it(terminal) -> None:
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/recipe.toml").touch()
+    refused = terminal.refuses("train runs/one", code="recipe.not_found", says=["runs/one"])
+    assert "runs/one/recipe.toml" in refused.hint
+
+
 def test_only_regular_files_are_replaced(terminal) -> None:
     os.mkfifo("pipe")  # stands for a device, which a failing test must not destroy
     terminal.refuses("data synth pipe --size-mb 0.01 --force", code="output.not_a_file")

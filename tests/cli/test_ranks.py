@@ -51,14 +51,14 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
     for ranks_ in ("", " --nproc 2"):
         command = f"train quickstart --set run.name=two{ranks_}"
         refusal = terminal.refuses(command, code="data.no_tokens", says=[file, "data.train"])
-        assert "lmkit run RECIPE --set run.name=two" in refusal.hint
+        assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
 def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal) -> None:
     refusal = terminal.refuses(
         "train", "quickstart", "--set", "run.name=two", "--set", "run.folder=my runs", code="data.no_tokens"
     )
-    assert "lmkit run RECIPE --set run.name=two --set run.folder='my runs'" in refusal.hint
+    assert "lmkit run quickstart --set run.name=two --set run.folder='my runs'" in refusal.hint
 
 
 def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal) -> None:

@@ -144,7 +144,9 @@ def test_content_is_read_once_while_its_file_stays_as_it_is(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal("run fish.toml")
-    monkeypatch.setattr(stage_record, "sha256_file", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(
+        "lmkit.storage.atomic.sha256_file", lambda path: pytest.fail(f"{path} was read again")
+    )
     terminal("run fish.toml")
 
 

@@ -66,7 +66,7 @@ def test_fault_114_a_lock_that_is_a_folder_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
         pass
-    assert caught.value.code == "storage.lock_is_folder"
+    assert caught.value.code == "storage.lock_not_a_file"
     assert str(tmp_path / ".lock") in caught.value.message
     assert caught.value.hint
 

@@ -156,11 +156,25 @@ def test_fault_138_a_page_replaces_a_named_file_only_by_force(
     terminal("report", run, "--html")
     terminal("report", run, "--html")  # the run's own page is made anew
     notes.write_text("mine")
-    terminal.refuses("report", run, "--html", "--output", run, code="output.not_a_file")
+    refused = terminal.refuses("report", run, "--html", "--output", run, code="output.not_a_file")
+    assert str(run / "report.html") in refused.hint
     terminal.refuses("report", run, "--html", "--output", notes, code="output.exists", says=["notes.html"])
     assert notes.read_text() == "mine"
     terminal("report", run, "--html", "--output", notes, "--force")
     assert "</html>" in notes.read_text()
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
+def test_fault_161_a_page_replaces_no_file_of_its_runs(name: str, make_run: MakeRun, terminal) -> None:
+    run, other = make_run("run"), make_run("other")
+    for source in (run / name, other / name):
+        before = source.read_bytes()
+        terminal.refuses(
+            *("report", run, "--html", "--beside", other, "--output", source, "--force"),
+            code="output.replaces_source",
+            says=[str(source)],
+        )
+        assert source.read_bytes() == before
 
 
 @pytest.mark.parametrize("words", [("--html",), ("one", "--beside", "two"), ("one", "--html", "--check")])

@@ -137,7 +137,7 @@ def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name: str, run_f
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     assert [found for found in wrong(run_folder) if "not a regular file" in found] == (
-        [] if name == "stages.json" else [f"{path}: not a regular file"]
+        [] if name == "stages.json" else [f"{path}: is a named pipe, not a regular file"]
     )
 
 

@@ -1,0 +1,48 @@
+"""Open the files that users name, or that lie in their folders: nothing but a regular file is read.
+
+Opening a named pipe waits until somebody writes to it, perhaps forever. A text may come from one, because reading it
+is what its user asks for; nothing else may. What the shell hands over (`/dev/stdin`, `<(command)`) has a writer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedReader
+
+_HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:
+    """Open a file to read its bytes.
+
+    Args:
+        pipes: whether it may be a named pipe, too: only a text that is read once from its beginning to its end.
+
+    Raises:
+        OSError: as `open`; a PermissionError for what is not a regular file.
+    """
+    refuse_irregular(path, pipes=pipes)
+    return open(path, "rb")
+
+
+def read_input(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
+    """Return the content of a file; see `open_input`."""
+    with open_input(path, pipes=pipes) as file:
+        return file.read()
+
+
+def refuse_irregular(path: str | os.PathLike[str], *, pipes: bool = False) -> None:
+    """Refuse what `open_input` would refuse, before a library opens the file."""
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind not in _KINDS or (pipes and kind == stat.S_IFIFO):  # `open` refuses folders
+        return
+    if not os.path.abspath(path).startswith(_HANDED_OVER):
+        raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))

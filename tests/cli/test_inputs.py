@@ -1,0 +1,161 @@
+"""What is read: regular files, texts from pipes, and token files as they were made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmkit.recipe.load import shipped_recipes
+
+CHECKPOINT = "checkpoints/step-00000002"
+
+
+@pytest.fixture(autouse=True)
+def waiting_fails() -> Iterator[None]:
+    """A command that waits for the writer of a pipe fails its test."""
+
+    def fail(*_: object) -> None:
+        pytest.fail("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "code"),
+    [
+        ("recipe.toml", "run runs/fish/recipe.toml", "recipe.unreadable"),
+        ("recipe.toml", "generate runs/fish", "recipe.unreadable"),
+        ("recipe.toml", "report runs/fish --html", "recipe.unreadable"),
+        ("environment.json", "report runs/fish --html", "report.unreadable"),
+        ("stories.txt", "report runs/fish --html", "report.unreadable"),
+        ("metrics.jsonl", "train fish.toml --steps 3", "train.io"),
+        ("tokenizer.json", "train fish.toml --steps 3", "tokenizer.unreadable"),
+        ("tokens/train.npy", "data inspect runs/fish/tokens/train.npy", "file.failed"),
+        ("tokens/valid.json", "evaluate runs/fish", "tokens.damaged"),
+        (f"{CHECKPOINT}/manifest.json", "generate runs/fish", "checkpoint.none_good"),
+        (f"{CHECKPOINT}/model.safetensors", "export runs/fish exported", "checkpoint.none_good"),
+        (".lock", "train fish.toml --steps 3", "storage.lock_not_a_file"),
+    ],
+)
+def test_fault_157_a_pipe_in_a_run_folder_is_named(
+    name: str, command: str, code: str, run: Path, terminal
+) -> None:
+    put_pipe(run / name)
+    refused = terminal.refuses(
+        command, code=code, exit_code=2 if code.endswith("unreadable") and "report." not in code else 1
+    )
+    assert str(run / name) in refused.error
+
+
+@pytest.mark.parametrize("name", ["stages.json", "stories.txt", "tokens/valid.npy", "corpus/train.txt"])
+def test_fault_157_run_makes_again_what_a_pipe_replaced(name: str, run: Path, terminal) -> None:
+    put_pipe(run / name)
+    terminal("run fish.toml")
+    assert (run / name).is_file()
+    assert name in terminal.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "recipe validate pipe",
+        "run pipe",
+        "tokenizer inspect pipe",
+        "tokenizer encode pipe words",
+        "data inspect pipe.npy",
+    ],
+)
+def test_fault_158_a_pipe_is_no_recipe_and_no_tokenizer(command: str, terminal) -> None:
+    for name in ("pipe", "pipe.npy", "pipe.json"):
+        os.mkfifo(name)
+    exit_code = 1 if command.startswith("data") else 2
+    terminal.refuses(command, code=None, exit_code=exit_code, says=["pipe", "not a regular file"])
+
+
+def handed_over(content: bytes) -> str:
+    """Return the name under which a shell would hand over the output of a command: `<(...)`."""
+    reading, writing = os.pipe()
+    os.write(writing, content)  # less than a pipe holds
+    os.close(writing)
+    return f"/dev/fd/{reading}"
+
+
+def test_fault_158_what_the_shell_hands_over_is_read(terminal) -> None:
+    recipe = handed_over(shipped_recipes()["quickstart"].read_bytes())
+    assert "valid" in terminal(f"recipe validate {recipe}")
+    terminal(f"tokenizer train {handed_over(b'one fish two fish')} made.json --vocab-size 260")
+    assert "vocabulary 260" in terminal(f"tokenizer inspect {handed_over(Path('made.json').read_bytes())}")
+
+
+def test_fault_158_texts_come_from_named_pipes(run: Path, terminal) -> None:
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(b"one fish two fish",))
+    writer.start()
+    terminal("tokenizer train pipe made.json --vocab-size 260")
+    writer.join()
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=(b"one fish\n",))
+    writer.start()
+    assert "one fish" in terminal(f"generate {run} --prompts-file pipe")
+    writer.join()
+
+
+@pytest.mark.parametrize("name", ["tokens/train.npy", "tokens/valid.npy", "tokens/valid.json"])
+@pytest.mark.parametrize("begin", ["resumed", "from scratch"])
+def test_fault_159_train_refuses_token_files_that_changed(begin: str, name: str, run: Path, terminal) -> None:
+    terminal("run fish.toml")  # notes sizes and times of the files, which were copied here
+    if begin == "from scratch":
+        shutil.rmtree(run / "checkpoints")
+    path, key = run / name, f"data.{Path(name).stem}"
+    content = bytearray(path.read_bytes())
+    if path.suffix == ".json":
+        content = content.replace(b'"num_documents": ', b'"num_documents": 1')
+    else:
+        content[-2] ^= 1  # another token of the vocabulary, and the same size
+    path.write_bytes(content)
+    for command in ("train fish.toml --steps 3", "train fish.toml --steps 3 --dry-run"):
+        refused = terminal.refuses(command, code="data.changed", says=[str(path), key])
+        assert f"lmkit run {run}/recipe.toml" in refused.hint
+    path.unlink()
+    if name == "tokens/valid.npy":  # not a run without evaluation
+        terminal.refuses("train fish.toml --steps 3", code="data.changed", says=[str(path), key])
+    terminal(f"run {run}/recipe.toml")
+    terminal("train fish.toml --steps 3")
+
+
+def test_fault_159_token_files_are_read_only_if_size_or_times_changed(
+    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal("run fish.toml")
+    monkeypatch.setattr("lmkit.storage.atomic.sha256_file", lambda path: pytest.fail(f"{path} was read"))
+    terminal("train fish.toml --steps 3 --dry-run")
+
+
+def test_fault_159_touched_and_copied_token_files_are_as_they_were(run: Path, terminal) -> None:
+    os.utime(run / "tokens/train.npy", (1, 1))
+    terminal("train fish.toml --steps 3")
+    shutil.move(run, "runs/moved")
+    terminal("train runs/moved/recipe.toml --steps 4")
+
+
+def test_fault_159_other_tokens_can_be_named(run: Path, terminal) -> None:
+    for suffix in ("npy", "json"):
+        shutil.copy(run / f"tokens/train.{suffix}", f"mine.{suffix}")
+    content = bytearray(Path("mine.npy").read_bytes())
+    content[-2] ^= 1
+    Path("mine.npy").write_bytes(content)
+    terminal("train fish.toml --steps 3 --set data.train=mine.npy")
