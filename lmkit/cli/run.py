@@ -94,11 +94,8 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
     """Return recipes of runs with consecutive seeds, in the folder that would be the run's."""
     folder, first = recipe.run.path, recipe.run.seed
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        message, hint = (
-            "--seeds: makes one run after the other, not under torchrun",
-            "lmkit run --seeds N --nproc N",
-        )
-        raise UsageError("run.seeds_of_ranks", message, hint=hint)
+        message = "--seeds: makes one run after the other, not under torchrun"
+        raise UsageError("run.seeds_of_ranks", message, hint="lmkit run --seeds N --nproc N")
     if (folder / METRICS).exists():
         hint = "name the folder of the runs: --set run.name=..."
         raise UsageError(

@@ -54,11 +54,9 @@ def verify(
 
         result = verify_resume(loaded, steps=steps)
     else:
-        why, hint = (
-            "only with --resume; files are checked as they are",
-            "leave it out, or: lmkit verify RECIPE",
-        )
-        refuse_typed(context, "set_", "steps", why=why, hint=f"{hint} --resume --steps N")
+        why = "only with --resume; files are checked as they are"
+        hint = "leave it out, or: lmkit verify RECIPE --resume --steps N"
+        refuse_typed(context, "set_", "steps", why=why, hint=hint)
         from lmkit.training.verify import verify_path
 
         result = verify_path(Path(target))

@@ -259,10 +259,8 @@ class _Transfer:
                     raise http.client.HTTPException("the server sent another part than it was asked for")
                 total = version.size if length == "*" else int(length)
             else:
-                start, total = (
-                    0,
-                    int(*_numbers(response.headers, "Content-Length", r"(\d{1,18})", missing="0")),
-                )
+                start = 0
+                total = int(*_numbers(response.headers, "Content-Length", r"(\d{1,18})", missing="0"))
                 self._note_version(response.headers, total, redirects.digest)
             self._append(response, start, total)
 

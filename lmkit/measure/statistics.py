@@ -285,10 +285,8 @@ def compare_starts(
         verdict = "too few repeats"
     elif verdict == "no difference" and reach > math.log1p(smallest_difference):
         found = f"in {len(logs)} starts {min(map(math.exp, logs)):.3f} to {max(map(math.exp, logs)):.3f}"
-        verdict, why = (
-            "unclear",
-            f"the speedup is known as {low:.3f} to {high:.3f} ({found}): the machine was busy",
-        )
+        verdict = "unclear"
+        why = f"the speedup is known as {low:.3f} to {high:.3f} ({found}): the machine was busy"
     return RunRatio(speedup, low, high, verdict, why)
 
 

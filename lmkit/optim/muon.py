@@ -213,10 +213,8 @@ class Muon(AdamW):
                     stop = min(start + rows * columns, shard.begin + where.stop)
                     if first < stop:
                         before = shard.begin + where.start
-                        own, in_matrix = (
-                            slice(first - before, stop - before),
-                            slice(first - start, stop - start),
-                        )
+                        own = slice(first - before, stop - before)
+                        in_matrix = slice(first - start, stop - start)
                         by_shape.setdefault((rows, columns), []).append(
                             (matrix, param, own, in_matrix, group_of[param])
                         )

@@ -34,10 +34,8 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights | None:
         return None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
-        theirs, ours = (
-            load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256,
-            data.train.meta.tokenizer_sha256,
-        )
+        theirs = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
+        ours = data.train.meta.tokenizer_sha256
         if theirs != ours:
             raise UsageError(
                 "train.other_tokenizer",
