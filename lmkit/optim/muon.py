@@ -55,6 +55,11 @@ def _dtype_of_products(matrices: Tensor) -> torch.dtype:
     return matrices.dtype
 
 
+def _dtype_of_directions(shard: MatrixShard, device: torch.device) -> torch.dtype:
+    """Return the dtype in which ranks exchange directions: on CUDA devices that of the products."""
+    return torch.bfloat16 if device.type == "cuda" else torch.promote_types(torch.float32, _dtype(shard))
+
+
 class MatrixShard(NamedTuple):
     """This rank's elements of linear maps, which lie in a flat tensor that is cut among the ranks.
 
@@ -195,9 +200,7 @@ class Muon(AdamW):
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, slice, slice, dict[str, Any]]]] = {}
         for shard in shards:
             device = self.param_groups[0]["params"][0].device
-            kind = (
-                torch.bfloat16 if device.type == "cuda" else torch.promote_types(torch.float32, _dtype(shard))
-            )
+            kind = _dtype_of_directions(shard, device)
             direction = torch.zeros(shard.size, dtype=kind, device=device)
             updated = [(param, where) for param, where in shard.pieces if param.grad is not None]
             for param, where in updated:

@@ -21,7 +21,9 @@ TABLE = OptimizerConfig(name="muon", lr=3e-3, cautious_decay=True)
 
 
 @check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"))
-@patch("lmkit.optim.muon.has_bf16", lambda device: False)  # bf16 products would hide what float32 shows
+# In bf16, in which GPUs compute, a gradient's last bit of float32 may move a direction by 2^-8.
+@patch("lmkit.optim.muon._dtype_of_products", lambda matrices: matrices.dtype)
+@patch("lmkit.optim.muon._dtype_of_directions", lambda shard, device: torch.float32)
 def check_muon_of_shards_is_muon_of_whole_matrices(ranks: Ranks, strategy: str, weights: str) -> None:
     """The losses of six steps are those of one rank with the joined batch."""
     parallel = ParallelConfig(strategy=strategy, weights=weights, bucket_mb=0.02)
@@ -31,9 +33,9 @@ def check_muon_of_shards_is_muon_of_whole_matrices(ranks: Ranks, strategy: str, 
         torch.manual_seed(0)
         step = build_step(CONFIG, place, optimizer=TABLE, parallel=table, precision=precision)
         torch.manual_seed(1)
+        ids = torch.randint(50, (1, 4, 17))
         told = []
         for _ in range(6):
-            ids = torch.randint(50, (1, 4, 17))
             own = ids.chunk(place.world_size, dim=1)[place.rank]
             made = step(own[..., :-1], own[..., 1:], lr=3e-3)
             loss = torch.tensor(float(made.loss), device=ranks.device)
@@ -41,6 +43,8 @@ def check_muon_of_shards_is_muon_of_whole_matrices(ranks: Ranks, strategy: str, 
                 dist.all_reduce(loss)
             told.append(float(loss) / place.world_size)
         losses.append(told)
-    # float32 sums in another order; bf16 weights are rounded to 2^-8, and gradients of half a batch each.
-    assert losses[1] == pytest.approx(losses[0], rel=2e-6 if weights == "fp32" else 3e-3)
-    assert abs(losses[0][-1] - losses[0][0]) > 0.02  # the matrices have moved
+    # float32 sums in another order, which GPUs also change from run to run, and iterations that amplify the smallest
+    # singular values; bf16 weights are rounded to 2^-8, and gradients of half a batch each.
+    exact = 2e-6 if ranks.device.type == "cpu" else 2e-5
+    assert losses[1] == pytest.approx(losses[0], rel=exact if weights == "fp32" else 3e-3)
+    assert losses[0][-1] < losses[0][0] - 0.02  # the matrices have moved
