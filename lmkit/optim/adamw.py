@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lmkit.kernels.adamw import AdamWLaunch
     from lmkit.recipe.tables import OptimizerConfig
 
+Item = TypeVar("Item")
 # Elements that one sweep of the update works on. They bound its temporary memory, and on a CPU the five arrays of a
 # sweep stay in the cache from one operation to the next.
 SWEEP_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
@@ -196,7 +197,8 @@ class AdamW(torch.optim.Optimizer):
             if kind.fits_one_pass:
                 self._update_in_one_pass(alike, scalars, cautious=group["cautious"])
             else:
-                for sweep in sweeps(alike):
+                limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
+                for sweep in sweeps(alike, lambda update: update.param.numel(), limit):
                     self._update_by_operations(sweep, scalars, cautious=group["cautious"])
 
     def _update_if(self, decision: Tensor, group: dict[str, Any], updates: list[Update]) -> None:
@@ -415,18 +417,18 @@ def decay_of(group: dict[str, Any], lr: float) -> float:
     return group["weight_decay"] * (lr / peak if peak else 1.0)
 
 
-def sweeps(updates: list[Update]) -> Iterator[list[Update]]:
-    """Split updates on one device into sweeps of about SWEEP_ELEMENTS."""
-    limit = SWEEP_ELEMENTS.get(updates[0].param.device.type, SWEEP_ELEMENTS["cuda"])
-    sweep: list[Update] = []
+def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Split items, in their order, into sweeps of as many as fit `limit` elements, and of at least one."""
+    sweep: list[Item] = []
     elements = 0
-    for update in updates:
-        if sweep and elements + update.param.numel() > limit:
+    for item in items:
+        if sweep and elements + elements_of(item) > limit:
             yield sweep
             sweep, elements = [], 0
-        sweep.append(update)
-        elements += update.param.numel()
-    yield sweep
+        sweep.append(item)
+        elements += elements_of(item)
+    if sweep:
+        yield sweep
 
 
 def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmkit.measure.limits import has_bf16
-from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, decay_of, settings_of
+from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, decay_of, settings_of, sweeps
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
 
-Item = TypeVar("Item")
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial a x + b x^3 + c x^5, whose iterates take singular values of 0.002 to 1 to about 1: the slope
@@ -147,10 +146,10 @@ class Muon(AdamW):
                 return loss
             self.decision = None
         for group in self.param_groups:
-            for sweep in _sweeps(_matrices(group), lambda pair: pair[0].numel()):
+            for sweep in sweeps(_matrices(group), lambda pair: pair[0].numel(), SWEEP_ELEMENTS["cuda"]):
                 self._update_matrices(sweep, group)
         reached = [shard for shard in self.shards if shard.has_gradient()]
-        for shards in _sweeps(reached, lambda shard: sum(rows * columns for _, rows, columns in shard.maps)):
+        for shards in sweeps(reached, _elements_of, SWEEP_ELEMENTS["cuda"]):
             self._update_shards(shards)
         super().step()
         return loss
@@ -255,6 +254,10 @@ def _matrices(group: dict[str, Any]) -> list[tuple[Tensor, Sequence[int]]]:
     return [(param, rows) for param, rows in pairs if rows and param.grad is not None]
 
 
+def _elements_of(shard: MatrixShard) -> int:
+    return sum(rows * columns for _, rows, columns in shard.maps)
+
+
 def _dtype(shard: MatrixShard) -> torch.dtype:
     return shard.pieces[0][0].dtype if shard.pieces else torch.float32
 
@@ -265,20 +268,6 @@ def _move(
     """Decay a weight, by `decay` times the group's, and move it against an orthogonalised direction."""
     decayed = weight * (weight * direction > 0) if group["cautious"] else weight
     weight.sub_(decayed * (decay * decay_of(group, group["lr"]))).sub_(direction * rate)
-
-
-def _sweeps(items: list[Item], elements_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Split into sweeps of about SWEEP_ELEMENTS, which bound the temporary memory."""
-    sweep: list[Item] = []
-    elements = 0
-    for item in items:
-        if sweep and elements + elements_of(item) > SWEEP_ELEMENTS["cuda"]:
-            yield sweep
-            sweep, elements = [], 0
-        sweep.append(item)
-        elements += elements_of(item)
-    if sweep:
-        yield sweep
 
 
 @OPTIMIZERS.register(

@@ -307,16 +307,17 @@ def test_factor_and_copies_outlive_loaded_state() -> None:
     assert (unpickled.gradient_factor, unpickled.copies) == (None, {})
 
 
-def test_sweeps_hold_as_much_as_fits_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", 10)
-
-    for sizes, expected in {
-        (4, 6, 1, 9, 1): [[4, 6], [1, 9], [1]],
-        (11, 3, 12, 8): [[11], [3], [12], [8]],
-        (25,): [[25]],
-    }.items():
-        updates = [Update(*[torch.zeros(n)] * 4, None, {}) for n in sizes]
-        assert [[update.param.numel() for update in sweep] for sweep in sweeps(updates)] == expected
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([4, 6, 1, 9, 1], [[4, 6], [1, 9], [1]]),
+        ([11, 3, 12, 8], [[11], [3], [12], [8]]),
+        ([25], [[25]]),
+        ([], []),
+    ],
+)
+def test_sweeps_hold_as_much_as_fits_and_at_least_one(sizes: list[int], expected: list[list[int]]) -> None:
+    assert list(sweeps(sizes, lambda size: size, 10)) == expected
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
