@@ -333,9 +333,14 @@ def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.
     if first.numel() == size and first.dtype == dtype and first.is_contiguous():
         return first.view(-1)
     flat = torch.empty(size, dtype=dtype, device=first.device)
-    # The allocator's leftovers must not be reduced.
-    flat[sum(gradient.numel() for gradient in gradients) :].zero_()
-    torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
+    filled = sum(gradient.numel() for gradient in gradients)
+    flat[filled:].zero_()  # the allocator's leftovers must not be reduced
+    if first.dtype == dtype:
+        torch.cat(
+            [gradient.reshape(-1) for gradient in gradients], out=flat[:filled]
+        )  # faster than `_foreach_copy_`
+    else:
+        torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
     return flat
 
 
