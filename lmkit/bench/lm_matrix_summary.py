@@ -171,7 +171,8 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         )
     }
     rows = with_ratios(rows)
-    files["lm_matrix_headline.png"] = headline(rows)
+    if len({row["strategy"] for row in rows} & set(HEADLINE)) > 1:
+        files["lm_matrix_headline.png"] = headline(rows)
     files["lm_matrix_convergence.png"] = loss_curve(
         coinciding_curves(rows), title="Convergence, same start and batches", x_label="optimizer step"
     )
@@ -222,9 +223,8 @@ def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
 
 def headline(rows: Rows) -> bytes:
     """Draw one rank -> naive -> bucketed and overlapped, for each kernel."""
-    shown = [row for row in rows if row["strategy"] in HEADLINE] or rows
     return bars(
-        shown,
+        [row for row in rows if row["strategy"] in HEADLINE],
         "tokens_per_s",
         group="kernel",
         series=lambda row: (

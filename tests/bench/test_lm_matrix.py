@@ -13,7 +13,7 @@ import torch
 from lmkit.bench import harness
 from lmkit.bench.harness import report_text
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, summarize, with_ratios
+from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, pictures, summarize, with_ratios
 from lmkit.data import token_files
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -60,10 +60,7 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
     old_names = [alias for alias, name in ATTENTION.aliases.items() if name in kernels]
     assert set(result.files) == {
         *(f"lm_matrix_{name}" for name in ("results.csv", "results.jsonl", "report.md")),
-        *(
-            f"lm_matrix_{picture}.png"
-            for picture in ("time", "memory", "throughput", "headline", "convergence")
-        ),
+        *(f"lm_matrix_{picture}.png" for picture in ("time", "memory", "throughput", "convergence")),
         *(f"{kernel}_lm_matrix_throughput.png" for kernel in (*kernels, *old_names)),
         *(f"lm_matrix_table_{kernel}.png" for kernel in (*kernels, *old_names)),
     }
@@ -194,6 +191,8 @@ def cell(strategy, ms, *, kernel="sdpa", ranks=2, last=3.0):
         "ranks": ranks,
         "status": "ok",
         "median_ms": ms,
+        "p10_ms": ms,
+        "p90_ms": ms,
         "samples_ms": [ms + 0.01 * i for i in range(8)],
         "tokens_per_s": 1000 / ms,
         "speedup": 10.0 / ms,
@@ -240,6 +239,12 @@ def test_scaling_is_against_one_rank_and_overhead_against_no_communication():
     assert (none["scaling"], naive["scaling"]) == pytest.approx((18 / 8 / 2, 18 / 12 / 2), rel=0.01)
     assert (none["overhead"], naive["overhead"]) == (0, 0.25)
     assert "scaling" not in with_ratios(rows[1:])[1]
+
+
+def test_the_headline_is_drawn_where_there_is_something_to_compare():
+    one, naive, flat = cell("one rank", 18.0, ranks=1), cell("naive", 12.0), cell("flat", 10.0)
+    assert "lm_matrix_headline.png" in pictures([one, naive])
+    assert "lm_matrix_headline.png" not in pictures([naive, flat])
 
 
 def test_curves_that_coincide_are_one():
