@@ -281,8 +281,7 @@ def loaded_model(
         UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
         LmkitError: the checkpoint is damaged.
     """
-    import torch
-
+    from lmkit.generation.generate import weight_dtype
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
@@ -314,6 +313,5 @@ def loaded_model(
         trained_on = checkpoint.state.data
         loaded = load_tokenizer(path, None if trained_on is None else trained_on.tokenizer_sha256)
         model = plain_model(checkpoint, device=ranks.device)
-        narrow = table.precision == "bf16" or (table.precision == "auto" and ranks.device.type == "cuda")
-        model.to(torch.bfloat16 if narrow else torch.float32)
+        model.to(weight_dtype(table, ranks.device))
         yield model, loaded, table, beside(path)

@@ -296,6 +296,12 @@ def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                         del seats[row]
 
 
+def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:
+    """Return what `generate.precision` keeps the weights in: with `auto`, bfloat16 on a GPU."""
+    narrow = options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if narrow else torch.float32
+
+
 def sampling_of(options: GenerateConfig) -> Sampling:
     """Return how the table `[generate]` has tokens drawn."""
     return Sampling(**{key: getattr(options, key) for key in Sampling._fields})

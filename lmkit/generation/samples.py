@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from lmkit.generation.generate import generate
+from lmkit.generation.generate import generate, weight_dtype
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.schema import Recipe
@@ -22,12 +20,7 @@ def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
     table = recipe.generate
     named = recipe.tokenizer.path if recipe.tokenizer is not None else None
     tokenizer = Tokenizer.load(named or recipe.run.path / TOKENIZER)
-    on_gpu = model.lm_head.weight.is_cuda
-    model.to(
-        torch.bfloat16
-        if table.precision == "bf16" or (table.precision == "auto" and on_gpu)
-        else torch.float32
-    )
+    model.to(weight_dtype(table, model.lm_head.weight.device))
     # Without kernels: no CUDA graph beside that of the training step.
     made = generate(model, tokenizer, table.prompts, table, kernels=False)
     return [text.prompt + text.text for text in made]
