@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import random
@@ -11,9 +10,9 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import islice, pairwise
-from pathlib import Path
 
 import pytest
+from bigram_baseline import BigramModel, words_without_case
 
 from lmkit.data import generate_stories, synth, write_stories
 from lmkit.errors import UsageError
@@ -24,21 +23,6 @@ END = "<|endoftext|>\n"
 @pytest.fixture(scope="module")
 def stories():
     return list(islice(generate_stories(0), 2000))
-
-
-@pytest.fixture(scope="module")
-def bigrams():
-    path = Path(__file__).parent / "bigram_baseline.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def words(text):
-    return re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower())
 
 
 def test_a_seed_decides_every_byte(tmp_path):
@@ -125,7 +109,7 @@ def test_pronouns_agree_with_the_hero(stories):
 
 
 def test_the_vocabulary_is_that_of_small_stories(stories):
-    assert 1_500 <= len(set(words(" ".join(stories)))) <= 3_000
+    assert 1_500 <= len(set(words_without_case(" ".join(stories)))) <= 3_000
     lengths = [len(story) for story in stories]
     assert 400 < sum(lengths) / len(lengths) < 2_000
     assert min(story.count("\n\n") for story in stories) >= 2
@@ -144,11 +128,11 @@ def test_every_story_is_new_and_every_plot_is_told(stories):
 def test_sentences_are_seldom_repeated_from_story_to_story(stories):
     seen: set[tuple[str, ...]] = set()
     for story in stories[:-200]:
-        text = words(story)
+        text = words_without_case(story)
         seen.update(zip(*(text[i:] for i in range(8)), strict=False))
     copied = total = 0
     for story in stories[-200:]:
-        text = words(story)
+        text = words_without_case(story)
         covered = [False] * len(text)
         for i in range(len(text) - 7):
             if tuple(text[i : i + 8]) in seen:
@@ -161,11 +145,11 @@ def test_sentences_are_seldom_repeated_from_story_to_story(stories):
 def test_rare_words_are_known_from_earlier_in_the_story(stories):
     # State that crosses sentences: a word that is rare in the corpus, met in the second half of a story, has often
     # been there in the first half. The control, another story's first half, shows that this is not chance.
-    counts = Counter(word for story in stories for word in words(story))
+    counts = Counter(word for story in stories for word in words_without_case(story))
     rare = {word for word, count in counts.items() if count < len(stories) / 10}
     known = by_chance = total = 0
     for story, other in pairwise(stories[:500]):
-        text, stranger = words(story), words(other)
+        text, stranger = words_without_case(story), words_without_case(other)
         half = len(text) // 2
         met = [word for word in text[half:] if word in rare]
         known += sum(word in text[:half] for word in met)
@@ -176,8 +160,8 @@ def test_rare_words_are_known_from_earlier_in_the_story(stories):
     assert known > 5 * by_chance
 
 
-def test_the_bigram_model_is_a_distribution(bigrams):
-    model = bigrams.BigramModel("the cat saw the dog. the dog saw a cat. a cat sat." * 3)
+def test_the_bigram_model_is_a_distribution():
+    model = BigramModel("the cat saw the dog. the dog saw a cat. a cat sat." * 3)
     for previous in ("the", " cat", "never seen"):
         known = sum(model.probability(previous, word) for word in model.unigrams)
         # What is left is for words that were never seen, of which none is listed here.

@@ -1,7 +1,12 @@
-"""Commands in sessions of their own, by which their processes are found again; tiny token files to train on."""
+"""What end-to-end tests share.
+
+Commands in sessions of their own, by which their processes are found again; tiny token files to train on; the losses
+of a run.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +29,12 @@ def write_tokens(folder: Path) -> None:
         with TokenFileWriter(folder / f"{name}.npy", vocab_size=64, tokenizer_sha256="a" * 64) as writer:
             writer.append(part)
             writer.finish(num_documents=1, num_bytes=3 * len(part), source_sha256="b" * 64)
+
+
+def losses(run: Path) -> list[float]:
+    """Return the training losses of a run folder, in the order of its metrics."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:

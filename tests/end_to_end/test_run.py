@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sessions import PATIENCE_S, TORCHRUN
+from sessions import PATIENCE_S, TORCHRUN, losses
 from tiny import tiny_recipe
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,11 +30,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE)
     return path
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 def redone(summary: str) -> list[str]:
@@ -146,10 +141,16 @@ def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it
     before = newest.stat().st_mtime_ns
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-100])
-    for command in ("train tiny.toml --steps 21", "run tiny.toml --skip-data --from train"):
-        refused = terminal.refuses(command, code="tokens.damaged", exit_code=1, says=[str(tokens)])
-        assert f"delete {tokens}, and lmkit run {RUN / 'recipe.toml'}" in refused.hint
-        assert newest.stat().st_mtime_ns == before
+    again = f"lmkit run {RUN / 'recipe.toml'}"
+    changed = terminal.refuses("train tiny.toml --steps 21", code="data.changed", says=[str(tokens)])
+    assert again in changed.hint
+    damaged = terminal.refuses(
+        "run tiny.toml --skip-data --from train", code="tokens.damaged", exit_code=1, says=[str(tokens)]
+    )
+    assert f"delete {tokens}, and {again}" in damaged.hint
+    assert newest.stat().st_mtime_ns == before
+    terminal("run", RUN / "recipe.toml")
+    assert tokens.read_bytes() == whole
     for description in ("{}", "{", None):  # of the file that is deleted
         tokens.unlink()
         if description is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sessions import PATIENCE_S, TORCHRUN, start, write_tokens
+from sessions import PATIENCE_S, TORCHRUN, losses, start, write_tokens
 from tiny import tiny_recipe
 
 from lmkit.training.atomic_checkpoint import newest_valid, saved_steps
@@ -30,11 +30,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE)
     return path
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
 
 
 def weights(run: Path) -> bytes:

@@ -53,6 +53,19 @@ SWITCHES = {
 }
 
 
+def check_next_logits(decoder, model):
+    """Take five steps, before each of which the logits are those of the model over the whole text."""
+    for _ in range(5):
+        texts = texts_of(decoder)
+        with torch.inference_mode():
+            logits = decoder._step.logits(max(map(len, texts)))
+        for row, text in enumerate(texts):
+            exact = model(torch.tensor([text]))[0, -1]
+            # float64; matrix products of other shapes sum in another order.
+            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
+        decoder.step(max(map(len, texts)))
+
+
 @pytest.mark.parametrize("switch", [*SWITCHES, "all"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
@@ -65,15 +78,7 @@ def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
     decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
     assert not can_run_kernels(model)
     decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
-    for _ in range(5):
-        texts = texts_of(decoder)
-        with torch.inference_mode():
-            logits = decoder._step.logits(max(map(len, texts)))
-        for row, text in enumerate(texts):
-            exact = model(torch.tensor([text]))[0, -1]
-            # float64; matrix products of other shapes sum in another order.
-            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
-        decoder.step(max(map(len, texts)))
+    check_next_logits(decoder, model)
 
 
 def test_a_step_lists_the_switches_that_it_knows(make_model):
@@ -95,15 +100,7 @@ def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
             layer.attn.qkv_proj.bias.normal_()
     decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
     decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
-    for _ in range(5):
-        texts = texts_of(decoder)
-        with torch.inference_mode():
-            logits = decoder._step.logits(max(map(len, texts)))
-        for row, text in enumerate(texts):
-            exact = model(torch.tensor([text]))[0, -1]
-            # float64; matrix products of other shapes sum in another order.
-            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
-        decoder.step(max(map(len, texts)))
+    check_next_logits(decoder, model)
 
 
 def test_rows_that_rest_do_not_change_the_others(make_model):

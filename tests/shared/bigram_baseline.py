@@ -9,7 +9,7 @@ space; `<|endoftext|>` is one token. With c the counts in the training text and 
 (Ney, Essen, Kneser 1994; D = n1 / (n1 + 2 n2) as there): an unseen word is spelled byte by byte, each byte and the
 end equally likely, so that every text has a probability.
 
-Run as a script it prints bits per byte: python tests/data/bigram_baseline.py TRAIN.txt VALID.txt
+Run as a script it prints bits per byte: python tests/shared/bigram_baseline.py TRAIN.txt VALID.txt
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def split_words(text: str) -> list[str]:
     words = _WORD.findall(text)
     assert sum(map(len, words)) == len(text), "the words must cover the text"
     return words
+
+
+def words_without_case(text: str) -> list[str]:
+    """Return the words of a text, without punctuation."""
+    return re.findall(r"[a-z]+(?:'[a-z]+)?", text.lower())
 
 
 def _discount(counts: Counter) -> float:
