@@ -14,6 +14,7 @@ from lmkit.registry import ATTENTION
 COLUMNS = (
     Column("tier", "tier"),
     Column("head_dim", "D", "d"),
+    Column("mask", "mask"),
     Column("direction", "direction"),
     Column("kernel", "kernel"),
     Column("median_ms", "ms", ".4g", instead="status"),
@@ -29,12 +30,17 @@ VERSUS_SDPA = (
     Column("versus_sdpa_high", "to", ".3f"),
     Column("best_sdpa", "that is"),
 )
+SHAPE = ("batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "layout", "data")
+"""What else times depend on, besides the lengths."""
 
 
 def summarize(rows: Rows) -> Summary:
     """Say what the rows support: ours against PyTorch's best, the fastest at the longest tier, where memory ends."""
+    first, masks = rows[0], ["causal" if row["causal"] else "full" for row in rows]
+    if mixed := len(set(masks)) > 1:
+        rows = [row | {"mask": mask} for row, mask in zip(rows, masks, strict=True)]
+    columns = [column for column in COLUMNS if mixed or column.key != "mask"]
     grid = [row for row in rows if row.get("part") == "grid"]
-    first = rows[0]
     fields = ("batch", "heads", "kv_heads", "dtype", "layout", "data")
     about = [f"{key} {first[key]}" for key in fields if len({row.get(key) for row in rows}) == 1]
     baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
@@ -45,11 +51,11 @@ def summarize(rows: Rows) -> Summary:
     ]
     return Summary(
         "Attention",
-        COLUMNS,
+        columns,
         [row for row in rows if row.get("part") != "grid"],
-        about=", ".join([*about, "causal" if first["causal"] else "full"]),
+        about=", ".join(about if mixed else [*about, masks[0]]),
         findings=findings(rows),
-        tables={"Head dimension x length": markdown_table(grid, COLUMNS)} if grid else {},
+        tables={"Head dimension x length": markdown_table(grid, columns)} if grid else {},
         notes=notes,
         wide=VERSUS_SDPA,
     )
@@ -73,10 +79,12 @@ def findings(rows: Rows) -> list[str]:
                 "in the same run."
             )
         best = min(members, key=lambda row: (-row["num_queries"] * row["num_keys"], row["median_ms"]))
-        found.append(
-            f"{direction} at {best['tier']}: {best['kernel']} is fastest, {best['median_ms']:.4g} ms, "
-            f"{best['tflops']:.3g} TFLOP/s."
-        )
+        shapes = {tuple(map(row.get, SHAPE)) for row in members if row["tier"] == best["tier"]}
+        if len(shapes) == 1:
+            found.append(
+                f"{direction} at {best['tier']}: {best['kernel']} is fastest, {best['median_ms']:.4g} ms, "
+                f"{best['tflops']:.3g} TFLOP/s."
+            )
     for kernel, mine in grouped(square_tiers(rows), lambda row: str(row["kernel"])).items():
         if ended := [row["num_keys"] for row in mine if row["status"] == "out of memory"]:
             limits = [row for row in rows if row.get("part") == "memory limit" and row["kernel"] == kernel]

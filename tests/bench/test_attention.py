@@ -13,7 +13,7 @@ from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention as bench
 from lmkit.bench import attention_gate
 from lmkit.bench.attention import Case, Options, Sweep, build_cases
-from lmkit.bench.attention_summary import findings
+from lmkit.bench.attention_summary import findings, summarize
 from lmkit.bench.attention_variants import default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
@@ -304,20 +304,34 @@ def test_the_acceptance_suite_says_where_it_went(measure, caplog):
     assert "nox -s acceptance" in caplog.text
 
 
-def test_the_finding_is_about_the_fastest_kernel_of_ours():
-    def row(kernel, length, tflops, ratio):
-        return {
-            "part": "tiers", "tier": str(length), "num_queries": length, "num_keys": length, "direction": "forward",
-            "kernel": kernel, "tflops": tflops, "median_ms": 1 / tflops, "versus_sdpa": ratio,
-            "share_of_matmul": 0.5, "status": "ok",
-        }  # fmt: skip
+def row_of(kernel, length, tflops, ratio, **facts):
+    return {
+        "part": "tiers", "tier": str(length), "num_queries": length, "num_keys": length, "direction": "forward",
+        "kernel": kernel, "tflops": tflops, "median_ms": 1 / tflops, "versus_sdpa": ratio,
+        "share_of_matmul": 0.5, "status": "ok", "causal": True, "batch": 1, "heads": 1, "kv_heads": 1,
+        "dtype": "bf16", "layout": "contiguous", "data": "normal", **facts,
+    }  # fmt: skip
 
+
+def test_the_finding_is_about_the_fastest_kernel_of_ours():
     of_one = [
-        row("flash_triton", 128, 20.0, 2.0),
-        row("flash_cuda_naive", 128, 1.0, 0.1),
-        row("sdpa", 128, 10.0, None),
+        row_of("flash_triton", 128, 20.0, 2.0),
+        row_of("flash_cuda_naive", 128, 1.0, 0.1),
+        row_of("sdpa", 128, 10.0, None),
     ]
     said = findings(of_one)[0]
     assert "flash_triton is 2.00 times as fast as the best PyTorch backend in one case" in said
-    said = findings([*of_one, row("flash_triton", 256, 30.0, 1.5)])[0]
+    said = findings([*of_one, row_of("flash_triton", 256, 30.0, 1.5)])[0]
     assert "flash_triton is 1.50 to 2.00 times as fast as the best PyTorch backend in 2 cases" in said
+
+
+def test_rows_of_both_masks_say_which_they_have():
+    causal, full = row_of("vectorized", 128, 1.0, None), row_of("vectorized", 128, 1.0, None, causal=False)
+    of_one, of_both = summarize([causal]), summarize([causal, full])
+    assert of_one.about.endswith(", causal")
+    assert "causal" not in of_both.about
+    assert [row.get("mask") for row in (*of_one.rows, *of_both.rows)] == [None, "causal", "full"]
+    assert ["mask" in [column.header for column in found.columns] for found in (of_one, of_both)] == [
+        False,
+        True,
+    ]

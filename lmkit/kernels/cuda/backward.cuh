@@ -3,9 +3,9 @@
 //   P = 2^(S - lse)     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dK = dS^T Q     dQ = dS K
 //
 // A CTA owns KEYS keys and their sums of dK and dV. Tiles of QUERIES queries stream by, the last first. The warps work
-// on transposed scores (keys x queries), 16 * BLOCKS keys in a warp. With BACKWARD_SPLIT = 1 P^T and dS^T feed the
-// products for dV and dK from registers, and only dS goes to shared memory, for dQ. With 2 a pair of warps shares its
-// keys: each computes the scores of half of the queries and half of the columns of dV and dK, so P goes there too.
+// on transposed scores (keys x queries), 16 * BLOCKS keys in a warp. P^T and dS^T feed the products for dV and dK from
+// registers, and dS goes to shared memory, for dQ. With BACKWARD_SPLIT = 2 a pair of warps shares its keys: each
+// computes the scores of half of the queries and half of the columns of dV and dK, and reads the other half of P and dS.
 //
 // What the tiles of keys add to one tile of dQ is summed in global memory, in float32 and in the order of the keys: a
 // flag counts the tiles of keys that were added, and each CTA waits for its turn. It waits only for CTAs that began
@@ -27,6 +27,7 @@ struct Backward {
     static constexpr int DQ_COLUMNS = HEAD_DIM / ACROSS;
     static_assert(DQ_COLUMNS % 16 == 0 && DQ_COLUMNS * ACROSS == HEAD_DIM, "warps do not divide a tile of dQ");
     static_assert(STAGES > 1 || !HELPERS, "helpers copy the next stage");
+    static_assert(SPLIT == 1 || SPLIT == 2 && QUERIES == 2 * PART, "a pair of warps has two parts of the queries");
     using Keys = Tile<KEYS, HEAD_DIM>;
     using Queries = Tile<QUERIES, HEAD_DIM>;
     using Scores = Tile<KEYS, QUERIES>;  // dS^T, and with SPLIT = 2 P^T
@@ -69,7 +70,7 @@ __global__ void statistics_kernel(const __grid_constant__ Arguments a) {
 __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_kernel(const __grid_constant__ Arguments a) {
     using B = Backward;
     constexpr int BLOCKS = B::BLOCKS, QUERIES = B::QUERIES, PART = B::PART, STAGES = B::STAGES, THREADS = B::THREADS;
-    constexpr bool LATE = B::HELPERS && B::SPLIT > 1;  // scores are there early, the turn is needed late: two barriers
+    constexpr bool LATE = B::HELPERS && BACKWARD_LATE;  // scores are there early, the turn is needed late: two barriers
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + B::Keys::BYTES;
     const uint32_t ds_tile = v_tile + B::Keys::BYTES, p_tile = ds_tile + B::Scores::BYTES;
     const uint32_t stages = ds_tile + B::SPLIT * B::Scores::BYTES;
@@ -141,6 +142,7 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
 #endif
 
     Sums<BLOCKS, B::COLUMNS> dk, dv;
+    const int columns = warp % B::SPLIT * B::COLUMNS / 16;  // the first of dK and dV, in blocks
     const Reader<HEAD_DIM, true> k_reader(k_tile + warp_row * HEAD_DIM * 2), v_reader(v_tile + warp_row * HEAD_DIM * 2);
     int* written = nullptr;  // the flag of a tile of dQ that all threads wrote before the next barrier
 
@@ -192,6 +194,8 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
                         ds.x[m][n][i] = p.x[m][n][i] * (ds.x[m][n][i] - delta[i % 2]);
                     }
             }
+            // Where this lane writes its first pair; the others are a few turned chunks and whole rows away.
+            const uint32_t place = B::Scores::pair(0, warp_row + lane / 4, part * PART + lane % 4 * 2);
             #pragma unroll
             for (int n = 0; n < PART / 16; n++) {
                 uint32_t p_left[BLOCKS][4], ds_left[BLOCKS][4];
@@ -201,16 +205,13 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
                     ds.as_operand(ds_left[m], m, n);
                     #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        int row = warp_row + m * 16 + i % 2 * 8 + lane / 4;
-                        int column = part * PART + n * 16 + i / 2 * 8 + lane % 4 * 2;
-                        if (B::SPLIT > 1) store_shared(B::Scores::pair(p_tile, row, column), p_left[m][i]);
-                        store_shared(B::Scores::pair(ds_tile, row, column), ds_left[m][i]);
+                        const uint32_t to = (place ^ (2 * n + i / 2) * 16) + (m * 16 + i % 2 * 8) * QUERIES * 2;
+                        if (B::SPLIT > 1) store_shared(p_tile + to, p_left[m][i]);
+                        store_shared(ds_tile + to, ds_left[m][i]);
                     }
                 }
-                if (B::SPLIT == 1) {
-                    dv.add_rows(p_left, Reader<HEAD_DIM, true>(dout_tile + down), n);
-                    dk.add_rows(ds_left, Reader<HEAD_DIM, true>(q_tile + down), n);
-                }
+                dv.add_rows(p_left, Reader<HEAD_DIM, true>(dout_tile + down, columns), n);
+                dk.add_rows(ds_left, Reader<HEAD_DIM, true>(q_tile + down, columns), n);
             }
         }
 
@@ -219,13 +220,14 @@ __global__ void __launch_bounds__(Backward::LAUNCHED, BACKWARD_CTAS) backward_ke
         if (!B::HELPERS && thread == 0) wait_for_flag(flag, key_tile);
         if (LATE) meet<1>(THREADS);  // the scores are there
         else __syncthreads();  // and it is this CTA's turn to add to the tile of dQ
-        if (B::SPLIT > 1) {
-            const Reader<QUERIES, true> p_rows(p_tile + warp_row * QUERIES * 2);
-            const Reader<QUERIES, true> ds_rows(ds_tile + warp_row * QUERIES * 2);
-            const int columns = warp % B::SPLIT * B::COLUMNS / 16;
-            const Reader<HEAD_DIM, true> q_rows(q_tile, columns), dout_rows(dout_tile, columns);
+        if (B::SPLIT > 1) {  // the queries whose scores the other warp of the pair computed
+            const int other = 1 - warp % 2;
+            const uint32_t down = other * PART * HEAD_DIM * 2;
+            const Reader<QUERIES, true> p_rows(p_tile + warp_row * QUERIES * 2, other * PART / 16);
+            const Reader<QUERIES, true> ds_rows(ds_tile + warp_row * QUERIES * 2, other * PART / 16);
+            const Reader<HEAD_DIM, true> q_rows(q_tile + down, columns), dout_rows(dout_tile + down, columns);
             #pragma unroll
-            for (int n = 0; n < QUERIES / 16; n++) {
+            for (int n = 0; n < PART / 16; n++) {
                 uint32_t left[BLOCKS][4];
                 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++) read_matrices(left[m], p_rows.at(m, n));

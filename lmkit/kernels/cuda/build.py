@@ -35,12 +35,14 @@ def tiling(head_dim: int, arch: int) -> dict[str, int]:
         "FORWARD_Q_KEPT": int(not wide),
         "BACKWARD_WARPS": 8, "BACKWARD_BLOCKS": 1 if wide else 2, "BACKWARD_QUERIES": 64, "BACKWARD_PART": 32,
         "BACKWARD_DQ_BLOCKS": 2 if head_dim in (64, 128) else 1, "BACKWARD_STAGES": 2, "BACKWARD_CTAS": 1,
-        "BACKWARD_SPLIT": 1, "BACKWARD_HELPERS": 0,
+        "BACKWARD_SPLIT": 1, "BACKWARD_HELPERS": 0, "BACKWARD_LATE": int(wide),
     }  # fmt: skip
     if arch == 90:
         found |= {"BACKWARD_HELPERS": 4, "BACKWARD_STAGES": 3}
         if wide:
             found |= {"BACKWARD_BLOCKS": 2, "BACKWARD_SPLIT": 2}
+        elif head_dim == 64:
+            found |= {"BACKWARD_QUERIES": 128, "BACKWARD_STAGES": 2}
     if arch not in (80, 87, 90, 100, 101, 103):  # less shared memory: 99 KiB for a CTA, or 64 on sm_75
         stages = 1 if arch < 80 else 2
         found |= {

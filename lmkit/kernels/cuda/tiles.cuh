@@ -73,21 +73,24 @@ struct Tile {
 template <int COLUMNS, bool BY_ROWS>
 struct Reader {
     static constexpr int PERIOD = COLUMNS / 8 % 8 == 0 ? 4 : 2;  // blocks after which the turned chunks repeat
-    uint32_t start[PERIOD];
+    // A turned chunk is a XOR, so one address gives those of the 4 blocks; few addresses leave registers for sums.
+    static constexpr int KEPT = PERIOD == 4 ? 1 : 2;
+    uint32_t start[KEPT];
 
-    // `column_block` is the one that `at` calls 0.
+    // `column_block` is the one that `at` calls 0, and a multiple of the blocks that are read where PERIOD is 4.
     __device__ __forceinline__ Reader(uint32_t tile, int column_block = 0) {
         int lane = threadIdx.x % 32;
         int row = BY_ROWS ? lane % 16 : lane % 8 + lane / 16 * 8;
         int chunk = BY_ROWS ? lane / 16 : lane / 8 % 2;
         #pragma unroll
-        for (int i = 0; i < PERIOD; i++)
+        for (int i = 0; i < KEPT; i++)
             start[i] = tile + row * COLUMNS * 2 + ((2 * (column_block + i) + chunk) ^ turn<COLUMNS>(row)) * 16;
     }
 
     // The block 16 * row_block rows down and 16 * column_block columns to the right.
     __device__ __forceinline__ uint32_t at(int row_block, int column_block) const {
-        return start[column_block % PERIOD] + row_block * 16 * COLUMNS * 2 + column_block / PERIOD * PERIOD * 32;
+        uint32_t turned = start[column_block % KEPT] ^ (column_block % PERIOD - column_block % KEPT) * 32;
+        return turned + row_block * 16 * COLUMNS * 2 + column_block / PERIOD * PERIOD * 32;
     }
 };
 

@@ -1,6 +1,6 @@
 // The instructions of lmkit/kernels/cuda/primitives.cuh on a CPU: a thread of the GPU is a coroutine here.
 //
-// CTAs run one after the other, in order. Inside of a CTA a thread runs until it waits for its warp or for all threads.
+// CTAs run one after the other, in order. Inside of a CTA a warp runs until all its threads wait at a barrier of the CTA.
 // Copies arrive as late as they may. Warps run in ascending or descending order (`descending`), so that a missing
 // barrier changes results. Reads of shared memory by ldmatrix count their bank conflicts.
 
@@ -56,6 +56,7 @@ static Barrier cta;
 static Thread* now;
 static jmp_buf scheduler;
 static Index blockIdx, blockDim;
+static int64_t moves;  // starts of threads, and waits that ended
 static bool descending;
 static int64_t conflicts;
 alignas(128) static char shared[1 << 18];
@@ -73,6 +74,7 @@ static void wait_at(Barrier& barrier, int members, const std::function<void()>& 
         barrier.turn++;
     }
     while (barrier.turn == turn) yield();
+    moves++;
 }
 
 inline void __syncthreads() { wait_at(cta, int(threads.size())); }
@@ -103,20 +105,30 @@ void run(Kernel kernel, int64_t ctas, int count, const Arguments& arguments) {
         warps.assign(count / 32, {});
         cta = {};
         for (int i = 0; i < count; i++) threads[i].index = i;
-        for (int left = count; left;)
-            for (int i = 0; i < count; i++) {
-                now = &threads[descending ? (count / 32 - 1 - i / 32) * 32 + i % 32 : i];
-                if (now->done) continue;
-                if (!_setjmp(scheduler)) {
-                    if (now->started) _longjmp(now->place, 1);
-                    now->started = true;
-                    getcontext(&now->begun);
-                    now->begun.uc_stack.ss_sp = stacks[now->index].data();
-                    now->begun.uc_stack.ss_size = stacks[now->index].size();
-                    makecontext(&now->begun, enter, 0);
-                    setcontext(&now->begun);
-                }
-                left -= now->done;
+        int left = count;
+        auto resume = [&](Thread& thread) {
+            now = &thread;
+            if (!_setjmp(scheduler)) {
+                if (thread.started) _longjmp(thread.place, 1);
+                thread.started = true;
+                moves++;
+                getcontext(&thread.begun);
+                thread.begun.uc_stack.ss_sp = stacks[thread.index].data();
+                thread.begun.uc_stack.ss_size = stacks[thread.index].size();
+                makecontext(&thread.begun, enter, 0);
+                setcontext(&thread.begun);
+            }
+            left -= now->done;
+        };
+        while (left)
+            for (int i = 0; i < count / 32; i++) {
+                int warp = descending ? count / 32 - 1 - i : i;
+                int64_t before;
+                do {
+                    before = moves;
+                    for (int lane = 0; lane < 32; lane++)
+                        if (Thread& thread = threads[warp * 32 + lane]; !thread.done) resume(thread);
+                } while (moves != before);
             }
     }
 }
