@@ -54,6 +54,26 @@ def test_a_queue_is_measured_against_the_step(run_bench):
     assert caught.value.code == "bench.capacity"
 
 
+def test_no_step_writes_beyond_the_cache(run_bench, monkeypatch):
+    """Also where few steps are timed: on a GPU, a step beyond the cache is an illegal memory access."""
+    keys = {**QUICK, "contexts": (20,), "batch_sizes": (3,), "steps_per_sample": 1, "variants": ("lmkit",)}
+    places = []
+
+    def step(self):
+        places.append(int(self.decoder.state.place.max()))
+        timed(self)
+
+    timed = OwnWriter.step
+    monkeypatch.setattr(OwnWriter, "step", step)
+    recipe = validate({"bench": {"generate": {**keys, "capacity": 32}}}, origin="test")
+    with pytest.raises(UsageError) as caught:
+        bench.check(recipe)
+    assert caught.value.code == "bench.capacity"
+    # Of the 33 places, five are for the steps of `host_ms`, which is measured on a GPU.
+    assert run_bench("generate", **{**keys, "capacity": 33}).rows[0]["status"] == "ok"
+    assert max(places) < 33 - bench.FEW
+
+
 def test_what_is_timed_writes_tokens_at_the_context():
     writer = OwnWriter(TransformerLM(TINY), 2, 8, temperature=0.0)
     writer.refill()
