@@ -392,10 +392,16 @@ def summarize(rows: Rows) -> Summary:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the share of the bandwidth and the tokens per second of each case."""
+    most = {row["size"]: max(r["kv_heads"] for r in rows if r["size"] == row["size"]) for row in rows}
+
+    def case(row: dict[str, Any]) -> str:
+        heads = "" if row["kv_heads"] == most[row["size"]] else f", {row['kv_heads']} key heads"
+        return f"{row['size']}{heads}, {row['batch_size']} x {row['context']}"
+
     shown = [
         row
         | {
-            "case": f"{row['size']}, {row['batch_size']} x {row['context']}",
+            "case": case(row),
             "percent": 100 * row["share"] if row.get("share") is not None else None,
         }
         for row in rows

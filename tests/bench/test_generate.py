@@ -117,3 +117,12 @@ def test_a_cache_that_steps_would_overflow_is_refused():
         bench.check(recipe)
     assert caught.value.code == "bench.capacity"
     assert "bench.generate.capacity" in caught.value.message
+
+
+def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(bench, "bars", lambda rows, key, **options: drawn.setdefault(key, rows))
+    row = {"size": "1.3B", "batch_size": 64, "context": 2000, "share": 0.5, "tokens_per_s": 1.0}
+    bench.pictures([row | {"kv_heads": 16}, row | {"kv_heads": 4}, row | {"size": "162M", "kv_heads": 12}])
+    cases = [shown["case"] for shown in drawn["percent"]]
+    assert cases == ["1.3B, 64 x 2000", "1.3B, 4 key heads, 64 x 2000", "162M, 64 x 2000"]
