@@ -24,6 +24,17 @@ DOCUMENTS = [
 ]
 
 
+def links_of(document: Path) -> list[Path]:
+    """Return the files that a document links to or shows."""
+    text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [
+        (document.parent / target.partition("#")[0]).resolve()
+        for target in targets
+        if not target.startswith(("http://", "https://", "#"))
+    ]
+
+
 def test_there_is_something_to_test() -> None:
     assert PYTHON
     assert len(COMMANDS) >= 10
@@ -53,10 +64,23 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(document: Path) -> None:
-    text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not target.startswith(("http://", "https://", "#")):
-            assert (document.parent / target.partition("#")[0]).exists(), target
+    for target in links_of(document):
+        assert target.exists(), target
+
+
+def test_every_document_and_picture_of_the_results_is_reached_from_their_readme() -> None:
+    results = ROOT / "artifacts"
+    reached: set[Path] = set()
+    following = [results / "README.md"]
+    while following:
+        path = following.pop()
+        if path not in reached:
+            reached.add(path)
+            following += links_of(path) if path.suffix == ".md" else []
+    machines = [path for path in results.iterdir() if path.name not in ("runs", "benches", "profiles")]
+    shown = {path for machine in machines for kind in ("*.md", "*.png") for path in machine.rglob(kind)}
+    assert len(shown) > 50
+    assert sorted(shown - reached) == []
 
 
 def test_the_architecture_names_files_and_functions_that_exist() -> None:
