@@ -156,6 +156,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(
+    terminal, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkit.tokenizer.train_tokenizer", lambda *_, **__: pytest.fail("it was trained"))
+    terminal.refuses(
+        "tokenizer train text.txt text.txt/one.json", code="output.unwritable", says=["text.txt"]
+    )
+
+
 @pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
 def test_fault_139_a_profile_replaces_no_results_by_accident(engine: str, report: str, terminal) -> None:
