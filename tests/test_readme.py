@@ -77,7 +77,9 @@ def test_every_document_and_picture_of_the_results_is_reached_from_their_readme(
         if path not in reached:
             reached.add(path)
             following += links_of(path) if path.suffix == ".md" else []
-    machines = [path for path in results.iterdir() if path.name not in ("runs", "benches", "profiles", "data")]
+    machines = [
+        path for path in results.iterdir() if path.name not in ("runs", "benches", "profiles", "data")
+    ]
     shown = {path for machine in machines for kind in ("*.md", "*.png") for path in machine.rglob(kind)}
     assert len(shown) > 50
     assert sorted(shown - reached) == []
