@@ -33,10 +33,17 @@ class Facts:
     Attributes:
         order: position in lists; objects from outside are last.
         aliases: other spellings that recipes and functions accept.
+        requires: packages that have to be installed, by the names that they are imported by.
     """
 
     order: int = 100
     aliases: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that it requires and that are not installed."""
+        return [package for package in self.requires if importlib.util.find_spec(package) is None]
 
 
 F = TypeVar("F", bound=Facts)
@@ -142,10 +149,25 @@ class Registry(Generic[F]):
         return self._entries[self.canonical(name)].facts
 
     def load(self, name: str) -> Any:
-        """Import the module of an object and return the object."""
+        """Import the module of an object and return the object.
+
+        Raises:
+            UsageError: no object has this name, or a package that it requires is not installed.
+        """
         entry = self._entries[self.canonical(name)]
         if entry.loaded is None:
-            importlib.import_module(entry.module)
+            try:
+                importlib.import_module(entry.module)
+            except ModuleNotFoundError as error:
+                missing = (error.name or "").split(".")[0]
+                if missing not in entry.facts.requires:
+                    raise
+                others = (other.name for other in self._entries.values() if not other.facts.requires)
+                raise UsageError(
+                    "registry.not_installed",
+                    f"{self.noun} {entry.name!r} needs {missing}, which is not installed",
+                    hint=f"pip install {missing}, or choose another: {', '.join(others)}",
+                ) from error
         return entry.loaded
 
     def function_of(self, name: str, function: str) -> Any:
@@ -211,7 +233,6 @@ class KernelFacts(Facts):
     """An attention kernel: `kernel(q, k, v, *, causal, scale=None) -> out`, see `lmkit.attention`.
 
     Attributes:
-        requires: packages that have to be installed.
         devices: where it runs.
         check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
             does not support.
@@ -230,7 +251,6 @@ class KernelFacts(Facts):
             (batch, seq, heads * head_dim). With the fact `windows` it takes `first=`, too.
     """
 
-    requires: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
     masks: bool = False
@@ -249,7 +269,6 @@ class OperationsFacts(Facts):
     """What a model computes around its matrix products: a subclass of `lmkit.model.operations.Operations`.
 
     Attributes:
-        requires: packages that have to be installed.
         devices: where the operations run.
         check: a function of the module: `check(weight)` raises UsageError for a device or dtype that they do not
             support.
@@ -257,7 +276,6 @@ class OperationsFacts(Facts):
             over the logits; see `lmkit.model.memory`.
     """
 
-    requires: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     check: str | None = None
     reuses_memory: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +82,11 @@ def attention_function(name: str) -> Callable[..., Tensor]:
 def joined_function(name: str) -> Callable[..., Tensor] | None:
     """Return the kernel's function on a joined projection (see `KernelFacts.joined`); None if it has none."""
     where = ATTENTION.facts(name).joined
-    return None if where is None else pkgutil.resolve_name(where)
+    if where is None:
+        return None
+    attention_function(name)  # refuses if a package is not installed
+    function: Callable[..., Tensor] = pkgutil.resolve_name(where)
+    return function
 
 
 def check_kernel(name: str, q: Tensor) -> None:
@@ -106,10 +109,9 @@ def best_kernel(q: Tensor, mask: Tensor | None = None, *, windows: bool = False)
     """
     for name in PREFERRED[:-1]:
         facts = ATTENTION.facts(name)
-        installed = all(importlib.util.find_spec(package) for package in facts.requires)
         if (
             q.device.type in facts.devices
-            and installed
+            and not facts.missing
             and (mask is None or facts.masks)
             and facts.windows >= windows
         ):

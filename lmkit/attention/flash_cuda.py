@@ -11,21 +11,11 @@ from torch import Tensor
 from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
+from lmkit.kernels.cuda.build import nvcc
+from lmkit.kernels.cuda.flash import flash_backward, flash_forward
+from lmkit.kernels.launch import empty_in_order_of
 from lmkit.kernels.operators import define
 from lmkit.registry import ATTENTION
-
-try:
-    from lmkit.kernels.cuda.build import nvcc
-    from lmkit.kernels.cuda.flash import flash_backward, flash_forward
-    from lmkit.kernels.launch import empty_in_order_of
-except ModuleNotFoundError as error:
-    if (error.name or "").split(".")[0] != "triton":
-        raise
-    raise UsageError(
-        "attention.not_installed",
-        "flash_cuda shares code with flash_triton, which needs Triton, and that is not installed",
-        hint="pip install triton (Linux), or choose flash_torch, vectorized or sdpa",
-    ) from error
 
 LARGEST_HEAD_DIM = 128
 

@@ -17,21 +17,11 @@ from torch import Tensor
 from lmkit.attention.inputs import SECOND_DERIVATIVES, check_first, prepare_inputs, zeros_like_queries
 from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
+from lmkit.kernels.flash.backward import flash_backward
+from lmkit.kernels.flash.forward import flash_forward
+from lmkit.kernels.launch import capability, empty_in_order_of
+from lmkit.kernels.versions import INTERPRETED
 from lmkit.registry import ATTENTION
-
-try:
-    from lmkit.kernels.flash.backward import flash_backward
-    from lmkit.kernels.flash.forward import flash_forward
-    from lmkit.kernels.launch import capability, empty_in_order_of
-    from lmkit.kernels.versions import INTERPRETED
-except ModuleNotFoundError as error:
-    if (error.name or "").split(".")[0] != "triton":
-        raise
-    raise UsageError(
-        "attention.not_installed",
-        "flash_triton needs Triton, which is not installed",
-        hint="pip install triton (Linux), or choose flash_torch, vectorized or sdpa",
-    ) from error
 
 Implementation = Literal["auto", "portable", "hopper"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

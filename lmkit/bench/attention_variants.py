@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -67,8 +66,7 @@ def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
     found: list[str] = []
     for name in ATTENTION.names:
         facts = ATTENTION.facts(name)
-        installed = all(importlib.util.find_spec(package) for package in facts.requires)
-        if installed and ("cuda" if on_gpu else "cpu") in facts.devices:
+        if not facts.missing and ("cuda" if on_gpu else "cpu") in facts.devices:
             found += ["sdpa:cudnn", "sdpa:flash"] if name == "sdpa" and on_gpu else [name]
             found += [name + COMPILED] if name == "vectorized" else []
     return tuple(found)
@@ -115,6 +113,7 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
     kernel, arguments = kernel_of(name)
     function: Callable[..., Tensor]
     if plain in ABLATIONS:
+        attention_function(kernel)  # refuses if a package is not installed
         from lmkit.bench import attention_ablations
 
         function = getattr(attention_ablations, ABLATIONS[plain])

@@ -64,9 +64,8 @@ def _features(has_gpu: bool) -> dict[str, str]:
 
 def _refusal(facts: KernelFacts | OperationsFacts, has_gpu: bool) -> str | None:
     """Return why a kernel or a set of operations does not run here; None if it does."""
-    missing = [package for package in facts.requires if importlib.util.find_spec(package) is None]
-    if missing:
-        return f"{', '.join(missing)} is not installed"
+    if facts.missing:
+        return f"{', '.join(facts.missing)} is not installed"
     return None if has_gpu or "cpu" in facts.devices else "needs a CUDA GPU"
 
 

@@ -5,29 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmkit.attention.joined import heads_of
 from lmkit.errors import UsageError
+from lmkit.kernels.cross_entropy import linear_cross_entropy
+from lmkit.kernels.embedding import embedding
+from lmkit.kernels.norm import add_rms_norm, rms_norm
+from lmkit.kernels.rope import rope_
+from lmkit.kernels.swiglu import swiglu
+from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
+from lmkit.kernels.versions import INTERPRETED
 from lmkit.model.loss import SliceGradient
 from lmkit.model.memory import tokens_per_slice
 from lmkit.model.operations import Operations
 from lmkit.registry import OPERATIONS
-
-try:
-    from lmkit.attention.joined import heads_of
-    from lmkit.kernels.cross_entropy import linear_cross_entropy
-    from lmkit.kernels.embedding import embedding
-    from lmkit.kernels.norm import add_rms_norm, rms_norm
-    from lmkit.kernels.rope import rope_
-    from lmkit.kernels.swiglu import swiglu
-    from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
-    from lmkit.kernels.versions import INTERPRETED
-except ModuleNotFoundError as error:
-    if (error.name or "").split(".")[0] != "triton":
-        raise
-    raise UsageError(
-        "operations.not_installed",
-        "fused operations need Triton, which is not installed",
-        hint='pip install triton (Linux), or set model.operations = "plain"',
-    ) from error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # a T4 has 7.5

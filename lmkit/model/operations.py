@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +119,7 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
 
 def _runs(name: str, weight: Tensor) -> bool:
     facts = OPERATIONS.facts(name)
-    if weight.device.type not in facts.devices or not all(map(importlib.util.find_spec, facts.requires)):
+    if weight.device.type not in facts.devices or facts.missing:
         return False
     try:
         if facts.check is not None:

@@ -64,9 +64,15 @@ def without_triton(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_fault_81_without_triton_flash_triton_is_refused(lmkit: Lmkit, recipe: Path, tmp_path: Path) -> None:
-    refused = lmkit("train", recipe, "--set", "model.attention=flash_triton")
-    assert_refused(refused, "attention.not_installed", "flash_triton", "pip install triton")
+@pytest.mark.parametrize(
+    "setting",
+    ["model.attention=flash_triton", pytest.param("model.operations=fused", marks=pytest.mark.full)],
+)
+def test_fault_81_without_triton_what_needs_it_is_refused(
+    setting: str, lmkit: Lmkit, recipe: Path, tmp_path: Path
+) -> None:
+    refused = lmkit("train", recipe, "--set", setting)
+    assert_refused(refused, "registry.not_installed", setting.partition("=")[2], "pip install triton")
     assert not (tmp_path / "runs").exists()
 
 
