@@ -61,7 +61,10 @@ class Sampler:
         stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
         rows = self.batch_size // self.world_size
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
-        windows = self._windows(raw[self.rank * rows : (self.rank + 1) * rows])  # (rows, context + 1)
+        return self._sliced(self._windows(raw[self.rank * rows : (self.rank + 1) * rows]))
+
+    def _sliced(self, windows: np.ndarray) -> Batch:
+        """Return the windows (rows, context_length + 1) of this rank, tokens as of `marked`, as `batch` does."""
         windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
         return inputs_of(windows[..., :-1]), targets_of(windows[..., 1:])
 

@@ -135,9 +135,10 @@ class DataConfig(Table):
     """Held-out token file; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
     """`random` draws uniform token ids and needs no file (for benchmarks)."""
-    sampling: Literal["windows", "documents", "packed"] = "windows"
-    """Sequences start anywhere in the file, or at the beginning of a document. `packed`: they are filled with whole
-    documents, which do not see one another; an epoch has every token once."""
+    sampling: Literal["windows", "shuffled", "documents", "packed"] = "windows"
+    """Sequences start anywhere in the file (`windows`), or at the beginning of a document (`documents`). An epoch has
+    every token once if they are cut one behind the other and come in random order (`shuffled`), or are filled with
+    whole documents, which do not see one another (`packed`)."""
     workers: Workers = 0
     """Threads that encode the corpus; 0: one per CPU. The result does not depend on it."""
 

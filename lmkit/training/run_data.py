@@ -12,6 +12,7 @@ import numpy as np
 
 from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
 from lmkit.data.packing import PackedBatches
+from lmkit.data.shuffling import ShuffledBatches
 from lmkit.data.token_files import TokenFile, mask_path, open_tokens, sidecar_path
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -217,6 +218,8 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
         assert model.vocab_size is not None
         return RandomTokens(model.vocab_size, **shared)
     shared["mask"] = data.train.mask
+    if recipe.data.sampling == "shuffled":
+        return ShuffledBatches(data.train.tokens, **shared)
     starts = None
     if recipe.data.sampling == "packed":
         assert model.document_token is not None

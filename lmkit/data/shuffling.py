@@ -1,0 +1,70 @@
+"""Shuffle windows: an epoch has every token once as a target, but for fewer than 2 T at the ends of the file.
+
+An epoch cuts the file into consecutive windows of T tokens, the context length, from a random token on; they come in
+random order. Epochs follow one another without a gap: row g of a run is window g of an endless stream. Nothing is
+kept between steps.
+
+Windows that are drawn with replacement leave out e^-n of the tokens in n epochs, and repeat others too often: a model
+that sees a small text three times overfits sooner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from lmkit.data.batches import Batch, Sampler, check_length, marked
+
+
+@dataclass(kw_only=True, eq=False)
+class ShuffledBatches(Sampler):
+    """Batches of shuffled windows.
+
+        >>> batches = ShuffledBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
+        >>> starts = sorted(batches.start(row) for row in range(batches.per_epoch))
+        >>> set(np.diff(starts).tolist())
+        {8}
+
+    Args:
+        tokens, mask: as of `TokenBatches`.
+
+    Attributes:
+        per_epoch: windows of an epoch.
+
+    Raises:
+        UsageError: as of `TokenBatches`.
+    """
+
+    tokens: np.ndarray = field(kw_only=False)
+    mask: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.tokens, self.context_length)
+        # As many as fit behind each of the first T tokens; the windows of an epoch then end anywhere.
+        self.per_epoch = max(1, len(self.tokens) // self.context_length - 1)
+        self._order = lru_cache(maxsize=2)(self._drawn)  # of one object, not of the class: orders are large
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
+        count = self.batch_size // self.world_size
+        first = step * self.batch_size + self.rank * count
+        starts = map(self.start, range(first, first + count))
+        ends = self.context_length + 1
+        return self._sliced(np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts]))
+
+    def start(self, row: int) -> int:
+        """Return the position of the first token of a row of the stream."""
+        epoch, within = divmod(row, self.per_epoch)
+        before, order = self._order(epoch)
+        return before + int(order[within]) * self.context_length
+
+    def _drawn(self, epoch: int) -> tuple[int, np.ndarray]:
+        """Return the tokens before the first window of an epoch, and the order of its windows."""
+        numbers = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.per_epoch + 1)
+        shifts = (
+            len(self.tokens) - self.per_epoch * self.context_length
+        )  # the last window has a target to follow
+        return int(numbers[0] % np.uint64(shifts)), np.argsort(numbers[1:], kind="stable")
