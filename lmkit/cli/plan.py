@@ -103,7 +103,7 @@ def _fields(made: Plan) -> dict[str, Any]:
         "parameters": made.parameters,
         "peak_bytes": memory.peak,
         "peaks_at": memory.peaks_at,
-        "most_bytes": memory.most,
+        "most_bytes": memory.most if made.ranks == 1 else None,
         "bytes": {
             "weights": memory.weights,
             "optimizer": memory.optimizer,
@@ -152,7 +152,12 @@ def _text(made: Plan) -> str:
         "",
         table,
         f"peak: {memory.peak / GB:.2f} GB, in {memory.peaks_at}; not all of the above exists at that moment",
-        f"PyTorch's allocator rounds up to segments of 2 and 20 MiB: at most {memory.most / GB:.2f} GB",
+        "with the allocator's gaps: "
+        + (
+            f"at most {memory.most / GB:.2f} GB"
+            if made.ranks == 1
+            else "more, with several ranks by more than 5%"
+        ),
         f"{'fits' if made.fits else 'DOES NOT FIT'}: {made.usable / GB:.1f} GB are usable of the GPU's "
         f"{made.card.memory / GB:.1f} GB",
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "

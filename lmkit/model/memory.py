@@ -237,7 +237,7 @@ class StepMemory:
 
     @property
     def most(self) -> int:
-        """Bytes that the allocator takes for the peak, at most."""
+        """Bytes that the allocator takes for the peak on one rank, at most."""
         return max(self.peak + SEGMENTS_BYTES, int(1.05 * self.peak))
 
     @property

@@ -34,10 +34,10 @@ class ShardGather:
 class PeerShardGather(ShardGather):
     """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
 
-    Copies take no SMs from the matrix products beside them, as NCCL's kernels do. A shard is first written, in the
-    dtype of the gathered weights, to slots that all ranks see: piece by piece, to two slots in turn. A barrier then
-    tells that all ranks have written theirs. It tells, too, that all have read the slots of the piece before, so that
-    the next piece may be written there.
+    Copies take no SMs from the kernels beside them, as NCCL's do; a barrier takes a part of one while it waits. So
+    large layers go otherwise, see `PEER_LAYER_BYTES`. A shard is first written, in the dtype of the gathered weights,
+    to slots that all ranks see: piece by piece, to two slots in turn. A barrier then tells that all ranks wrote
+    theirs. It tells, too, that all have read the slots of the piece before, so that the next may be written there.
     """
 
     def __init__(self, averager: Averager, ranks: Ranks, traffic: Traffic) -> None:

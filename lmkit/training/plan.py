@@ -134,7 +134,13 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     known = all(limits.values())
     host = 0.0
     if train.cuda_graph == "off" or (ranks > 1 and train.cuda_graph != "on"):
-        host = host_seconds(config, micro_batches=train.accumulation, gathers=held.gathered_units > 0)
+        sharded = "optimizer" in STRATEGIES.facts(parallel.strategy).shards
+        host = host_seconds(
+            config,
+            micro_batches=train.accumulation,
+            gathers=held.gathered_units > 0,
+            orthogonalizes=sharded and not OPTIMIZERS.facts(recipe.optimizer.name).elementwise,
+        )
     parameters = count_parameters(config).total
     return Plan(
         card=card,

@@ -136,6 +136,25 @@ def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], me
     assert memory.peak < megabytes * 1e6 < memory.most
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "zero1_ms", "fsdp_ms"),
+    [
+        ("quickstart", [], 24.1, 34.4),
+        ("quickstart", NARROW, 19.9, 26.1),
+        ("speedrun", [], 17.4, 28.6),
+        ("profile", [], 53.5, 76.3),
+        ("tinystories", [], 9.8, 15.7),
+    ],
+)
+def test_steps_of_two_ranks_take_as_long_as_their_host(
+    name: str, keys: list[str], zero1_ms: float, fsdp_ms: float
+) -> None:
+    """To these the host's seconds were fitted."""
+    for strategy, ms in (("zero1", zero1_ms), ("fsdp", fsdp_ms)):
+        made = plan(load_recipe(name, [*keys, f"parallel.strategy={strategy}"]), H200, ranks=2)
+        assert made.seconds == made.host_seconds == pytest.approx(ms / 1e3, rel=0.2)
+
+
 def test_without_a_graph_a_small_step_takes_as_long_as_its_host() -> None:
     fsdp = ["parallel.strategy=fsdp"]
     alone, two = plan(load_recipe("quickstart"), H200), plan(load_recipe("quickstart", fsdp), H200, ranks=2)
