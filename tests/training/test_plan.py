@@ -143,7 +143,7 @@ def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], me
         ("quickstart", NARROW, 19.9, 26.1),
         ("speedrun", [], 17.4, 28.6),
         ("profile", [], 53.5, 76.3),
-        ("tinystories", [], 9.8, 15.7),
+        ("tinystories", FORMER_STORIES, 9.8, 15.7),
     ],
 )
 def test_steps_of_two_ranks_take_as_long_as_their_host(
