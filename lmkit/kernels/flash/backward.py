@@ -19,7 +19,8 @@ from lmkit.kernels.flash.backward_dq import prepare_dq
 from lmkit.kernels.flash.tuning import Tiling
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, empty_in_order_of, prepare_launch
 
-KEYS_AT_ONCE = 512  # of a program that searches last queries
+KEYS_AT_ONCE = 128  # of a program that searches last queries
+PARTS = 16  # of what a step of the search has left, of which it finds the right one
 
 
 def flash_backward(
@@ -65,30 +66,31 @@ def last_queries(first: Tensor, num_keys: int) -> Tensor:
     return last
 
 
-@triton.jit
-def last_queries_kernel(first_pointer, last_pointer, num_queries, num_keys, steps, BLOCK: tl.constexpr):
-    """Search the BLOCK keys of a program by halves, all at once."""
+@triton.jit(do_not_specialize=["part"])
+def last_queries_kernel(first_pointer, last_pointer, num_queries, num_keys, part,
+                        BLOCK: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Search for the BLOCK keys of a program at once. `part`: queries of a part in the first step."""
     tiles = tl.cdiv(num_keys, BLOCK)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     keys = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    # The queries before `low` see keys up to this one, those from `high` on do not.
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = low + num_queries
-    for _ in range(steps):
-        middle = (low + high) // 2
-        searching = low < high
-        first = tl.load(first_pointer + batch * num_queries + middle, mask=searching, other=0)
-        low = tl.where(searching & (first <= keys), middle + 1, low)
-        high = tl.where(searching & (first > keys), middle, high)
+    low = tl.zeros((BLOCK,), tl.int32)  # the queries before it have a first key up to this one
+    while part > 0:
+        ends = low[:, None] + part * (1 + tl.arange(0, PARTS))[None, :] - 1
+        first = tl.load(first_pointer + batch * num_queries + ends, mask=ends < num_queries, other=2147483647)
+        low += part * tl.sum((first <= keys[:, None]).to(tl.int32), 1)
+        part = part // PARTS
     tl.store(last_pointer + batch * num_keys + keys, low - 1, mask=keys < num_keys)
 
 
 def _prepare_last(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     (batch, num_queries), (num_keys,) = tensors[0].shape, options
-    numbers = num_queries, num_keys, num_queries.bit_length()
+    part = 1
+    while part * PARTS < num_queries:
+        part *= PARTS
+    numbers = num_queries, num_keys, part
     grid = (batch * count_tiles(num_keys, KEYS_AT_ONCE), 1)
     return prepare_launch(
-        last_queries_kernel, grid, tensors, numbers, {"BLOCK": KEYS_AT_ONCE, "num_warps": 4}
+        last_queries_kernel, grid, tensors, numbers, {"BLOCK": KEYS_AT_ONCE, "PARTS": PARTS, "num_warps": 4}
     )
 
 
