@@ -102,7 +102,7 @@ def build_step(
         return OPTIMIZERS.load(table.name)(groups, table)
 
     groups = decay_groups(plain.parameters(), table.weight_decay)
-    if parallel.weights == "bf16" and precision == "bf16" and "parameters" not in facts.shards:
+    if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:
             if group["params"][0].dim() < 2:
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them

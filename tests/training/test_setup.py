@@ -14,7 +14,7 @@ from run_folders import losses, refused, train_here
 import lmkit.training
 from lmkit.data.batches import RandomTokens
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.registry import SCHEDULES
 from lmkit.training import build_step
 from lmkit.training.session import plan
@@ -73,6 +73,14 @@ def test_the_tables_reach_the_optimizer_and_the_step() -> None:
     assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
     assert step.loss_scale is not None
     assert step._max_norm == 0.125
+
+
+@pytest.mark.parametrize("strategy", ["none", "zero1"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_gains_stay_float32_beside_narrow_matrices(precision: str, strategy: str) -> None:
+    step = build_step(CONFIG, parallel=ParallelConfig(strategy=strategy), precision=precision)
+    found = {parameter.dim(): parameter.dtype for parameter in step.model.parameters()}
+    assert found == {1: torch.float32, 2: torch.bfloat16}
 
 
 def test_what_the_device_cannot_do_is_refused(tiny) -> None:
