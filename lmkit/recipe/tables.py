@@ -220,7 +220,8 @@ class TrainConfig(Table):
     nonfinite: Literal["stop", "skip"] = "stop"
     """If a loss or gradient is not finite: stop before the optimizer step, or skip this step."""
     spike_sigmas: NonNegativeFloat = 0.0
-    """> 0: treat a loss or gradient norm that is so many standard deviations above its running mean as not finite."""
+    """> 0: treat a loss or gradient norm that is so many standard deviations above its running mean as not finite,
+    from step 21 on."""
     max_skips: PositiveInt = 10
     """With `nonfinite = "skip"`: stop after this many consecutive skipped steps."""
 

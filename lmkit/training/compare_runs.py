@@ -89,6 +89,10 @@ class RunsCompared:
             Column("verdict", "after is"),
         )
         lines = [f"{METRICS_SHOWN[self.metric]} on held-out text, {self.runs[0]} and {self.runs[1]} runs"]
+        if all(row.at not in AXES for row in self.rows):
+            lines += [
+                "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
+            ]
         lines += self.changes or ("the recipes are equal",)
         return terminal_table([asdict(row) for row in self.rows], columns) + "\n".join(lines)
 
@@ -112,9 +116,8 @@ def compare_training(before: Path, after: Path) -> RunsCompared:
     folders = [run_folders(path) for path in (before, after)]
     for path, found in zip((before, after), folders, strict=True):
         if not found:
-            raise UsageError(
-                "compare.no_run", f"{path}: holds no {METRICS}", hint="name a run, or a folder of runs"
-            )
+            wrong = f"holds no {METRICS}" if path.is_dir() else "there is no such folder"
+            raise UsageError("compare.no_run", f"{path}: {wrong}", hint="name a run, or a folder of runs")
     records = [[read_metrics(folder / METRICS) for folder in found] for found in folders]
     evaluated = [r for group in records for run in group for r in run if r["kind"] in ("valid", "final")]
     has_bits = all(isinstance(record.get("bits_per_byte"), float) for record in evaluated)

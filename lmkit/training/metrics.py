@@ -265,7 +265,7 @@ def describe(record: Record, total_steps: int) -> str:
         signs = (sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in record["text"])
         return f"{step}  text {record['number'] + 1}: {''.join(signs)}"
     return (
-        f"{step}  skipped: loss {record['loss']}, loss or gradient {record.get('why', 'not finite')}"
+        f"{step}  skipped: loss {record['loss']:.4f}, loss or gradient {record.get('why', 'not finite')}"
         if kind == "skip"
         else ""
     )

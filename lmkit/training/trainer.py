@@ -313,7 +313,7 @@ class Trainer:
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
         losses = outcome.losses.tolist()
-        own = f"loss {losses[self.ranks.rank]:.4f}, gradient norm {outcome.grad_norm.item()}"
+        own = f"loss {losses[self.ranks.rank]:.4f}, gradient norm {outcome.grad_norm.item():.2f}"
         bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         return f"loss {', '.join(bad)}" if bad and self.ranks.world_size > 1 else own
 
