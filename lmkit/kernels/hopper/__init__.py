@@ -11,10 +11,11 @@ with zeros.
 
 | file | content |
 |-|-|
-| `forward`, `forward_kernel` | the launch; the kernel |
+| `forward`, `forward_kernel`, `forward_tile` | the launch; the kernel; its consumers' work on a tile |
 | `backward` | which kernels a backward pass runs, their launches, the small kernels before and after |
 | `backward_dq` | dQ alone (deterministic, and all of D = 256) |
 | `backward_dqdkdv_staggered` | dQ, dK and dV together: D = 64, and long unmasked D = 128 |
+| `backward_staggered_tile` | its consumers' work on a tile |
 | `backward_dqdkdv_lockstep` | dK and dV, optionally with dQ: D = 128, and deterministic D = 64 |
 | `backward_dkdv_d256` | dK and dV: D = 256 |
 | `schedule`, `tma`, `barriers` | which tile a CTA works on; copies; synchronisation |

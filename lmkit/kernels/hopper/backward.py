@@ -34,10 +34,10 @@ from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
 from lmkit.kernels.hopper.backward_dq import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
-from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned
+from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream
 from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch, selected, strides_in_order_of
+from lmkit.kernels.launch import Start, count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
 from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 
 PASS_ROWS = 32  # query rows of one CTA of prepare_kernel and finish_kernel
@@ -120,8 +120,10 @@ def backward(
         None if into is None else (into[0].stride(), into[1].stride(), into[2].stride()),
         first is not None,
     )
-    bounds = (lse, lse) if first is None else (aligned(first), last_queries(first, k.shape[2]))
     with selected(q.device):
+        bounds = (lse, lse, lse)
+        if first is not None:
+            bounds = (aligned(first), last_queries(first, k.shape[2]), counter_of_stream(q.device))
         dq_strides, dk_strides, dv_strides, scratch_size, start = _prepare(kind)
         dq, dk, dv = into or (
             torch.empty_strided(q.shape, dq_strides, dtype=q.dtype, device=q.device),
@@ -226,10 +228,10 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         ),
         constants,
     )
-    if takes_staggered_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype):
-        launch_keys = _prepare_staggered(kind)
-    else:
-        launch_keys = _prepare_lockstep(kind, plane * width // 32, add_dq=True)
+    staggered = takes_staggered_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype)
+    launch_keys = (
+        _prepare_staggered(kind) if staggered else _prepare_lockstep(kind, plane * width // 32, add_dq=True)
+    )
     launch_finish = prepare_launch(
         finish_kernel,
         grid,
@@ -238,10 +240,10 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         constants,
     )
 
-    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last):
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes
         launch_prepare(out, dout, lse, lse_log2, delta, total)
-        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total, last)
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total, last, *((drawn,) if staggered else ()))
         launch_finish(total, dq)
 
     return 2 * plane + plane * width, start
@@ -284,7 +286,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
     else:  # nothing is added up, but the descriptor of the sum needs room for one box
         launch_keys = _prepare_lockstep(kind, config.queries * width // 32, add_dq=False)
 
-    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last):
+    def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
         launch_queries(q, k, v, dout, dq, lse, lse_log2, delta, out, first)
         launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, *(() if width == 256 else (total,)), last)
@@ -301,7 +303,7 @@ def _prepare_staggered(kind: _Kind) -> Start:
     constants: dict[str, Any] = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
     constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
     # Each consumer copies its own half of the keys.
-    return _prepare_keys(dqdkdv_staggered_kernel, kind, config.keys // 2, [dq_sum], constants)
+    return _prepare_keys(dqdkdv_staggered_kernel, kind, config.keys // 2, [dq_sum], constants, draws=True)
 
 
 def _prepare_lockstep(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
@@ -322,17 +324,23 @@ def _prepare_lockstep(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
 
 
 def _prepare_keys(
-    kernel: Any, kind: _Kind, rows: int, dq_sum: list[TensorDescriptor], constants: dict[str, Any]
+    kernel: Any,
+    kind: _Kind,
+    rows: int,
+    dq_sum: list[TensorDescriptor],
+    constants: dict[str, Any],
+    draws: bool = False,
 ) -> Start:
-    """Prepare a kernel whose CTAs own keys, with boxes of `rows` keys."""
+    """Prepare a kernel whose CTAs own keys, with boxes of `rows` keys. draws: with `first`, CTAs draw their tiles."""
     config = CONFIGS[kind.width]
     _, dk_strides, dv_strides = kind.output_strides
     num_query_tiles = count_tiles(kind.q_shape[2], config.queries)
     num_key_tiles = count_tiles(kind.k_shape[2], config.keys)
+    units = kind.k_shape[0] * kind.k_shape[1] * num_key_tiles
     statistics = flat_boxes((kind.plane,), (config.queries,))  # lse and delta
     return prepare_launch(
         kernel,
-        (kind.k_shape[0] * kind.k_shape[1] * num_key_tiles, 1),
+        (min(units, count_sms(kind.device)) if draws and kind.has_first else units, 1),
         [
             kind.queries(kind.q_strides, config.queries),
             kind.keys(kind.k_strides, rows),
@@ -343,6 +351,7 @@ def _prepare_keys(
             kind.keys(dv_strides, rows),
             *dq_sum,
             torch.int32,
+            *([torch.int32] if draws else []),
         ],
         (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
         constants | {"FIRST": kind.has_first} | GLUON_OPTIONS,

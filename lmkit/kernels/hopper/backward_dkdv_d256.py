@@ -74,7 +74,7 @@ def _locate(problem, last, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
     key_tile, flat_key_head = schedule.locate_longest_first(
-        problem.num_key_tiles, num_heads, problem.together
+        gl.program_id(0), problem.num_key_tiles, num_heads, problem.together
     )
     batch = flat_key_head // key_heads
     top = problem.num_query_tiles - 1

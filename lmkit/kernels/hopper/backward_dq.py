@@ -86,7 +86,9 @@ Shape = namedtuple(
 def _locate(problem):
     """Return (query tile, batch * heads + head) of this CTA."""
     num_heads = problem.batches * problem.heads
-    place, flat_head = schedule.locate_longest_first(problem.num_query_tiles, num_heads, problem.together)
+    place, flat_head = schedule.locate_longest_first(
+        gl.program_id(0), problem.num_query_tiles, num_heads, problem.together
+    )
     return problem.num_query_tiles - 1 - place, flat_head  # the last tile has the most keys
 
 

@@ -115,7 +115,7 @@ Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ",
 
 
 @gluon.jit
-def locate_work(problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
+def locate_work(unit, problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     """Return this CTA's work. last: read only with FIRST, see `schedule.load_bound`.
 
     CTAs that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as many tiles
@@ -124,7 +124,7 @@ def locate_work(problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, FIRS
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
     key_tile, flat_key_head = schedule.locate_longest_first(
-        problem.num_key_tiles, num_heads, problem.together
+        unit, problem.num_key_tiles, num_heads, problem.together
     )
     batch = flat_key_head // key_heads
     key_head = flat_key_head % key_heads
@@ -168,13 +168,13 @@ def allocate_barriers():
 
 
 @gluon.jit
-def stream_queries(descriptors, tiles, barriers, problem, work,
+def stream_queries(descriptors, tiles, barriers, problem, work, before,
                    QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
     """Load Q with lse and dO with delta, tile after tile, into slots that the consumers give back."""
     head = work.first_head
     tile = work.start
-    steps = gl.maximum(work.count * problem.group, 1)
-    for step in range(steps):
+    steps = before + gl.maximum(work.count * problem.group, 1)
+    for step in range(before, steps):
         slot = step % STAGES
         row = (work.batch * problem.heads + head) * problem.padded + tile * QUERIES
         sync.await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
@@ -184,6 +184,12 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
         fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
                    descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
         tile, head = next_query_tile(tile, head, work)
+    return steps
+
+
+@gluon.jit
+def await_all_slots(steps, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):
+    """Wait, as the producer, until all slots of `stream_queries` have been given back."""
     sync.await_last_slots(Q_FREE, steps, STAGES, 1)
     sync.await_last_slots(DO_FREE, steps, STAGES, 0)
 
@@ -192,13 +198,14 @@ def stream_queries(descriptors, tiles, barriers, problem, work,
 def _producer(call, shape):
     """Load K and V once with TMA, then Q and dO tile after tile."""
     descriptors, tiles, barriers, problem, _, _, last = call
-    work = locate_work(problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
+    work = locate_work(gl.program_id(0), problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
     batch = work.batch
     mbarrier.expect(barriers.kv_full, 2 * descriptors.k.block_type.nbytes)
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
     tma_load(descriptors.k, key_box, barriers.kv_full, tiles.k)
     tma_load(descriptors.v, key_box, barriers.kv_full, tiles.v)
-    stream_queries(descriptors, tiles, barriers, problem, work, shape.QUERIES, Q_FREE, DO_FREE)
+    steps = stream_queries(descriptors, tiles, barriers, problem, work, 0, shape.QUERIES, Q_FREE, DO_FREE)
+    await_all_slots(steps, Q_FREE, DO_FREE)
 
 
 @gluon.jit
@@ -215,7 +222,7 @@ def _consumers(call, shape):
     DQ: gl.constexpr = wgmma.accumulator_layout(D // 2, 4, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     num_keys = problem.num_keys
-    work = locate_work(problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
+    work = locate_work(gl.program_id(0), problem, last, shape.QUERIES, shape.CAUSAL, shape.FIRST)
     batch = work.batch
     k = tiles.k.reshape([KEYS, D])
     v = tiles.v.reshape([KEYS, D])

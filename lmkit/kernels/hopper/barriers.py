@@ -45,6 +45,16 @@ def named_barrier_wait(barrier, num_threads: gl.constexpr):
 
 
 @gluon.jit
+def named_barrier_wait_if(wanted, barrier, num_threads: gl.constexpr):
+    """Wait like `named_barrier_wait` if `wanted`: without a branch, which would part products in flight."""
+    PTX: gl.constexpr = (
+        f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p bar.sync $1, {num_threads}; mov.b32 $0, 0; }}"
+    )
+    operands = [gl.to_tensor(barrier), gl.to_tensor(wanted).to(gl.int32)]
+    gl.inline_asm_elementwise(PTX, "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def named_barrier_arrive(barrier, num_threads: gl.constexpr):
     """Count the caller's threads as arrived, without waiting."""
     PTX: gl.constexpr = f"bar.arrive $1, {num_threads}; mov.b32 $0, 0;"

@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
 
-from lmkit.kernels.hopper.forward_kernel import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.forward_kernel import forward_kernel
+from lmkit.kernels.hopper.forward_tile import ROWS as CONSUMER_ROWS
 from lmkit.kernels.hopper.support import used_of, width_of
 from lmkit.kernels.hopper.tma import ALIGNMENT_BYTES, head_boxes
 from lmkit.kernels.launch import count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
@@ -16,6 +17,7 @@ from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 # Registers a thread at launch, and of a consumer after it has taken the producer's share, by the number of
 # consumers.
 REGISTERS = {2: (168, 240), 3: (128, 160)}
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
 PREPARED_CALLS = 1024  # kinds of calls that are kept; a model has a few
 
 
@@ -81,13 +83,29 @@ def forward(
         # `torch.empty` of a shape takes nearly twice the host time.
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=torch.float32, device=device)
         bounds = lse if first is None else aligned(first)
-        launch(*[x.data_ptr() for x in (q, k, v, out, lse, bounds)])
+        drawn = lse if first is None else counter_of_stream(device)
+        launch(*[x.data_ptr() for x in (q, k, v, out, lse, bounds, drawn)])
     return out, lse
 
 
 def aligned(bounds: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose address suits the kernels: itself, or a copy."""
     return bounds.clone() if bounds.data_ptr() % ALIGNMENT_BYTES else bounds
+
+
+def counter_of_stream(device: torch.device) -> torch.Tensor:
+    """Return the counter of `schedule.draw_unit` for a call on the current stream of this device: 0, int32.
+
+    Calls of a stream share it: they run one after the other, and each leaves it at 0. A call in a graph gets one of
+    its own, because graphs that one stream captured may be replayed on several.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    stream = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
+    counter = _COUNTERS.get((device, stream))
+    if counter is None:
+        counter = _COUNTERS.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=device))
+    return counter
 
 
 @functools.lru_cache(maxsize=PREPARED_CALLS)
@@ -104,13 +122,14 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     with hopper_assembler():
         launch = prepare_launch(
             forward_kernel,
-            (units if has_first else min(units, count_sms(device)), 1),
+            (min(units, count_sms(device)), 1),
             [
                 head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
                 head_boxes(k_shape, k_strides, dtype, config.keys, width),
                 head_boxes(k_shape, v_strides, dtype, config.keys, width),
                 head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
                 torch.float32,
+                torch.int32,
                 torch.int32,
             ],
             (

@@ -4,19 +4,22 @@ A causal tile costs more the further down it is. Persistent CTAs stay in step wh
 same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always num_tiles + 1 key blocks. With an odd
 number of tiles the middle ones are left over; they are dealt out singly after all pairs.
 
-Where `first` hides keys, tiles cost what documents make of them: there is a CTA for each, the last tiles of all heads
-first, and the SMs take them as they become free.
+Where `first` hides keys, tiles cost what documents make of them. A unit is one tile, the last tiles of all heads
+first, and CTAs draw units as they become free (`draw_unit`): a CTA loads the next one's operands while it ends one.
+Only the producer draws; it announces the unit to the consumers in shared memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lmkit.kernels.hopper.barriers import partition_barrier
+
 
 @gluon.jit
-def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
+def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr):
     """Return (tiles of this CTA, whole pairs among its units); num_heads counts all heads of the batch."""
     blocks = gl.num_programs(0)
-    if CAUSAL and not FIRST:
+    if CAUSAL:
         all_pairs = num_heads * (num_tiles // 2)
         units = all_pairs + num_heads * (num_tiles % 2)
         pairs = gl.cdiv(gl.maximum(all_pairs - gl.program_id(0), 0), blocks)
@@ -28,13 +31,9 @@ def count_turns(num_tiles, num_heads, CAUSAL: gl.constexpr, FIRST: gl.constexpr)
 
 
 @gluon.jit
-def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
+def locate_tile(turn, num_tiles, num_heads, pairs, CAUSAL: gl.constexpr):
     """Return (tile, head) of this CTA's `turn`-th tile; `pairs` as from `count_turns`."""
-    if FIRST:
-        unit = gl.program_id(0) + turn * gl.num_programs(0)
-        tile = num_tiles - 1 - unit // num_heads
-        head = unit % num_heads
-    elif CAUSAL:
+    if CAUSAL:
         pairs_per_head = num_tiles // 2
         unit = gl.program_id(0) + (turn // 2) * gl.num_programs(0)
         head = unit // gl.maximum(pairs_per_head, 1)
@@ -77,14 +76,75 @@ def load_bounds(bounds, batch, places, length):
 
 
 @gluon.jit
-def locate_longest_first(num_tiles, num_heads, together):
+def locate_longest_first(unit, num_tiles, num_heads, together):
     """Return (place, head) of this CTA: place 0, the longest work, of `together` heads, then place 1 of these...
 
     CTAs start in the order of their numbers. Head by head, the last head's longest CTA would start late, and the
     SMs that have nothing else left would wait for it; over all heads at once, CTAs that run together would no
     longer share Q and dO in the L2 cache. The last group of heads may be smaller than `together`.
     """
-    first_head = gl.program_id(0) // (together * num_tiles) * together
+    first_head = unit // (together * num_tiles) * together
     heads = gl.minimum(together, num_heads - first_head)
-    turn = gl.program_id(0) - first_head * num_tiles
+    turn = unit - first_head * num_tiles
     return turn // heads, first_head + turn % heads
+
+
+UNIT_PTX = gl.constexpr(
+    "{ .reg .pred first, last; .reg .b32 lane, number; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+    "mov.b32 number, 0; @first atom.global.relaxed.gpu.add.u32 number, [$1], 1; "
+    "setp.eq.and.u32 last, number, $2, first; @last st.global.b32 [$1], 0; "
+    "shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff; }"
+)
+
+
+@gluon.jit
+def draw_unit(drawn, units):
+    """Return the next unit that no CTA has drawn yet, as a warp; `units` or more if there is none.
+
+    Every CTA begins with the unit of its own number. drawn: int32, 0 before the kernel; whoever draws last, of all
+    CTAs, makes it 0 again.
+    """
+    number = gl.inline_asm_elementwise(
+        UNIT_PTX, "=r,l,r", [drawn.to(gl.int64), units - 1], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.num_programs(0) + number
+
+
+@gluon.jit
+def locate_unit(unit, num_tiles, num_heads):
+    """Return (tile, head): the last tiles of all heads first."""
+    return num_tiles - 1 - unit // num_heads, unit % num_heads
+
+
+@gluon.jit
+def allocate_units(COUNT: gl.constexpr):
+    """Return shared memory for COUNT numbers of units."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def announce_unit(place, unit):
+    """Write a unit into shared memory, as one warp, in front of an arrival that its readers wait for."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    place.store(gl.full([1], unit, gl.int32, layout))
+    partition_barrier()
+
+
+@gluon.jit
+def read_unit(place):
+    """Read a unit from shared memory, as a warp group."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    unit = gl.max(place.load(layout), 0)
+    return agreed(unit)
+
+
+@gluon.jit
+def agreed(number):
+    """Return a number that all threads of a warp have.
+
+    This changes nothing, but ptxas learns of it: what follows from the number takes a register of the warp instead of
+    each thread's, and a branch on it parts no threads.
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -16,7 +16,7 @@ def launcher(stand_in_gpu, monkeypatch):
     modules = [importlib.import_module(f"lmkit.kernels.hopper.{name}") for name in ("forward", "backward")]
     for module in modules:
         monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(modules[0], "count_sms", lambda device: 132)
+        monkeypatch.setattr(module, "count_sms", lambda device: 132)
     monkeypatch.setattr(last_calls, "prepared", {})
     yield hopper
     for module in modules:

@@ -68,7 +68,7 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     fused = torch.zeros(2, 128, 3, 4, 64, dtype=torch.bfloat16)
     q, k, v = (fused[:, :, i].transpose(1, 2) for i in range(3))
     out, lse = torch.zeros(2, 4, 128, 64, dtype=torch.bfloat16), torch.zeros(2, 4, 128)
-    first = torch.zeros(2, 128, dtype=torch.int32)
+    first, drawn = torch.zeros(2, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     tensors = [(q, 64), (k, 128), (v, 128), (out, 64)]
     numbers = (128, 128, 4, 1, 1, 8, 0.18)
     constants = {
@@ -78,15 +78,16 @@ def test_prepared_launch_is_tritons_own(stand_in_gpu):
     }  # fmt: skip
 
     boxes = [head_boxes(x.shape, x.stride(), x.dtype, rows, 64) for x, rows in tensors]
-    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, torch.float32, torch.int32], numbers, constants)
-    launch(*[x.data_ptr() for x in (q, k, v, out, lse, first)])
+    pointers = [torch.float32, torch.int32, torch.int32]
+    launch = prepare_launch(forward_kernel, (8, 1), [*boxes, *pointers], numbers, constants)
+    launch(*[x.data_ptr() for x in (q, k, v, out, lse, first, drawn)])
     descriptors = [
         TensorDescriptor(
             x, list(x.shape), list(x.stride()), [1, 1, rows, 64], shared_layout((1, 1, rows, 64), x.dtype)
         )
         for x, rows in tensors
     ]
-    forward_kernel[(8, 1, 1)](*descriptors, lse, first, *numbers, **constants)
+    forward_kernel[(8, 1, 1)](*descriptors, lse, first, drawn, *numbers, **constants)
     forward_kernel.device_caches.clear()
     prepared, ordinary = stand_in_gpu.launches
     assert prepared == ordinary
@@ -220,11 +221,44 @@ def test_bounds_reach_the_kernels(launcher, stand_in_gpu, head_dim, deterministi
     out, lse = launcher.forward(q, k, v, **options)
     assert first.data_ptr() in stand_in_gpu.launches[-1][-1]
     tiles = -(-200 // 128)
-    assert stand_in_gpu.launches[-1][0][0] == 2 * 2 * tiles  # a CTA for each
+    assert stand_in_gpu.launches[-1][0][0] == 2 * 2 * tiles  # fewer than SMs: a CTA for each
     launcher.backward(dout, q, k, v, out, lse, **options, deterministic=deterministic)
     kernels = [arguments for *_, arguments in stand_in_gpu.launches[2:]]  # after the search for `last`
     assert any(first.data_ptr() in arguments for arguments in kernels) == deterministic
+    many = torch.zeros(2, 70, 200, head_dim, dtype=torch.bfloat16)
+    del stand_in_gpu.launches[:]
+    out, lse = launcher.forward(many, many, many, **options)
+    launcher.backward(many, many, many, many, out, lse, **options, deterministic=False)
+    grids = {function[0]: grid[0] for grid, _, function, *_ in stand_in_gpu.launches}
+    assert grids["forward_kernel"] == 132  # CTAs draw their tiles
+    assert head_dim != 64 or grids["dqdkdv_staggered_kernel"] == 132
     odd = torch.zeros(401, dtype=torch.int32)[1:].view(2, 200)
     assert odd.data_ptr() % 16
     launcher.forward(q, k, v, causal=True, scale=0.125, first=odd)
     assert odd.data_ptr() not in stand_in_gpu.launches[-1][-1]
+
+
+def test_only_calls_that_run_one_after_the_other_share_a_counter(launcher, stand_in_gpu, monkeypatch):
+    """Of the tiles that CTAs draw: two kernels that drew from one at the same time would leave tiles out."""
+    q = torch.zeros(1, 2, 200, 64, dtype=torch.bfloat16)
+    first = torch.zeros(1, 200, dtype=torch.int32)
+
+    def counter():
+        launcher.forward(q, q, q, causal=True, scale=0.125, first=first)
+        arguments = stand_in_gpu.launches[-1][-1]
+        return arguments[arguments.index(first.data_ptr()) + 1]
+
+    one = counter()
+    assert counter() == one
+    monkeypatch.setattr(stand_in_gpu, "get_current_stream", lambda device: 8)
+    other = counter()
+    assert counter() == other != one
+    kept = []
+    zeros = torch.zeros
+    monkeypatch.setattr(
+        torch, "zeros", lambda *sizes, **options: kept.append(zeros(*sizes, **options)) or kept[-1]
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = {counter(), counter()}
+    assert len(captured) == 2
+    assert not captured & {one, other}
