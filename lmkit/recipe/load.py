@@ -335,6 +335,8 @@ def _describe(table: str, detail: Any) -> tuple[str, str]:
     elif kind == "literal_error":
         names = [part.strip("' ") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         wrong = f"{_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
+    elif kind == "string_pattern_mismatch":
+        wrong = f"{_shown(value)} does not match the pattern {detail['ctx']['pattern']}"
     elif kind in ("missing", "too_long"):  # an array with a fixed number of items
         path = f"{table}.{detail['loc'][0]}"
         wrong = f"has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"

@@ -151,6 +151,7 @@ def test_faults_05_06_07_11_27_135_142_wrong_values(
         ("train.steps.more=1", "train.steps", "whole number"),
         ("bench.lm_matrix.d_model=36", "bench.lm_matrix", "9 is odd"),
         ("bench.model.attention=sdp", "bench.model.attention", "did you mean sdpa?"),
+        ("model.attention_pattern=SX", "model.attention_pattern", "does not match the pattern ^[SL]+$"),
         *(
             (f"run.name={name!r}", "run.name", "letters")
             for name in ("../up", ".hidden", "", "a/b", " b", "x" * 101)
