@@ -153,7 +153,7 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
         prompts = [typed if prompt == "-" else prompt for prompt in prompts]
     if file is not None:
         try:
-            lines = read_input(file, pipes=True).decode().splitlines()
+            lines = read_input(file, pipes=True).decode("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = reason(error) if isinstance(error, OSError) else f"invalid UTF-8 at byte {error.start}"
             hint = "give a UTF-8 text file with one prompt a line"

@@ -54,7 +54,7 @@ def samples_of(terminal, command: str) -> list[dict[str, object]]:
 def test_fault_108_prompts_come_from_files_and_stdin(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("prompts.txt").write_text("one\n\n---\n")
+    Path("prompts.txt").write_text("\ufeffone\r\n\n---\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
     found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
     prompts = ["two\nlines \ufffd", "one", "---"]
