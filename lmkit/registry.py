@@ -314,8 +314,8 @@ class OptimizerFacts(Facts):
             parameters can be updated in its place. Otherwise its groups have the key "parts", see `lmkit.optim.Muon`.
         takes_shards: whether it updates shards of whole matrices that a strategy describes, see `lmkit.optim.muon`.
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
-        moments: float32 numbers of state for each weight of the blocks' matrices, masters not counted; all other
-            weights have two.
+        moments: float32 numbers of state for each weight, masters not counted; if it is not elementwise, for each
+            weight of the blocks' matrices, and all other weights have two.
         options: name -> default of its own options, the table [optimizer.options].
     """
 

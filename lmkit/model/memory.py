@@ -157,7 +157,8 @@ class Held:
         weight, gradient: bytes of an element of a matrix and of its gradient; gains and their gradients are float32.
         master: bytes of the float32 copy of a matrix' element, or 0.
         state: bytes of a number of optimizer state.
-        moments: numbers of optimizer state for each weight of the blocks' matrices; other weights have two.
+        moments: numbers of optimizer state for each weight of the blocks' matrices.
+        other_moments: the same for all other weights.
         of_weights, of_gradients, of_state: the share that the rank holds; of_state is of masters, too.
         gathered_units: blocks (or the embedding, or the head) whose whole weights it holds at a time, in the dtype of
             the products: two, or all. Of the two before, it holds the whole gradients.
@@ -170,6 +171,7 @@ class Held:
     master: int = 0
     state: int = FLOAT
     moments: int = 2
+    other_moments: int = 2
     of_weights: float = 1.0
     of_gradients: float = 1.0
     of_state: float = 1.0
@@ -198,7 +200,7 @@ def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
     assert config.vocab_size is not None
     vectors, matrices = counts.vectors, counts.total - counts.vectors
     in_blocks = counts.multiplying - gains - config.vocab_size * config.d_model
-    state = held.moments * in_blocks + 2 * (counts.total - in_blocks)
+    state = held.moments * in_blocks + held.other_moments * (counts.total - in_blocks)
     return TrainingMemory(
         weights=int((held.weight * matrices + FLOAT * vectors) * held.of_weights),
         gradients=int((held.gradient * matrices + FLOAT * vectors) * (held.of_gradients + held.packed)),

@@ -150,7 +150,7 @@ class OptimizerConfig(Table):
     """`[optimizer]`: the optimizer and its learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    """`adamw` (Loshchilov and Hutter 2019), `muon` (Jordan 2024), or a registered optimizer of your own."""
+    """`adamw` (Loshchilov and Hutter 2019), `muon` (Jordan 2024), `sgd`, or a registered optimizer of your own."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -202,7 +202,7 @@ class TrainConfig(Table):
     """Dtype of the matrix products. `bf16` holds the matrices in bf16, and fp32 masters in the optimizer; `fp8` does
     the same, and multiplies in fp8 in layers of 1024 or wider, except for gradients of weights (GPUs from sm_90 on);
     `bf16-autocast` and `fp16` cast fp32 weights in every pass; `auto` is `bf16` where the GPU or CPU has instructions
-    for it, else `fp32`."""
+    for it, else `fp32`; `bf16-autocast` in place of `bf16` if the optimizer keeps no masters."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture the training step in a CUDA graph; `auto`: on one GPU, where the host would set the pace."""
     grad_clip: NonNegativeFloat = 1.0

@@ -24,6 +24,7 @@ from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
+from lmkit.training.precision import automatic_precision
 
 KEPT_BACK = {"alone": 1_000_000_000, "with others": 2_300_000_000}
 KEPT_BACK_SHARE = 0.02
@@ -100,7 +101,9 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     """
     config, train = _tables(recipe)
     if train.precision == "auto":
-        train = train.model_copy(update={"precision": "bf16" if known_peak(card.name, "bf16") else "fp32"})
+        has_bf16 = known_peak(card.name, "bf16") is not None
+        precision = automatic_precision(recipe.optimizer.name, has_bf16=has_bf16)
+        train = train.model_copy(update={"precision": precision})
     parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
     if train.batch_size % (ranks * train.accumulation):
         raise UsageError(
@@ -214,11 +217,13 @@ def held_by(
 ) -> Held:
     """Return what a rank holds of the model: what the strategy's facts say."""
     facts = STRATEGIES.facts(parallel.strategy)
+    updates = OPTIMIZERS.facts(optimizer.name)
     options = {**facts.options, **parallel.options}
     sharing = int(options.get("shard_ranks", 0)) or ranks  # one copy of the model
     share = dict.fromkeys(facts.shards, 1 / sharing)
     shared: dict[str, Any] = {
-        "moments": OPTIMIZERS.facts(optimizer.name).moments,
+        "moments": updates.moments,
+        "other_moments": updates.moments if updates.elementwise else 2,
         "of_weights": share.get("parameters", 1.0),
         "of_gradients": share.get("gradients", 1.0),
         "of_state": share.get("optimizer", 1.0),

@@ -7,7 +7,7 @@
 | `fp8` | as `bf16` | bf16; fp8 for outputs and input gradients of large layers (`lmkit.model.fp8`) | as `bf16` |
 | `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
 | `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
-| `auto` | `bf16` where the device has instructions for it, else `fp32` | | |
+| `auto` | see `automatic_precision` | | |
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lmkit.measure.limits import has_bf16
 from lmkit.recipe.schema import Recipe
+from lmkit.registry import OPTIMIZERS
 from lmkit.training.state import LossScaleState
 
 PRODUCTS = {
@@ -46,8 +47,18 @@ def with_precision(recipe: Recipe, device: torch.device, *, saved: str | None = 
     train = recipe.train
     if train is None or train.precision != "auto":
         return recipe
-    precision = saved or ("bf16" if has_bf16(device) else "fp32")
+    precision = saved or automatic_precision(recipe.optimizer.name, has_bf16=has_bf16(device))
     return recipe.model_copy(update={"train": train.model_copy(update={"precision": precision})})
+
+
+def automatic_precision(optimizer: str, *, has_bf16: bool) -> str:
+    """Return what "auto" stands for with this optimizer, on a device with or without instructions for bf16.
+
+    It is "fp32" without them; else "bf16", or "bf16-autocast" if the optimizer keeps no masters.
+    """
+    if not has_bf16:
+        return "fp32"
+    return "bf16" if OPTIMIZERS.facts(optimizer).keeps_masters else "bf16-autocast"
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

@@ -1,0 +1,42 @@
+"""Stochastic gradient descent with momentum: PyTorch's, for recipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lmkit.recipe.tables import OptimizerConfig
+
+
+@OPTIMIZERS.register("sgd", order=3, moments=1, options={"momentum": 0.9, "nesterov": False})
+def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.optim.SGD:
+    """Make `torch.optim.SGD` from the recipe's tables `[optimizer]` and `[optimizer.options]`.
+
+    The weight decay is added to the gradient, as PyTorch's SGD does it. `optimizer.betas` and `optimizer.eps` have no
+    effect.
+
+    Raises:
+        UsageError: the table asks for a form of weight decay that SGD lacks, or momentum is out of range.
+    """
+    own: dict[str, Any] = {**OPTIMIZERS.facts("sgd").options, **options.options}
+    if options.cautious_decay or options.decay_schedule != "constant":
+        key = "cautious_decay" if options.cautious_decay else "decay_schedule"
+        raise UsageError(
+            "optimizer.no_such_decay",
+            f"optimizer.{key}: sgd has no such weight decay",
+            hint="use adamw or muon",
+        )
+    if not 0 <= own["momentum"] < 1 or (own["nesterov"] and own["momentum"] == 0):
+        raise UsageError(
+            "optimizer.momentum",
+            f"optimizer.options.momentum: {own['momentum']} is not in [0, 1)"
+            if not 0 <= own["momentum"] < 1
+            else "optimizer.options.nesterov: needs momentum",
+            hint="the default is 0.9",
+        )
+    return torch.optim.SGD(groups, lr=options.lr, **own)

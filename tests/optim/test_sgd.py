@@ -1,0 +1,61 @@
+"""The optimizer `sgd` of recipes: PyTorch's steps, its options, the precision it trains in, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.optim.sgd import make_sgd
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from lmkit.training.plan import held_by
+from lmkit.training.precision import automatic_precision
+
+
+def test_steps_are_those_of_the_formula():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    options = OptimizerConfig(name="sgd", lr=0.5, options={"momentum": 0.8})
+    optimizer = make_sgd([{"params": [weight], "weight_decay": 0.1}], options)
+    value, momentum = weight.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    for step in range(3):
+        gradient = torch.tensor([0.25, -1.0], dtype=torch.float64) * (step + 1)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.8 * momentum + gradient + 0.1 * value
+        value = value - 0.5 * momentum
+    torch.testing.assert_close(weight.detach(), value, rtol=1e-14, atol=0)  # a few roundings of float64
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "key"),
+    [
+        ({"cautious_decay": True}, "optimizer.no_such_decay", "optimizer.cautious_decay"),
+        ({"decay_schedule": "lr"}, "optimizer.no_such_decay", "optimizer.decay_schedule"),
+        ({"options": {"momentum": 1.0}}, "optimizer.momentum", "optimizer.options.momentum"),
+        (
+            {"options": {"momentum": 0.0, "nesterov": True}},
+            "optimizer.momentum",
+            "optimizer.options.nesterov",
+        ),
+    ],
+)
+def test_what_it_lacks_is_refused(settings, code, key):
+    with pytest.raises(UsageError) as caught:
+        make_sgd([], OptimizerConfig(name="sgd", **settings))
+    assert caught.value.code == code
+    assert key in str(caught.value)
+
+
+def test_auto_casts_weights_where_no_masters_are_kept():
+    found = {name: automatic_precision(name, has_bf16=True) for name in ("adamw", "muon", "sgd")}
+    assert found == {"adamw": "bf16", "muon": "bf16", "sgd": "bf16-autocast"}
+    assert automatic_precision("sgd", has_bf16=False) == "fp32"
+
+
+def test_a_plan_counts_one_moment_for_every_weight():
+    moments = {}
+    for name in ("adamw", "muon", "sgd"):
+        tables = (TrainConfig(precision="fp32"), ParallelConfig(), OptimizerConfig(name=name))
+        held = held_by(ModelConfig(vocab_size=300), *tables, 1)
+        moments[name] = (held.moments, held.other_moments)
+    assert moments == {"adamw": (2, 2), "muon": (1, 2), "sgd": (1, 1)}
