@@ -1,6 +1,6 @@
 """Ranks, and gradient synchronisation between them: strategies from naive to FSDP, launching, failures.
 
-Inside a process group that is already there (or in a single process):
+In an existing process group, or in a single process:
 
     model = DataParallel(model, "bucketed", bucket_mb=25)
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)

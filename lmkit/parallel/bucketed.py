@@ -21,7 +21,8 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 LATE_BYTES = 32 * MIB
-"""From this size on the last bucket may arrive late: for a smaller one, a step in two parts takes longer."""
+"""Smallest last bucket, in bytes, for which the optimizer's step is split (`LateStep`). The reduction of a smaller
+bucket takes less time than a second pass of the optimizer."""
 
 
 @STRATEGIES.register(
@@ -38,12 +39,12 @@ class BucketedSync(Strategy):
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
         self._flying: list[ReducingBucket] = []
-        self._unused: list[int] = []  # indices of the parameters for which this rank has only zeros
+        self._unused: list[int] = []  # indices of the parameters that this rank did not use
         self._order_is_settled = False
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        # Until the first backward pass has shown the order: the gradients of the last layers come first.
+        # A guess until the first backward pass shows the order: the last layers get their gradients first.
         self._use_buckets(self._plan(self.parameters[::-1]))
 
     def _plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -60,7 +61,7 @@ class BucketedSync(Strategy):
         reduce_dtype = reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype)
         extra = []
         if index == len(self._buckets) - 1:
-            # Flags of the parameters that this rank used: cheaper on the last bucket than in a call of their own.
+            # One flag for each parameter that this rank used. Sending them with the last bucket saves a call.
             self._used = torch.ones(len(self.parameters), dtype=reduce_dtype, device=bucket[0].device)
             if self._unused:
                 self._used[self._unused] = 0
@@ -80,11 +81,11 @@ class BucketedSync(Strategy):
             self._settle_order()
         if not unused:
             return []
-        share = self._used.tolist()  # of the ranks; only a rank with unused parameters waits for it
+        share = self._used.tolist()  # share of the ranks that used each parameter; makes the host wait
         return [index for index in unused if share[index] == 0]
 
     def _settle_order(self) -> None:
-        """Plan the buckets anew, in the order of rank 0's gradients; parameters without a gradient there go last."""
+        """Plan the buckets again in the order of rank 0's gradients; parameters without one there come last."""
         in_ready_order = order_of_first_rank(self._hooks.order, self.parameters[::-1], self.ranks)
         self._hooks.close()
         self._use_buckets(self._plan(in_ready_order))
@@ -92,7 +93,7 @@ class BucketedSync(Strategy):
             self._hooks.watch_ends(in_ready_order)
         self._order_is_settled = True
 
-    # What reads gradients that are still on their way waits for them.
+    # `finish(wait=False)` leaves the last bucket in flight. Clipping and the optimizer wait before they read it.
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(make, groups)
@@ -102,7 +103,7 @@ class BucketedSync(Strategy):
 
     def _gradient_norm(self) -> torch.Tensor:
         late = set(self._late_parameters())
-        # The norm of the others is computed while the late gradients travel.
+        # Compute the norm of the other gradients while the late ones are reduced.
         norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
         if not late:
             return norm
@@ -128,14 +129,14 @@ class BucketedSync(Strategy):
 
 
 class LateStep:
-    """Split an optimizer's step in two while gradients are on their way: first the parameters without late gradients.
+    """Split an optimizer's step: update the parameters whose gradients have arrived, wait, then update the rest.
 
-    The gradient of the embedding is the largest of many models and the last to be ready. No backward pass is left to
-    hide its reduction behind, but the step of all other parameters is. The optimizer must skip parameters without a
-    gradient and keep its state per parameter, as PyTorch's optimizers do.
+    In many models the embedding's gradient is the largest and is ready last. Its reduction cannot overlap the
+    backward pass, which has ended, but it overlaps the update of all other parameters. The optimizer must skip
+    parameters without a gradient and keep its state per parameter, as PyTorch's optimizers do.
 
     Args:
-        late: returns the parameters whose gradients are on their way.
+        late: returns the parameters whose gradients are still being reduced.
         wait: waits for these gradients.
     """
 

@@ -22,7 +22,7 @@ from lmkit.parallel.ranks import Ranks
 
 MIB = 2**20
 LAST_BUCKET_BYTES = 1 * MIB
-"""The backward pass hides every reduction but the last bucket's, so only the very last gradients are in that."""
+"""Size of the last bucket. No backward pass is left to overlap its reduction, so it is kept small."""
 
 
 # --- Planning: which parameters share a bucket.
@@ -31,7 +31,7 @@ LAST_BUCKET_BYTES = 1 * MIB
 def plan_buckets(
     in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
 ) -> list[list[nn.Parameter]]:
-    """Fill buckets as `fill_buckets` does, and keep the last `LAST_BUCKET_BYTES` (at least a parameter) apart."""
+    """Fill buckets as `fill_buckets` does; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
     cut = max(0, len(in_ready_order) - 1)
     last_bytes = sum(bytes_of(parameter, reduce_dtype) for parameter in in_ready_order[cut:])
     while cut > 0 and last_bytes + bytes_of(in_ready_order[cut - 1], reduce_dtype) <= LAST_BUCKET_BYTES:
@@ -44,10 +44,10 @@ def plan_buckets(
 def fill_buckets(
     in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
 ) -> list[list[nn.Parameter]]:
-    """Fill buckets, of one device and dtype each, until each has at least `capacity` bytes in `reduce_dtype`.
+    """Fill buckets until each has at least `capacity` bytes in `reduce_dtype`. A bucket has one device and dtype.
 
-    The parameter that reaches the capacity closes its bucket, as in PyTorch's reducer: more collectives cost the host
-    more than slightly larger ones cost the link.
+    The parameter that reaches the capacity closes its bucket, as in PyTorch's reducer: one more call costs the host
+    more time than a slightly larger bucket costs the link.
 
     Returns:
         The buckets in the order in which their last parameters become ready.
@@ -74,8 +74,8 @@ def order_of_first_rank(
 ) -> list[nn.Parameter]:
     """Return all `parameters`: first those `seen` on rank 0, in that order, then the others. Collective.
 
-    The order is equal on every rank, so that ranks plan the same buckets, and have launched the same buckets when a
-    backward pass raises.
+    The order is equal on every rank. So all ranks plan the same buckets, and when a backward pass raises, all have
+    launched the same ones.
     """
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
     order = list(dict.fromkeys([*(index_of[parameter] for parameter in seen), *index_of.values()]))
@@ -92,12 +92,12 @@ def order_of_first_rank(
 class ReducingBucket:
     """Start averaging the gradients of `parameters` (one device and dtype, none of them None) with one all-reduce.
 
-    They are averaged in place, by one grouped call of the backend: there is no flat tensor to allocate, to fill and
-    to copy from. Only gradients that are reduced in another dtype are packed into one, and copied back.
+    One grouped call of the backend averages them in place, without a flat tensor. Only gradients that are reduced in
+    another dtype are packed into a flat tensor and copied back.
 
     Args:
-        pack: pack in any case. `parameter.grad` is then a view of the flat tensor, and nothing is copied back.
-        extra: further tensors of `reduce_dtype` for the same call.
+        pack: always pack. `parameter.grad` becomes a view of the flat tensor, and nothing is copied back.
+        extra: further tensors of `reduce_dtype` to average in the same call.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class ReducingBucket:
         self._pending = averager.all_reduce([*tensors, *extra])
 
     def wait(self) -> None:
-        """Make the bucket's gradients the mean (on GPUs: for the current stream)."""
+        """Wait until the bucket's gradients are the mean (on GPUs the current stream waits, not the host)."""
         self._pending.wait()
         if self._views is not None:
             torch._foreach_copy_(self._gradients, self._views)
 
     def abandon(self) -> None:
-        """Let the collective end; its result is not wanted."""
+        """Wait for the collective and discard its result."""
         self._pending.abandon()
 
 
@@ -151,19 +151,19 @@ class BucketHooks:
     Ranks whose gradients become ready in different orders would otherwise pair different collectives, and hang or mix
     up gradients. A bucket that is ready early waits for the buckets before it.
 
-    At first every parameter has a hook. A hook costs the host microseconds in every step, so once the order in which
-    gradients become ready is known (`watch_ends`), only the first parameter of the pass and the last of each bucket
-    keep theirs. `grad is not None` then means complete, which holds only if every grad was None when the pass began:
-    if not, all hooks come back. Accumulation needs all of them, too (`watch_all`).
+    At first every parameter has a hook. A hook costs the host microseconds in every step. Once the order in which
+    gradients become ready is known, `watch_ends` keeps only the hooks of the pass's first parameter and of each
+    bucket's last. Then `grad is not None` has to mean that a gradient is complete, which holds only if every grad was
+    None when the pass began. If one was not, or gradients accumulate, `watch_all` restores all hooks.
 
     Args:
-        buckets: parameters that are launched together; each parameter is in one bucket.
+        buckets: the parameters of each bucket; each parameter is in one bucket.
         launch: called with the index of a bucket.
-        abandon: called when a pass begins after one that raised. Whatever was launched for that must be forgotten.
+        abandon: called when a pass begins after one that raised; must forget what the earlier pass launched.
         is_paused: whether gradients are being accumulated now, so that nothing is launched.
 
     Attributes:
-        order: parameters as they became ready in this pass, while all are watched.
+        order: parameters in the order in which they became ready; recorded only while `watches_all`.
         watches_all: whether every parameter has a hook.
     """
 
@@ -232,7 +232,7 @@ class BucketHooks:
         self.order.clear()
 
     def check_finished(self) -> None:
-        """Refuse to add to gradients that may be on their way, or have left the place to which a pass would add.
+        """Refuse to add to gradients of an unfinished step: they may be in flight, or moved out of `parameter.grad`.
 
         Raises:
             LmkitError: a backward pass has ended and was not finished.
@@ -260,7 +260,7 @@ class BucketHooks:
     def _on_watched(self, parameter: nn.Parameter) -> None:
         if self._is_paused():
             return
-        # A gradient that was there before the pass says nothing: the pass adds to it.
+        # A gradient from before the pass does not show that this pass completed it: the pass adds to it.
         if self._begin() and any(
             p is not parameter and p.grad is not None for bucket in self._buckets for p in bucket
         ):
@@ -275,14 +275,14 @@ class BucketHooks:
 
     def _begin(self) -> bool:
         """Return whether the backward pass that runs is a new one; see `check_finished`."""
-        # The pass's number, for which there is no public function.
+        # The number of the pass. There is no public function for it.
         current = torch._C._current_graph_task_id()
         if self._pass == current:
             return False
         if self._pass is not None:
             self.check_finished()
             if self._pass_ends() is not None:
-                return False  # the outer pass goes on around this one, which a reentrant checkpoint began
+                return False  # a reentrant checkpoint began this pass inside the outer one, which goes on
             self._abandon()
             self._start_over()
         self._pass = current

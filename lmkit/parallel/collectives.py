@@ -61,13 +61,13 @@ class Traffic:
 
 
 def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype in which gradients of `dtype` are reduced: "bf16" changes fp32 only."""
+    """Return the dtype in which gradients of `dtype` are reduced; the option "bf16" changes only fp32."""
     return torch.bfloat16 if option == "bf16" and dtype == torch.float32 else dtype
 
 
 @dataclass
 class PendingMean:
-    """A reduction under way; `wait` makes `results` the mean over the ranks and returns them."""
+    """A reduction in flight; `wait` makes `results` the mean over the ranks and returns them."""
 
     works: Sequence[Work]
     results: list[torch.Tensor]
@@ -80,7 +80,7 @@ class PendingMean:
         return self.results
 
     def abandon(self) -> None:
-        """Let the reduction end; its result is not wanted."""
+        """Wait for the reduction and discard its result."""
         for work in self.works:
             work.wait()
 
@@ -90,7 +90,8 @@ class Averager:
 
     Args:
         ranks: this rank's place in the group.
-        group: for everything but `all_reduce` of several tensors; None: the default one, of all ranks.
+        group: the process group; None: the default group of all ranks. `all_reduce` of several tensors always uses
+            the default group.
     """
 
     def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
@@ -102,8 +103,8 @@ class Averager:
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
         """Start averaging contiguous tensors of one dtype and device in place, in one call of the backend.
 
-        NCCL reads and writes them in place; gloo copies them into one buffer and back. gloo has no such call for CUDA
-        tensors, which are then reduced one by one.
+        NCCL reads and writes them in place; gloo copies them into one buffer and back. gloo has no grouped call for
+        CUDA tensors, so it reduces them one by one.
         """
         one_by_one = len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl)
         num_bytes, calls = sum(tensor.nbytes for tensor in tensors), len(tensors) if one_by_one else 1
@@ -112,8 +113,8 @@ class Averager:
         if one_by_one:
             works = [dist.all_reduce(tensor, op=op, group=self.group, async_op=True) for tensor in tensors]
             return PendingMean(works, tensors, divide_by)
-        # torch.distributed offers a deprecated function for this, and a context manager whose overhead on the host
-        # is as large as the launch.
+        # Call the backend directly: torch.distributed has only a deprecated function for this, and a context manager
+        # that takes the host as long as the launch itself.
         options = dist.AllreduceCoalescedOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
         assert dist.group.WORLD is not None
@@ -127,7 +128,7 @@ class Averager:
         return PendingMean(works, [part], divide_by)
 
     def all_gather(self, flat: torch.Tensor) -> Work:
-        """Start filling `flat` (world_size * n,) with all parts; this rank's part is in place already."""
+        """Start filling `flat` (world_size * n,) with all ranks' parts; it already holds this rank's part."""
         work: Work = _all_gather(flat, self._count_and_take_part(flat), group=self.group, async_op=True)
         return work
 
@@ -140,7 +141,7 @@ class Averager:
         return flat.chunk(self._ranks.world_size)[self._ranks.rank]
 
     def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
-        """Return (operation, divisor). gloo has no AVG: there the sum is divided when it is waited for."""
+        """Return (operation, divisor). gloo has no AVG, so `PendingMean.wait` divides its sum."""
         if self._has_nccl and flat.device.type == "cuda":
             return dist.ReduceOp.AVG, 1
         return dist.ReduceOp.SUM, self._ranks.world_size
@@ -176,7 +177,7 @@ def agree(ranks: Ranks, *, stop: bool = False) -> bool:
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
     """Return, for each fact, whether it holds on at least one rank. Collective.
 
-    On GPUs the facts travel by gloo, which waits for no kernel.
+    On GPUs gloo sends the facts, because NCCL would wait for kernels.
     """
     flags = torch.tensor(facts, dtype=torch.int32)
     largest_on_any_rank(flags, ranks)
@@ -191,7 +192,7 @@ def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
-    """Replace each element by the largest that a rank has. Collective; with NCCL the host does not wait."""
+    """Replace each element by its maximum over the ranks. Collective; with NCCL the host does not wait."""
     if ranks.world_size > 1:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
 
@@ -199,7 +200,7 @@ def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
 def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 only, and return its answer on every rank.
 
-    The answer travels by a collective: the ranks that wait notice at once if rank 0 dies.
+    A collective sends the answer, so the waiting ranks notice at once if rank 0 dies.
 
     Raises:
         LmkitError: what `decide` raised, on every rank.

@@ -1,4 +1,4 @@
-"""A module whose gradients are averaged over the ranks of the process group that is already there."""
+"""A module whose gradients are averaged over the ranks of the existing process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DataParallel(nn.Module):
     `model.parameters()` as usual; `ShardedOptimizer` shards its state. Buffers are broadcast once, at the start.
 
     Args:
-        module: the same on every rank: names, ties, shapes, dtypes, frozen parameters.
+        module: must have the same names, ties, shapes, dtypes and frozen parameters on every rank.
         strategy: a name of `lmkit.registry.STRATEGIES` that does not shard.
         options: keys of [parallel] that the strategy uses (`bucket_mb`, `reduce_dtype`), or its own options.
 

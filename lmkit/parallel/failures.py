@@ -1,7 +1,7 @@
 """Turn a rank that dies or hangs into an error that names the rank and the step, within the timeout.
 
-With gloo a broken or late collective raises in the caller; the surviving ranks then ask the store who else is alive.
-With NCCL the caller only waits for the GPU, so a thread watches the clock instead.
+With gloo, a broken or late collective raises in the caller. The surviving ranks then ask the store which ranks are
+alive. With NCCL, the caller only waits for the GPU, so a thread watches the clock instead.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StepWatch:
                 with watch.step(step):
                     ...  # forward, backward, finish, optimizer
 
-    A collective that fails inside `step(n)` becomes a `RankLost`, see `losses_named`. On GPUs a step that is still
-    unfinished after `ranks.timeout_s` ends the process with exit code 1 and one line on stderr: no exception can
-    reach a thread that waits for the GPU.
+    A collective that fails inside `step(n)` becomes a `RankLost`, see `losses_named`. On GPUs, a step that is not
+    finished after `ranks.timeout_s` seconds ends the process with exit code 1 and one line on stderr, because no
+    exception can reach a thread that waits for the GPU.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -104,7 +104,7 @@ def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
 
 
 def _roll_call(ranks: Ranks) -> str:
-    """Say which ranks do not report the broken collective, too: they died, hang, or have not noticed yet."""
+    """Name the ranks that do not report the broken collective: they died, hang, or have not noticed it yet."""
     assert ranks.store is not None
     try:
         ranks.store.set(f"survivor/{ranks.rank}", "yes")

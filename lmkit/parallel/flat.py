@@ -13,7 +13,7 @@ from lmkit.registry import STRATEGIES
 
 @STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("reduce_dtype",), packs="all")
 class FlatSync(Strategy):
-    """Make one collective per device and dtype; needs memory for a second copy of the gradients."""
+    """Make one collective per device and dtype. This needs memory for a second copy of the gradients."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         buckets = [

@@ -1,12 +1,12 @@
 """`fsdp`: parameters, gradients and optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 3;
 Zhao et al. 2023, "PyTorch FSDP").
 
-A layer's weights are gathered right before its forward pass and again before its backward pass, while the layer
-before it computes, and freed afterwards. Gradients are reduce-scattered as soon as a layer's are complete, in every
-backward pass, so that no rank ever holds more than a few layers' weights and gradients.
+A layer's weights are gathered for its forward pass and again for its backward pass, while the layer before it
+computes, and are freed afterwards. Every backward pass reduce-scatters a layer's gradients as soon as they are
+complete. So no rank ever holds more than a few layers' weights and gradients.
 
-Ranks may differ in which gradients come, and when. So gathers and reductions use two process groups, and in each of
-them go in an order that follows from the calls of the forward pass alone: these must be the same on every rank.
+Ranks may compute different gradients, in different orders. So gathers and reductions use two process groups. The
+order in each follows from the calls of the forward pass alone, which must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
 MOST_REDUCTIONS = 2
-"""Reductions under way at a time: each has a flat tensor of a layer's gradients."""
+"""Reductions in flight at a time. Each holds a flat tensor of a layer's gradients."""
 
 
 @STRATEGIES.register(
@@ -57,21 +57,21 @@ MOST_REDUCTIONS = 2
 class Fsdp(Strategy):
     """Gather each layer's weights for its passes, scatter its gradients, update a shard.
 
-    `attach` shards the model. A layer's weights are gathered and freed together: those of a child of the model, or of
-    a member of its lists of layers. Every rank must call the same layers in the same order, also without gradients.
+    `attach` shards the model. A layer is a child of the model, or a member of its lists of layers; its weights are
+    gathered and freed together. Every rank must call the same layers in the same order, also without gradients.
     Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
 
-    A model on the device "meta" is drawn layer by layer, with the values that it would have drawn at once. Its
-    `state_dict`, a collective, has the exact weights in host memory of rank 0; on other ranks it has their shapes.
+    A model on the device "meta" is initialised layer by layer, with the same values as a whole model. `state_dict` is
+    collective: on rank 0 it has the exact weights, in host memory; on other ranks it has their shapes.
 
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
-    of their gradients and of the optimizer's state. `shard_ranks`, the number of GPUs of a machine, say, lets so many
-    consecutive ranks share one copy of the model (hybrid sharding): weights travel inside a machine only, and between
-    machines the mean of each shard's gradients. 0: all ranks share one.
+    of their gradients and of the optimizer's state. `shard_ranks` consecutive ranks share one copy of the model
+    (hybrid sharding); 0: all ranks share one. With the number of GPUs of a machine, weights are sent only inside a
+    machine, and machines exchange only the mean gradients of shards.
 
     Attributes:
-        compute_dtype: in which fp32 weights are gathered; None: as `parallel.weights` says.
+        compute_dtype: dtype in which fp32 weights are gathered; None: that of `parallel.weights`.
         saves_everywhere: whether `state_dict` has the weights on every rank.
     """
 
@@ -100,10 +100,10 @@ class Fsdp(Strategy):
         self._flats: list[FlatParameters] = []
         self._flats_of: dict[nn.Module, list[FlatParameters]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
-        self._after: dict[nn.Module, nn.Module] = {}  # layer -> the one that was called after it last time
+        self._after: dict[nn.Module, nn.Module] = {}  # layer -> the layer called after it last time
         self._used: set[nn.Parameter] = set()  # got a gradient on this rank since `finish`
         self._reducing: list[FlatParameters] = []
-        self._order: list[FlatParameters] = []  # in which gradients are reduced
+        self._order: list[FlatParameters] = []  # the order of reductions
         self._pass: int | None = None
 
     # Shard the model
@@ -195,10 +195,10 @@ class Fsdp(Strategy):
         for parameter in self.parameters:
             on_gradient(parameter, self._on_gradient)
 
-    # Weights that are read otherwise than by a layer's call
+    # Reading weights without a layer's call
 
     def refresh(self) -> None:
-        """Free all gathered weights, because the shards have changed; gather those that stay. Collective."""
+        """Free all gathered weights after the shards changed; gather again those that stay gathered. Collective."""
         for flat in self._flats:
             flat.hide()
             if flat.kept:
@@ -206,7 +206,7 @@ class Fsdp(Strategy):
                 flat.open()
 
     def wait_for_weights(self) -> None:
-        """Gather all weights. They stay until they are used, or the optimizer's next step."""
+        """Gather all weights. Each stays until a layer uses it, or until the optimizer's next step."""
         for flat in self._flats:
             flat.start()
             flat.open()
@@ -215,7 +215,7 @@ class Fsdp(Strategy):
         """Return the exact weights by the names of checkpoints, tied names too. Collective.
 
         Args:
-            device: where they shall be; None: where the shards are. One layer at a time is whole on their own device.
+            device: for the result; None: the shards' device, which otherwise holds one whole layer at a time.
         """
         weights: dict[str, torch.Tensor] = {}
         for flat in self._flats:
@@ -228,7 +228,7 @@ class Fsdp(Strategy):
         return weights
 
     def weights_to_save(self) -> dict[str, torch.Tensor] | None:
-        """Return the exact weights of some layers, in host memory; each rank has others. Collective."""
+        """Return this rank's share of the exact weights: those of some layers, in host memory. Collective."""
         if self.ranks.world_size == 1:
             return None
         weights: dict[str, torch.Tensor] = {}
@@ -242,7 +242,7 @@ class Fsdp(Strategy):
         return weights
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Load this rank's elements of whole weights, of which one parameter is in memory at a time."""
+        """Load this rank's elements of whole weights. Only one whole parameter is in memory at a time."""
         if self.ranks.world_size > 1:
             self._sharded.load_masters(weights)
         return self.ranks.world_size > 1
@@ -285,11 +285,11 @@ class Fsdp(Strategy):
 
     @torch.compiler.disable
     def _after_forward(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        if _runs_backward():  # computes activations again
+        if _runs_backward():  # checkpointing computes the layer again
             return
         stays = False
         if outputs := _differentiable(output):
-            # The backward pass of the layer that is called last comes first.
+            # The last layer's backward pass comes first, so its weights stay.
             stays = not self._reshards or layer not in self._after
             _in_each_pass(outputs, 1, partial(self._before_backward, layer, len(self._calls)))
             self._calls.append(layer)
@@ -323,7 +323,7 @@ class Fsdp(Strategy):
         self._gather_back_to(call - 1)
 
     def _gather_back_to(self, call: int) -> None:
-        """Start to gather what the backward pass needs up to a call, in the opposite order of the calls."""
+        """Start gathering what the backward pass needs up to a call, in the reverse order of the calls."""
         while self._cursor > max(call, 0):
             self._cursor -= 1
             for flat in self._flats_of[self._calls[self._cursor]]:
@@ -332,8 +332,8 @@ class Fsdp(Strategy):
                     flat.start()
 
     def _after_backward(self, layer: nn.Module) -> None:
-        """Free frozen weights, if nothing is left to compute that may need them. Others are freed when they are
-        reduced."""
+        """Free frozen weights once the backward pass no longer needs them. Trained weights are freed when their
+        gradients are reduced."""
         flats = self._flats_of[layer]
         is_complete = all(self._arrived[flat] == len(flat.parameters) for flat in flats if flat.trains)
         if is_complete and self._calls.count(layer) == 1:
@@ -361,7 +361,7 @@ class Fsdp(Strategy):
                 flat.hide()
 
     def _end_pass(self) -> None:
-        """Do what the other ranks' passes may have needed, too, and free all weights."""
+        """Make the collectives that other ranks' passes may have made, then free all weights."""
         self._gather_back_to(0)
         self._reduce_while(lambda flat: True)
         for flat in self._flats:
@@ -380,7 +380,7 @@ class Fsdp(Strategy):
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
-        """Wait for the gradients; they are then those of the optimizer's slices, not `parameter.grad`."""
+        """Wait for the gradients. They are in the optimizer's slices, not in `parameter.grad`."""
         for flat in self._reducing:
             flat.wait_reduced()
         self._reducing.clear()
@@ -415,9 +415,9 @@ class Fsdp(Strategy):
 
 
 def _in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:
-    """Call `call` in each backward pass when so many of the tensors have their gradients.
+    """Call `call` in each backward pass when `count` of the tensors have their gradients.
 
-    `register_multi_grad_hook` would hold the graph that holds its hook.
+    `register_multi_grad_hook` would make a reference cycle: its hook holds the graph, which holds the hook.
     """
     arrived: Counter[int] = Counter()
 
@@ -436,7 +436,7 @@ def _runs_backward() -> bool:
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and dicts that need a gradient; [] where none is recorded."""
+    """Return the tensors in nested tuples, lists and dicts that need a gradient; [] if autograd is off."""
     return [value for value in _leaves(values) if value.requires_grad] if torch.is_grad_enabled() else []
 
 

@@ -20,7 +20,7 @@ class ShardGather:
         self._averager = averager
 
     def reserve(self, num_bytes: int) -> None:
-        """Prepare for shards of at most so many bytes, in the dtype of the gathered weights. Collective."""
+        """Prepare for shards of at most `num_bytes`, in the dtype of the gathered weights. Collective."""
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start filling `whole` (world_size * n,) with all ranks' shards (n,), by an all-gather. Collective."""
@@ -28,16 +28,16 @@ class ShardGather:
         return self._averager.all_gather(whole)
 
     start = collect
-    """The same, the fastest way."""
+    """Fill `whole` as `collect` does, by the fastest way. Collective."""
 
 
 class PeerShardGather(ShardGather):
     """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
 
-    Copies take no SMs from the kernels beside them, as NCCL's do; a barrier takes a part of one while it waits. So
-    large layers go otherwise, see `PEER_LAYER_BYTES`. A shard is first written, in the dtype of the gathered weights,
-    to slots that all ranks see: piece by piece, to two slots in turn. A barrier then tells that all ranks wrote
-    theirs. It tells, too, that all have read the slots of the piece before, so that the next may be written there.
+    Copies take no SMs from concurrent kernels; NCCL's kernels do. But a barrier occupies part of an SM while it
+    waits, so NCCL gathers large layers (`PEER_LAYER_BYTES`). Each rank first casts its shard to the dtype of the
+    gathered weights, piece by piece, into two slots in turn that all ranks can read. A barrier after each piece shows
+    that every rank has written its piece, and that every rank has read the piece before, whose slot is then free.
     """
 
     def __init__(self, averager: Averager, ranks: Ranks, traffic: Traffic) -> None:
@@ -95,9 +95,9 @@ class PeerShardGather(ShardGather):
 
 
 class Piece(NamedTuple):
-    """A piece of this rank's shard, its slot, its place in the whole; and of each other rank the place and the slot.
+    """A piece of this rank's shard, its slot, and its place in the whole; the place and slot of every other rank.
 
-    They start at the next rank, so that all ranks read from different ones at a time.
+    The other ranks are listed from the next one on, so that no two ranks read from the same rank at a time.
     """
 
     mine: torch.Tensor
@@ -107,6 +107,6 @@ class Piece(NamedTuple):
 
 
 class _Done:
-    """On a CPU, where copies are made at once."""
+    """A finished copy: on a CPU, copies are synchronous."""
 
     def wait(self) -> None: ...

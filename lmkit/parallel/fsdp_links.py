@@ -1,4 +1,4 @@
-"""Between whom the collectives of `fsdp` go: ranks that share a copy of the model, and ranks with the same shard."""
+"""The process groups of `fsdp`: ranks that share a copy of the model, and ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmkit.parallel.zero1 import forward_units
 
 
 class Links(NamedTuple):
-    """What `FlatParameters` takes; all None: this rank is alone."""
+    """The links that `FlatParameters` takes. All are None if this rank is alone."""
 
     gathers: ShardGather | None = None
     reductions: Averager | None = None
@@ -35,7 +35,7 @@ def reads_peers(model: nn.Module, ranks: Ranks, weights: str) -> bool:
     """Return whether copies from the memory of other GPUs are possible, and faster than the backend. Collective.
 
     Args:
-        weights: of the table [parallel].
+        weights: `parallel.weights`, the dtype of gathered weights.
     """
     size = sum(p.numel() * reduce_dtype_for(p.dtype, weights).itemsize for p in model.parameters())
     small = size <= PEER_LAYER_BYTES * len(list(forward_units(model)))
@@ -44,10 +44,10 @@ def reads_peers(model: nn.Module, ranks: Ranks, weights: str) -> bool:
 
 
 def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:
-    """Return what this rank communicates by. Collective.
+    """Return the links by which this rank communicates. Collective.
 
     Args:
-        within: its place among the ranks that share its copy of the model: `within.world_size` consecutive ones.
+        within: this rank's place among the `within.world_size` consecutive ranks that share its copy of the model.
         reads_peers: gather by reading the memory of other GPUs; only where all ranks share one copy.
     """
     groups = _groups(dist.group.WORLD, within.world_size, ranks.timeout_s)
@@ -63,8 +63,10 @@ def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) ->
 
 @functools.lru_cache(maxsize=1)
 def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str, Any]:
-    """Return this rank's process groups: two of the `count` ranks that share a copy of the model, one of those that
-    keep the same shard. Collective."""
+    """Return this rank's process groups. Collective.
+
+    The `count` ranks that share a copy of the model have two groups; the ranks that keep the same shard have one.
+    """
     ranks = list(range(world.size()))
     copies = [ranks[start : start + count] for start in range(0, len(ranks), count)]
     members = {"reductions": copies}

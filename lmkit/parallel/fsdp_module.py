@@ -1,5 +1,4 @@
-"""A module whose parameters, gradients and optimizer state are sharded over the ranks of the process group that is
-already there."""
+"""A module whose parameters, gradients and optimizer state are sharded over the ranks of the process group."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ class FSDP(nn.Module):
         loss_function(model(inputs), targets).backward()   # each rank with its own part of the batch
         optimizer.step()
 
-    `parameters` and `named_parameters` are this rank's elements, flat. When a backward pass ends, their gradients are
-    the mean over the ranks, added to what was there. The optimizer must update every element by itself. Every rank
-    must call the same layers in the same order; see `lmkit.parallel.fsdp` for what a layer is. `state_dict` and
-    `load_state_dict` are those of the whole module; the former is on the CPU.
+    `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
+    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers in
+    the same order; see `lmkit.parallel.fsdp` for what a layer is. `state_dict` returns the whole module's weights on
+    the CPU; `load_state_dict` takes whole weights.
 
     Args:
-        module: the same on every rank; rank 0's values count. On the device "meta", its layers are drawn one by one.
-        compute_dtype: in which fp32 weights are gathered and inputs are cast; None: as they are.
+        module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
+        compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
         reshard_after_forward: free a layer's weights between its forward and its backward pass.
 
     Attributes:
@@ -80,7 +79,7 @@ def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 class _FinishedByThePass(Fsdp):
-    """`fsdp` for optimizers that it does not know: a backward pass ends with the gradients in place."""
+    """`fsdp` for any optimizer: the end of a backward pass puts the gradients into the slices' `grad`."""
 
     saves_everywhere = True
 
@@ -89,7 +88,7 @@ class _FinishedByThePass(Fsdp):
         return {parameter: part for flat in self._flats for parameter, part in flat.slices.items()}
 
     def notice_the_step(self) -> None:
-        """Drop weights that may be old, and gradients that were released."""
+        """Free gathered weights, which the step may have made stale, and gradients that were set to None."""
         self.refresh()
         for flat in self._flats:
             flat.notice_released()

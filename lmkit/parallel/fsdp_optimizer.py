@@ -16,7 +16,7 @@ from lmkit.parallel.zero1_shards import ShardLayout, StateDict, consolidate
 
 
 class FsdpOptimizer(torch.optim.Optimizer):
-    """Update this rank's elements of the parameters; what was gathered is then old.
+    """Update this rank's elements of the parameters; gathered weights are stale afterwards.
 
     `param_groups` are the given groups, one to one, with slices in place of the parameters. The optimizer must update
     every element from its own gradient and state alone (AdamW and SGD do) or take `shards` as our Muon does, and skip
@@ -28,7 +28,7 @@ class FsdpOptimizer(torch.optim.Optimizer):
         after_change: called when the slices have changed.
 
     Attributes:
-        shard_layout: the parameters, each of them a bucket.
+        shard_layout: which elements each rank holds; every parameter is a bucket of its own.
         inner: the optimizer of the slices.
     """
 
@@ -84,8 +84,8 @@ class FsdpOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """Return this rank's state: {"rank", "layout", "param_groups", "state": {parameter: {name: tensor}}}.
 
-        Parameters are numbered as in the layout; those of which this rank has no element are left out. Everything but
-        the tensors is JSON.
+        Parameters are numbered as in the layout. Parameters without an element on this rank are left out. Everything
+        but the tensors is JSON.
         """
         return {
             "rank": self._ranks.rank,
@@ -124,7 +124,7 @@ class FsdpOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's elements from whole weights by name, after the model's, which may have been rounded."""
+        """Load this rank's elements from whole weights by name. Load the model's (rounded) weights before."""
         for flat in self._flats:
             flat.take_own(weights)
         self._after_change()

@@ -1,4 +1,4 @@
-"""The memory of `fsdp`: flat tensors of parameters, of which every rank keeps one part and gathers the others."""
+"""The memory of `fsdp`: flat tensors of parameters. Every rank keeps one part and gathers the others."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lmkit.parallel.zero1_shards import BucketLayout, pack, shard_size_of
 class FlatParameters:
     """Parameters of one dtype, one after the other in one flat tensor, padded to a multiple of the world size.
 
-    Rank r keeps the elements [r * shard_size, (r + 1) * shard_size), across the borders of parameters. While the
-    others are not gathered, every parameter is a NaN that takes no memory, expanded to the parameter's shape.
+    Rank r keeps the elements [r * shard_size, (r + 1) * shard_size); a shard may begin inside a parameter. While the
+    weights are not gathered, every parameter is one NaN, expanded to the parameter's shape without taking memory.
 
-    Gathered weights lie in one storage, which is emptied and filled again: what autograd has saved for the backward
-    pass, views of weights too, reads what is gathered then.
+    Gathered weights always lie in the same storage, which is emptied and filled again. So tensors and views that
+    autograd saved in the forward pass read the weights that are gathered for the backward pass.
 
     Args:
         parameters: of one dtype and device; they all require gradients, or none does.
-        shapes: the names and shapes of what checkpoints save of each parameter, see `parameter_names`.
-        compute_dtype: in which weights are gathered.
-        state_dtype: of the shard, its gradient and so of the optimizer's state.
-        reduce_dtype: in which gradients are reduced.
-        ranks: this rank's place among those that share one copy of the model.
-        gathers, reductions: between these; None if this rank is alone.
-        replicas: between the ranks that keep the same shard of other copies; None if there is one copy.
-        kept: whether the weights stay gathered, because no layer's call tells when they are read.
+        shapes: names and shapes under which checkpoints save each parameter, see `parameter_names`.
+        compute_dtype: dtype of gathered weights.
+        state_dtype: dtype of the shard, its gradient and so of the optimizer's state.
+        reduce_dtype: dtype in which gradients are reduced.
+        ranks: this rank's place among the ranks that share one copy of the model.
+        gathers, reductions: collectives among the ranks of one copy; None if this rank is alone.
+        replicas: collectives among the ranks that keep the same shard of other copies; None if there is one copy.
+        kept: keep the weights gathered, because they are read without a layer's call.
 
     Attributes:
         shard: this rank's elements, (shard_size,), in `state_dtype`.
-        gradient: their mean gradient, (shard_size,), or None.
+        gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
         slices: parameter -> its elements in the shard, a view; parameters without any are left out.
     """
 
@@ -93,8 +93,8 @@ class FlatParameters:
                 self._where[parameter] = in_shard
 
     def own_part(self, position: int) -> tuple[slice, slice]:
-        """Return where this rank's part of the `position`-th parameter lies: in the shard, and in the flattened
-        parameter. Both may be empty."""
+        """Return this rank's part of the `position`-th parameter as two slices, which may be empty: of the shard, and
+        of the flattened parameter."""
         before, size = self._offsets[position], self._sizes[position]
         begin = self._ranks.rank * self.shard_size
         start = min(max(begin, before), before + size)
@@ -102,7 +102,7 @@ class FlatParameters:
         return slice(start - begin, stop - begin), slice(start - before, stop - before)
 
     def layouts(self, group_of: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, BucketLayout]:
-        """Return, for every parameter that trains, how checkpoints describe its state: as a bucket of its own."""
+        """Return the layout of every parameter that trains, as checkpoints describe it: a bucket of its own."""
         return {
             parameter: BucketLayout(
                 group_of.get(parameter, 0),
@@ -114,7 +114,7 @@ class FlatParameters:
         }
 
     def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
-        """Return this rank's part of the linear maps, which have these rows in each of the parameters."""
+        """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
         held = [(index, p) for index, p in enumerate(self.parameters) if p in parts]
         return MatrixShard(
             [(self.slices[p], self.own_part(index)[0]) for index, p in held if p in self.slices],
@@ -143,7 +143,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to gather the weights, unless they are there or on their way. Collective."""
+        """Start gathering the weights, unless they are gathered or in flight. Collective."""
         if self._is_gathered:
             return
         self._is_gathered = True
@@ -154,7 +154,7 @@ class FlatParameters:
             self._arriving = self._gathers.start(self._weights, self.shard)
 
     def open(self) -> None:
-        """Wait until the weights are there (on GPUs: for the current stream), and let the parameters be them."""
+        """Wait for the gathered weights (on GPUs the current stream waits) and point the parameters at them."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
@@ -202,10 +202,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def lend(self, whole: torch.Tensor | None = None) -> None:
-        """Let the parameters be parts of a tensor that may be written to, until `take_back`.
+        """Make the parameters views of a writable flat tensor until `take_back`.
 
         Args:
-            whole: of `gather_state`; None: the values that the parameters have now.
+            whole: the result of `gather_state`; None: the parameters' present values.
         """
         if whole is None:
             size = self.shard_size * self._ranks.world_size
@@ -218,7 +218,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_back(self, *, of_first: bool) -> None:
-        """Cut this rank's shard from what was lent.
+        """Copy this rank's shard out of the tensor that `lend` made.
 
         Args:
             of_first: take rank 0's values. Collective.
@@ -243,7 +243,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start to average the parameters' gradients, and release them. Collective."""
+        """Start averaging the parameters' gradients, and release them. Collective."""
         self.wait_reduced()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for parameter in self.parameters:
@@ -257,14 +257,14 @@ class FlatParameters:
 
     @torch.no_grad()
     def replicate(self) -> None:
-        """Start to average the mean that is on its way over the replicas, if there are any. Collective."""
+        """Start averaging the mean in flight over the replicas, if there are any. Collective."""
         if self._pending is not None and self._replicas is not None and not self._is_replicating:
             self._is_replicating = True
             self._pending = self._replicas.all_reduce(self._pending.wait())
 
     @torch.no_grad()
     def wait_reduced(self) -> None:
-        """Add the mean gradient, if one is on its way, to `gradient` (on GPUs: on the current stream)."""
+        """Add the mean gradient in flight, if any, to `gradient` (on GPUs: on the current stream)."""
         if self._pending is None:
             return
         self.replicate()
@@ -276,7 +276,7 @@ class FlatParameters:
             self.gradient += mean
 
     def give_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let the slices of these parameters have their parts of the gradient."""
+        """Set the `grad` of these parameters' slices to their parts of the gradient."""
         if self.gradient is None:
             return
         for parameter, where in self._where.items():
@@ -284,7 +284,7 @@ class FlatParameters:
                 self.slices[parameter].grad = self.gradient[where]
 
     def notice_released(self) -> None:
-        """Forget the gradient where the slices' have been set to None."""
+        """Forget the gradient if the slices' `grad` was set to None."""
         if self.gradient is None:
             return
         for parameter, where in self._where.items():
@@ -292,7 +292,7 @@ class FlatParameters:
                 self.gradient[where] = 0
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, also if they are still being reduced."""
+        """Forget all gradients, even those still being reduced."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
@@ -307,7 +307,7 @@ def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Let parameters and buffers of the device "meta" be on `device`, without memory or values; ties stay."""
+    """Move parameters and buffers from "meta" to `device`, without memory or values; ties stay."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -317,7 +317,7 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def draw(module: nn.Module) -> None:
-    """Draw the first values of a module's parameters, in the order in which its constructor does.
+    """Draw initial values of a module's parameters, in the order of its constructor.
 
     Raises:
         ValueError: a parameter is drawn by no `reset_parameters`.

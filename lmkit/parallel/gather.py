@@ -18,7 +18,7 @@ from lmkit.parallel.collectives import Averager, Traffic, Work
 from lmkit.parallel.ranks import Ranks
 
 ALIGNMENT = 512
-"""Bytes: the alignment that CUDA's allocators give."""
+"""Alignment of CUDA's allocators, in bytes."""
 FIRST_TORCH = "2.11"
 """The symmetric-memory interface of earlier versions differs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -33,11 +33,11 @@ class WeightGather:
         self._averager = averager
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a zeroed flat tensor (num_elements,), a multiple of the world size: one equal part per rank."""
+        """Return a zeroed flat tensor (num_elements,). The world size divides it into equal parts."""
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
-        """Start collecting the other ranks' parts of tensors that were allocated here. Collective.
+        """Start collecting the other ranks' parts of tensors from `allocate`. Collective.
 
         Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
         """
@@ -49,9 +49,9 @@ class PeerGather(WeightGather):
 
     Copies take no SMs from the matrix products of the forward pass, as NCCL's kernels would.
 
-    A rank may read after every rank has written: a reduction of four bytes comes first. A rank may write again after
-    every rank has read: each rank reduces a bucket's next gradients only after it has read the bucket's weights
-    (`ShardedBucket.reduce`), and no rank updates a shard before all have.
+    A rank may read only after every rank has written; a reduction of four bytes makes sure of it. A rank may write
+    again only after every rank has read. Each rank reads a bucket's weights before it reduces the bucket's next
+    gradients (`ShardedBucket.reduce`), and no rank updates a shard before that reduction has ended.
     """
 
     def __init__(self, memory: PeerMemory, ranks: Ranks, traffic: Traffic) -> None:
@@ -60,8 +60,8 @@ class PeerGather(WeightGather):
         self._traffic = traffic
         self._used_bytes = 0
         self._written = torch.zeros(1, device=ranks.device)
-        # For every tensor, (this rank's copy of a part, the part) of each other rank. It starts at the next rank, so
-        # that all ranks read from different ones at a time.
+        # Tensor -> (this rank's copy, the source) of every other rank's part. The list starts at the next rank, so
+        # that no two ranks read from the same rank at a time.
         self._copies: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
@@ -93,18 +93,18 @@ class PeerGather(WeightGather):
 
 
 def aligned(num_bytes: int) -> int:
-    """Return how much of a `PeerMemory` `num_bytes` take."""
+    """Return the bytes of a `PeerMemory` that a tensor of `num_bytes` takes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class PeerMemory:
     """Map `num_bytes` of every rank's GPU into the address space of all ranks (symmetric memory). Collective.
 
-    Views of this rank's memory, such as weights, may outlive this object; the next `torch.cuda.empty_cache` after
-    their end gives the memory back. PyTorch calls the interface alpha.
+    Views of this rank's memory, such as weights, may outlive this object. Once they are gone,
+    `torch.cuda.empty_cache` frees the memory. PyTorch calls the interface alpha.
 
     Attributes:
-        of_rank: the memory of every rank as this rank sees it, (num_bytes,) uint8 each. This rank's is zeroed.
+        of_rank: every rank's memory, (num_bytes,) uint8 each; this rank's own is zeroed.
 
     Raises:
         LmkitError: the driver or the container does not let the processes share memory, or see `check_pairing`.
@@ -115,9 +115,9 @@ class PeerMemory:
 
         assert dist.group.WORLD is not None
         try:
-            # A pool, so that `memory_allocated` and the peaks of the benches include this memory. It has the settings
-            # of PyTorch's process-wide pool, but that one hands freed memory out again, still paired with the pieces
-            # it was shared with: ranks that freed theirs at different times would see different pieces.
+            # A pool of our own, so that `memory_allocated` and the peaks of the benches include this memory. The
+            # process-wide pool of PyTorch reuses freed pieces together with their pairing between ranks: ranks that
+            # freed pieces at different times would be paired with wrong pieces.
             allocator = symmetric_memory.get_mempool_allocator(ranks.device)
             self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
             with without_expandable_segments(), torch.cuda.use_mem_pool(self._pool):
@@ -138,16 +138,17 @@ class PeerMemory:
         check_pairing(self.of_rank, ranks)
 
     def barrier(self) -> None:
-        """Hold the current stream until every rank's has come to this call, and see what they wrote before it.
+        """Make the current stream wait until every rank's stream reaches this call. Collective.
 
-        A kernel of one block, without the host work of a collective of the backend. Collective.
+        Kernels after it see what every rank wrote before it. It is a kernel of one block, which takes the host less
+        time than a collective of the backend.
         """
         self._shared.barrier()
 
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Switch them off if the environment asks for them: PyTorch does not make them in pools like ours."""
+    """Switch expandable segments off inside the block: PyTorch does not support them in pools like ours."""
     name = next((name for name in _SETTINGS if name in os.environ), "")
     settings = os.environ.get(name, "").replace(" ", "")
     if "expandable_segments:True" not in settings:
@@ -164,7 +165,7 @@ def without_expandable_segments() -> Iterator[None]:
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
     """Check that every rank sees in the memory of each other rank what its owner has just written. Collective.
 
-    Nothing else would notice a mix-up: ranks would train on with old weights of each other.
+    Nothing else would notice wrong pairing: ranks would go on training with stale weights.
 
     Raises:
         LmkitError: on every rank.

@@ -30,14 +30,15 @@ from lmkit.registry import PLUGINS, load_plugin
 from lmkit.streams import secure_streams
 
 GRACE_S = 3.0
-"""After the first failure: seconds for the other ranks to report theirs, and again to end after SIGTERM. After a
-second stopping signal: seconds for all ranks to end."""
+"""Seconds that ranks get to report their errors after the first failure, to end after SIGTERM, and to end after a
+second stopping signal."""
 STOP_S = 75.0
-"""After a stopping signal: seconds for the other ranks once one has ended. Rank 0 may upload for a minute."""
+"""Seconds that the other ranks get to end after a stopping signal, once one has ended. Rank 0 may upload for a
+minute."""
 
 _POLL_S = 1.0
-"""A signal that the system delivers to another thread of this process does not interrupt a wait: it is seen at the
-next poll."""
+"""Seconds between polls. A signal that is delivered to another thread does not interrupt a wait; the next poll sees
+it."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -57,13 +58,13 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
     """Run `target(*args)` in `nproc` new processes and return what rank 0 returned.
 
     `target` and `args` must be picklable; the target opens `process_group(...)` itself. Every rank first loads the
-    plugins that this process has loaded. SIGTERM and SIGINT to this process are passed on to every rank. When the
-    ranks have ended after that, SystemExit(143) or KeyboardInterrupt is raised here.
+    plugins that this process has loaded. This process passes SIGTERM and SIGINT on to every rank and, when the ranks
+    have ended, raises SystemExit(143) or KeyboardInterrupt.
 
     Raises:
         UsageError: torchrun has started this process.
-        LmkitError: the error of the first rank that failed, with the rank's name in front of the message. An error of
-            a rank that only lost contact counts if there is no other.
+        LmkitError: the error of the first rank that failed, with the rank's name in front of the message. Errors of
+            lost contact are raised only if there is no other.
         RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is on stderr).
     """
     if nproc < 1:
@@ -133,7 +134,7 @@ class _Rank:
 
     @property
     def waitables(self) -> list[Any]:
-        """What to wait for: the report while it may come (the pipe outlives the child), then the end."""
+        """Return what to wait for: the report while it may come (the pipe outlives the child), then the end."""
         if self.process.pid is None:
             return []
         if self._listening:
@@ -145,7 +146,7 @@ class _Rank:
             os.kill(self.process.pid, number)
 
     def receive(self) -> None:
-        """Take the rank's report if it has come. The end of the pipe means that none will."""
+        """Take the rank's report if it has arrived. The end of the pipe means that none will."""
         if not self._listening or not self._reports.poll():
             return
         self._listening = False
@@ -221,8 +222,8 @@ def _end_with_parent() -> None:
 
 def _report_result(reports: Connection, target: Callable[..., Any], args: Sequence[Any]) -> int:
     """Run the target, tell the parent how it went, and return the exit code."""
-    # Let SIGINT end a rank without a handler of its own wherever it is, as SIGTERM does: Python's exception would not
-    # reach a rank that waits in C++, and in the middle of an import it turns into other errors.
+    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
+    # waits in C++, and in the middle of an import it would turn into other errors.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
     try:
@@ -263,8 +264,8 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Wait until all ranks ended, but only GRACE_S after the first failure or a second stopping signal, and STOP_S
-    after the first end when told to stop."""
+    """Wait until all ranks have ended, but at most GRACE_S after the first failure or a second stopping signal, and
+    STOP_S after the first end if a signal asked to stop."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
@@ -294,7 +295,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitError | None:
-    """Return the error that explains the others: a rank that lost contact saw only the consequence."""
+    """Return the error that caused the others: lost contact is only a consequence."""
     failed = [rank for rank in ranks if rank.failed(received)]
     errors = [rank.as_error() for rank in failed if rank.error is not None or not rank.ended_by_us]
     reasons = [error for error in errors if not isinstance(error, RankLost)]
@@ -308,7 +309,7 @@ def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitErro
 def relayed(progress: Progress) -> Iterator[Progress]:
     """Yield a `Progress` for the arguments of `spawn_ranks`: a thread passes on to `progress` what the ranks report.
 
-    All of it is passed on by the end of the block, by which the ranks must have ended.
+    The ranks must end inside the block. Every report has been passed on when the block ends.
     """
     receiving, sending = multiprocessing.get_context("spawn").Pipe(duplex=False)
 

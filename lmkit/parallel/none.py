@@ -13,7 +13,7 @@ from lmkit.registry import STRATEGIES
 
 @STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
 class NoSync(Strategy):
-    """Leave gradients as they are, and do not even take rank 0's parameters."""
+    """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)

@@ -10,8 +10,8 @@ A training step on every rank, whatever the strategy:
         last = micro == len(batches) - 1
         with nullcontext() if last else sync.no_sync():   # decided before the forward pass
             (call.loss(inputs, targets) / len(batches)).backward()
-    sync.finish(wait=False)                          # clipping and the optimizer wait for what they read
-    norm = sync.clip_gradients(max_norm)             # equal on every rank; not finite on one: not finite on all
+    sync.finish(wait=False)                          # clipping and the optimizer wait for gradients they read
+    norm = sync.clip_gradients(max_norm)             # equal on every rank; not finite if any rank's is not
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 """
@@ -46,9 +46,9 @@ class GradientSync(Protocol):
     """Train one model on all ranks. Not thread-safe; one instance serves one model.
 
     Attributes:
-        traffic: what was communicated; see `Traffic`.
-        gather: how weights that other ranks updated are read: "reads peers" (from the memory of their GPUs),
-            "collective", or None where every rank updates all weights. Known after `build_optimizer`.
+        traffic: counts the calls and bytes sent; see `Traffic`.
+        gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
+            "collective", or None if every rank updates all weights. Set by `build_optimizer`.
         can_be_captured: whether a CUDA graph may capture a step: its collectives are NCCL's and end with the step.
     """
 
@@ -61,7 +61,7 @@ class GradientSync(Protocol):
 
         Args:
             model: on this rank's device; for a strategy that shards parameters it may be on "meta".
-            fingerprint: compared between ranks, too: a digest of the recipe and the data, say.
+            fingerprint: also compared between ranks, such as a digest of the recipe and the data.
 
         Raises:
             LmkitError: on every rank, if models (names, ties, shapes, dtypes, frozen parameters) or fingerprints
@@ -88,8 +88,8 @@ class GradientSync(Protocol):
         On return every gradient is the mean (on GPUs: for work launched afterwards on the current stream).
 
         Args:
-            wait: if False, the last gradients may still be on their way. `clip_gradients` and the optimizer's step
-                wait for the gradients that they read. Use it only if nothing else reads the gradients.
+            wait: if False, the last gradients may still be in flight; `clip_gradients` and the optimizer's step wait
+                for them. Use False only if nothing else reads the gradients.
         """
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -98,17 +98,17 @@ class GradientSync(Protocol):
         Our AdamW scales gradients when its step reads them; `parameter.grad` then stays as it is.
 
         Args:
-            max_norm: inf only measures.
+            max_norm: inf measures without scaling.
 
         Returns:
             A scalar on the device, equal on every rank. The host does not wait for it.
         """
 
     def wait_for_weights(self) -> None:
-        """Make all weights whole. `zero1` gathers them behind the next forward pass; `fsdp` layer by layer.
+        """Make all weights whole. Call it before anything but the model's call, `loss` and `state_dict` reads them.
 
-        Call it before parameters are read in any way but the model's call, `loss` and `state_dict`. Write to
-        parameters only after a barrier behind this call if another rank could be reading them.
+        Otherwise `zero1` gathers weights while the next forward pass runs, and `fsdp` gathers a layer's when it runs.
+        To write to parameters that other ranks may be reading, call this, then a barrier, then write.
         """
 
     def weights_to_save(self) -> Mapping[str, torch.Tensor] | None:
@@ -119,15 +119,15 @@ class GradientSync(Protocol):
         return None
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Load this rank's share of the weights, by the names of checkpoints, each read when its turn has come.
+        """Load this rank's share of the weights by the names of checkpoints. Weights are read one at a time.
 
         Returns:
-            False: nothing is loaded, because the rank holds whole weights, the model's.
+            False if nothing was loaded, because the rank holds the model's whole weights.
         """
         return False
 
     def reset(self) -> None:
-        """Forget a step that raised in the backward pass, or whose gradients are not wanted.
+        """Drop a step that raised in the backward pass, or whose gradients are not needed.
 
         Call it instead of `finish`, on all ranks and after the same passes; the next step then starts clean.
         """
@@ -178,17 +178,17 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync
 class Strategy(GradientSync):
     """Base class: compare and broadcast the model, accumulate, handle unused parameters, clip. Subclasses reduce.
 
-    CONTRIBUTING.md has a strategy from outside, a file that `--plugin FILE` loads in every rank.
+    CONTRIBUTING.md shows a strategy outside this package, in a file that `--plugin FILE` loads in every rank.
 
-    A parameter that was not used on this rank takes part with zeros. If no rank used it, its `grad` is None again
-    afterwards, as PyTorch's DDP leaves it.
+    A parameter that this rank did not use contributes zeros. If no rank used it, its `grad` is None afterwards, as
+    with PyTorch's DDP.
 
     Args:
         config: the [parallel] table; the strategy's registration names the keys that it uses.
     """
 
     _hooks: BucketHooks | None = None
-    """Set by strategies that communicate inside the backward pass."""
+    """The hooks of strategies that communicate inside the backward pass."""
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         self.ranks = ranks
@@ -263,7 +263,7 @@ class Strategy(GradientSync):
         """Make every parameter's `grad` (all of them exist) the mean over the ranks.
 
         Args:
-            unused: indices of the parameters for which this rank has only zeros.
+            unused: indices of the parameters that this rank did not use; their gradients are zeros.
             wait: if False, `_gradient_norm` and the optimizer's step must wait for the rest.
 
         Returns:
@@ -291,7 +291,7 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
     Raises:
         LmkitError: on every rank, naming the ranks that differ.
     """
-    first_name: dict[torch.Tensor, str] = {}  # tied names are one tensor, which is broadcast once
+    first_name: dict[torch.Tensor, str] = {}  # tied names share one tensor
     described = "\n".join(
         f"{name} {first_name.setdefault(tensor, name)} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
         for named in (model.named_parameters(remove_duplicate=False), model.named_buffers())
@@ -321,7 +321,7 @@ def broadcast_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give every rank rank 0's values of tensors, of any dtype and strides. Collective.
 
     Raises:
-        LmkitError: elements of a tensor share memory (`expand`), so that they cannot be written.
+        LmkitError: elements of a tensor share memory (`expand`), so it cannot be written to.
     """
     sent = []
     for name, tensor in named:

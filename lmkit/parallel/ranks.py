@@ -32,7 +32,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place: `rank` of `world_size`, `local_rank` on its machine, and its device."""
+    """This process's `rank` of `world_size`, `local_rank` on its machine, and device."""
 
     rank: int = 0
     world_size: int = 1
@@ -80,9 +80,9 @@ def process_group(
     if world_size == 1:
         yield Ranks(device=local_device(device, local_rank), timeout_s=timeout_s)
         return
-    # Let the host get 4,000 launches ahead of its GPU instead of 1,000, which are a step or two of a model of GPT-2's
-    # size: a rank whose host falls behind holds up all ranks. The driver reads the variable when it starts, so this
-    # comes before the first question about GPUs.
+    # Let the host run 4,000 launches ahead of its GPU instead of 1,000, which is a step or two of a model of GPT-2's
+    # size. A rank whose host is late holds up all ranks. Set this before the first question about GPUs: the driver
+    # reads the variable when it starts.
     os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
     place = local_device(device, local_rank)
     if place.type == "cuda":
@@ -92,8 +92,9 @@ def process_group(
     backend = backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     options = None
     if place.type == "cuda" and "nccl" in backend:
-        # At normal priority a kernel that is ready waits until all CTAs of a kernel that was launched before have
-        # been scheduled: the reduction of the last gradients would start behind an optimizer that does not need them.
+        # With normal priority, a reduction would start only after all CTAs of the kernels launched before it. The
+        # reduction of the last gradients would then wait for the update of the other parameters instead of
+        # overlapping it.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout  # PyTorch warns if it differs from the group's
     dist.init_process_group(
@@ -108,7 +109,7 @@ def process_group(
     try:
         yield Ranks(rank, world_size, local_rank, place, timeout_s, store)
     except BaseException:
-        # A plain destroy would wait for kernels that wait for a lost rank. A strategy may have made further groups.
+        # Destroying a group would wait for kernels that wait for a lost rank. Abort all groups, also of strategies.
         for group in list(dist.distributed_c10d._world.pg_map) if place.type == "cuda" else ():
             group.abort()
         raise
@@ -180,8 +181,8 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 def hosted_store() -> Iterator[str]:
     """Host the store in which the ranks of this machine find one another; yield its address, "127.0.0.1:PORT".
 
-    The process that starts the ranks hosts it, because rank 0 may die. It is no file: a rank that is killed while it
-    writes would leave half an entry, for which readers wait forever. The system picks a free port.
+    The process that starts the ranks hosts it, because rank 0 may die. A file would not do: a rank killed while it
+    writes would leave half an entry, and readers would wait forever for the rest. The system picks a free port.
     """
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -194,7 +195,7 @@ def hosted_store() -> Iterator[str]:
 
 
 def _rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Open the store that all ranks share, torchrun's or that of `spawn_ranks`; wait until every rank is there."""
+    """Open the store that torchrun or `spawn_ranks` hosts; wait until every rank has arrived."""
     timeout = timedelta(seconds=timeout_s)
     try:
         if address := os.environ.get(RENDEZVOUS_VARIABLE):
@@ -244,11 +245,10 @@ def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: floa
 
 
 def release_collectives(ranks: Ranks) -> None:
-    """Make NCCL drop the tensors of collectives that have ended, so that a measurement of memory does not see them.
-    Collective; call it after a device synchronisation.
+    """Make NCCL drop the tensors of ended collectives, so that memory measurements do not count them. Collective.
 
-    Its watchdog thread drops them ten times a second; if only the future of a collective was waited for, as PyTorch's
-    DDP does, the next collective does.
+    Call it after a device synchronisation. NCCL's watchdog thread drops tensors ten times a second. Where only the
+    future of a collective was waited for, as in PyTorch's DDP, the next collective drops them.
     """
     if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
         assert dist.group.WORLD is not None
@@ -260,8 +260,8 @@ def release_collectives(ranks: Ranks) -> None:
 def shutdown(code: int) -> NoReturn:
     """End this process: join threads, run exit handlers and flush, but skip the interpreter's teardown.
 
-    After `destroy_process_group`, gloo's worker threads still own tensors of the last collectives, and need the
-    interpreter to release them. During teardown, Python before 3.14 ends such a thread inside C++ code, which aborts
+    After `destroy_process_group`, gloo's worker threads still own tensors of the last collectives and need the
+    interpreter to release them. Python before 3.14 ends such a thread inside C++ code during teardown, which aborts
     the process ("terminate called without an active exception").
     """
     threading._shutdown()  # type: ignore[attr-defined]

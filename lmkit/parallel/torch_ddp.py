@@ -1,4 +1,4 @@
-"""`torch_ddp`: PyTorch's DistributedDataParallel behind the same interface, to compare with."""
+"""`torch_ddp`: PyTorch's DistributedDataParallel with the interface of our strategies, for comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_BUFFER_TRAFFIC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "
     rival=True,
 )
 class TorchDDP(Strategy):
-    """Let DistributedDataParallel average the gradients; its options of the same names are the strategy's."""
+    """Average gradients with DistributedDataParallel; the strategy's options are its options of the same names."""
 
     _ddp: DistributedDataParallel | None = None
 
@@ -48,7 +48,7 @@ class TorchDDP(Strategy):
                 'parallel.reduce_dtype: torch_ddp reduces in "bf16" with NCCL only',
                 hint='use "fp32", or the strategy bucketed',
             )
-        # Blocks that are compiled one by one are smaller than a bucket: splitting their graphs at buckets is no gain.
+        # A compiled block is smaller than a bucket, so splitting its graph at buckets gains nothing.
         torch._dynamo.config.optimize_ddp = False
         self._ddp = DistributedDataParallel(
             _Dispatch(model),
@@ -57,8 +57,8 @@ class TorchDDP(Strategy):
             **_NO_BUFFER_TRAFFIC,
             **{**STRATEGIES.facts("torch_ddp").options, **self.config.options},  # type: ignore[arg-type]
         )
-        # Without this the reducer may be the last to hold the group: its destructor joins gloo's threads while it has
-        # the interpreter's lock, for which such a thread may wait to drop a tensor.
+        # Otherwise the reducer may be the last owner of the group. Its destructor would join gloo's threads while it
+        # holds the interpreter's lock, and such a thread may wait for that lock to drop a tensor.
         for holder in (self._ddp.reducer, self._ddp.logger):
             weakref.finalize(holder, lambda group: None, dist.group.WORLD).atexit = False
         if self.config.reduce_dtype == "bf16":
@@ -82,7 +82,7 @@ class TorchDDP(Strategy):
 
 
 class _Dispatch(nn.Module):
-    """Let DDP's forward reach any method of the model: DDP synchronises only what runs inside its forward."""
+    """Call any method of the model inside DDP's forward: DDP synchronises only what runs there."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`torch_fsdp`: PyTorch's FSDP2 behind the same interface, to compare with."""
+"""`torch_fsdp`: PyTorch's FSDP2 with the interface of our strategies, for comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lmkit.registry import STRATEGIES
     rival=True,
 )
 class TorchFsdp(Strategy):
-    """Let `fully_shard` shard each layer; its option of the same name is the strategy's.
+    """Shard each layer with `fully_shard`; the strategy's option is its option of the same name.
 
     The optimizer updates the local parts of its DTensors. Checkpoints are not supported. Traffic is not counted.
     """
@@ -62,7 +62,7 @@ class TorchFsdp(Strategy):
         layers = list(forward_units(model))
         owners = Counter(parameter for layer in layers for parameter in layer.parameters())
         for layer in layers:
-            # The model's group has the weights that layers share, and norms, which are too small for their own.
+            # The model's own group holds weights that layers share, and norms, which are too small for a group.
             of_layer = list(layer.parameters())
             if all(owners[p] == 1 for p in of_layer) and any(p.dim() >= 2 for p in of_layer):
                 fully_shard(layer, **keys)
@@ -87,7 +87,7 @@ class TorchFsdp(Strategy):
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
-        """Hand the gradients, which the backward pass has averaged, to the optimizer."""
+        """Hand the averaged gradients to the optimizer."""
         for parameter in self.parameters if self.ranks.world_size > 1 else ():
             if parameter.grad is not None:
                 self._local[parameter].grad = cast(DTensor, parameter.grad).to_local()

@@ -1,8 +1,8 @@
 """`zero1`: optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1; P_os).
 
-The gradients of a bucket are reduce-scattered inside the backward pass. Every rank updates its shard, exactly 1/W of
-all elements (plus padding). The weights are gathered behind the next forward pass, and each is waited for where it is
-first read. With bf16 weights a parameter costs 2 + 2 bytes of communication instead of 8.
+The backward pass reduce-scatters the gradients of each bucket. Every rank updates its shard: 1/W of all elements,
+plus padding. The weights are gathered while the next forward pass runs; a layer waits for its own weights right
+before it runs. With bf16 weights a parameter costs 2 + 2 bytes of communication instead of 8.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ from lmkit.registry import STRATEGIES
 class Zero1(Strategy):
     """Reduce-scatter gradients, update a shard, gather the weights.
 
-    `build_optimizer` moves the parameters into flat buckets and, with `weights="bf16"`, casts fp32 parameters: call
-    it after the model is on its device and before the first forward pass; a group's key "weights" overrides that.
-    Parameters in no group are left alone. A parameter that no rank used keeps its value and state, but shares its
-    bucket's step counter.
+    `build_optimizer` moves the parameters into flat buckets. Call it after the model is on its device and before the
+    first forward pass. `weights="bf16"` casts fp32 parameters; a group's key "weights" overrides it. Parameters in no
+    group do not change. A parameter that no rank used keeps its value and state; its bucket's step counter counts on.
     """
 
     _hooks: BucketHooks
@@ -88,7 +87,7 @@ class Zero1(Strategy):
             )
             for parameters, layout in planned
         ]
-        # Each parameter's bucket and its position there, in the order of their index.
+        # Parameter -> its bucket and its position in the bucket, in the order of the parameters' indices.
         self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         self._index_of = {parameter: index for index, parameter in enumerate(self._places)}
         self._hooks = BucketHooks(
@@ -125,7 +124,7 @@ class Zero1(Strategy):
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
-        """Reduce the gradients; they are then in the optimizer's shards, not in `parameter.grad`."""
+        """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
         parameters = list(self._places)
         without = self._hooks.without_gradient()
         for parameter in without:
@@ -150,7 +149,7 @@ class Zero1(Strategy):
         norms, shards = [], []
         for buckets in (self._buckets[:-1], self._buckets[-1:]):
             for bucket in buckets:
-                bucket.wait_reduced()  # the last gradients travel while the norm of the others is computed
+                bucket.wait_reduced()  # the last bucket is reduced while the norm of the others is computed
             if gradients := present_gradients(bucket.master for bucket in buckets):
                 shards += gradients
                 norms.append(gradient_norm(gradients))
@@ -179,10 +178,10 @@ class Zero1(Strategy):
 class LazyWeights:
     """Wait for a bucket right before the first layer that reads it, so that gathering overlaps the forward pass.
 
-    Weights that are read without a call of their layer are covered, too. The model's own parameters, and the
-    parameters of a layer that the last forward pass did not call (a fused loss may read its weight), are waited for
-    right after the step, with everything that shares a bucket with them. Without gradients (evaluation, generation),
-    in `state_dict` and in `load_state_dict` all buckets are waited for.
+    Some weights are read without a call of their layer: the model's own parameters, and those of a layer that the
+    last forward pass did not call (a fused loss may read its weight). The step waits for their buckets as soon as it
+    has started gathering. Passes without gradients (evaluation, generation), `state_dict` and `load_state_dict` wait
+    for all buckets.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[ShardedBucket]) -> None:
@@ -204,7 +203,7 @@ class LazyWeights:
         model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
 
     def after_step(self) -> None:
-        """Wait, right after gathering was started, for the weights that no layer's call will wait for."""
+        """Wait for the weights for which no layer's call waits. Called when gathering has started."""
         not_called = [needed for unit, needed in self._needs.items() if unit not in self._called]
         now = self._outside_layers.union(*not_called)
         for bucket in self._buckets:

@@ -26,8 +26,8 @@ from lmkit.parallel.zero1_shards import (
 )
 
 STEP_PARTS = 2
-"""The step is made in this many parts, so that gathering the weights of one overlaps the arithmetic of the next. Each
-costs the GPU several small kernels."""
+"""Parts of a step: gathering the weights of one part overlaps the arithmetic of the next. Each part costs the GPU
+several small kernels."""
 
 
 class Zero1Optimizer(torch.optim.Optimizer):
@@ -48,7 +48,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     Attributes:
         shard_layout: which elements of which parameters this rank and the others hold.
         inner: the optimizer of the shards.
-        keep: elements that the next step must leave alone: those of parameters that no rank used.
+        keep: elements that the next step must not change: those of parameters that no rank used.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._own(buckets)
 
     def _own(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Take further buckets."""
+        """Add buckets to those that this optimizer steps."""
         self._buckets += buckets
         self.shard_layout = ShardLayout(self._ranks.world_size, tuple(b.layout for b in self._buckets))
-        self._parts = _split_evenly(self._buckets[::-1], STEP_PARTS)  # as the next forward pass needs them
+        self._parts = _split_evenly(self._buckets[::-1], STEP_PARTS)  # in the order of the next forward pass
         if isinstance(self.inner, AdamW):
             self.inner.copies = {b.master: b.shard for b in self._buckets if b.has_own_master}
             for bucket in buckets:
@@ -91,7 +91,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every shard and start gathering. `LazyWeights` waits for the weights where they are read."""
+        """Update every shard and start gathering the weights. `LazyWeights` waits before a layer reads them."""
         if closure is not None:
             raise ValueError("a sharded optimizer takes no closure: gradients are reduced once per step")
         self._step_shards()
@@ -120,7 +120,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for bucket, where in self.keep:
             for key, value in self.inner.state[bucket.master].items():
                 if key not in known[bucket] and _is_per_element(value):
-                    value[where] = 0  # as state begins; decay may have moved it without a gradient
+                    value[where] = 0  # initial state; decay may have changed it without a gradient
         for part in self._parts if self.keep else ():
             self._gather(part)
         self.keep = []
@@ -168,7 +168,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the fp32 masters of bf16 weights from whole weights, by name, after the model's (rounded) weights."""
+        """Load the fp32 masters of bf16 weights from whole weights by name. Load the model's weights before."""
         shards = take_shards(
             {name: {"master": weight} for name, weight in weights.items()},
             self.shard_layout,
@@ -211,7 +211,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
 
 class ShardedOptimizer(Zero1Optimizer):
-    """Shard the state of any element-wise optimizer over the ranks of the process group that is already there.
+    """Shard the state of any element-wise optimizer over the ranks of the existing process group.
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
         loss.backward()        # the gradients must be averaged: with `DataParallel`, or PyTorch's DDP
@@ -219,8 +219,8 @@ class ShardedOptimizer(Zero1Optimizer):
 
     The parameters move into flat buckets (`parameter.data` becomes a view), so create it after the model is on its
     device. Each rank updates 1/W of all elements and gathers the others. Frozen parameters, and parameters without a
-    gradient, keep their values. A bucket's parameters share one step counter: the bias correction of a parameter that
-    is unused in some steps counts these, too.
+    gradient, keep their values. A bucket's parameters share one step counter, so the bias correction of a parameter
+    also counts steps that did not use it.
 
     Args:
         params: parameters or parameter groups.
@@ -323,7 +323,7 @@ def _is_per_element(value: Any) -> bool:
 
 
 def parts_of_maps(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Sequence[int]]:
-    """Return the parameters of linear maps, each with the rows of its maps: the key "parts" of the groups."""
+    """Return parameter -> rows of its linear maps, from the key "parts" of the groups."""
     pairs = (zip(group["params"], group.get("parts", ()), strict=False) for group in groups)
     return {parameter: rows for pair in pairs for parameter, rows in pair if rows}
 

@@ -1,7 +1,7 @@
 """ZeRO-1 shards: the flat buckets that parameters are moved into, and this rank's part of each.
 
 A bucket holds its parameters one after the other, padded to a multiple of the world size. Rank r owns the elements
-[r * shard_size, (r + 1) * shard_size) of everything that the optimizer keeps, across the borders of parameters.
+[r * shard_size, (r + 1) * shard_size) of everything that the optimizer keeps; a shard may begin inside a parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmkit.parallel.gather import WeightGather
 from lmkit.parallel.ranks import Ranks
 
 SHARD_ALIGNMENT = 128
-"""Elements: every rank's part starts at a boundary that suits vectorised kernels and NCCL."""
+"""Elements. Every rank's part starts at a multiple, as vectorised kernels and NCCL prefer."""
 
 StateDict = dict[str, Any]
 ParameterStates = dict[str, dict[str, torch.Tensor]]
@@ -33,7 +33,7 @@ ParameterStates = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: the index of its parameter group, the names and sizes of what lies in it, the elements per rank.
+    """One bucket: the index of its parameter group, names and sizes of its parameters, elements per rank.
 
     A parameter has one name, or several of its parts, as `parameter_names` returns them.
     """
@@ -91,11 +91,11 @@ def plan_shards(
     weights: str,
     world_size: int,
 ) -> list[tuple[list[nn.Parameter], BucketLayout]]:
-    """Deal the parameters of each group that need gradients into buckets, in the order of launching.
+    """Assign the parameters of each group that need gradients to buckets, in the order of launching.
 
     Args:
         names: every parameter's names and their shapes (see `parameter_names`), in the order of the forward pass: the
-            last becomes ready first.
+            last parameter becomes ready first.
         capacity: bytes of a bucket, counted in the dtype of `weights`.
     """
     position = {parameter: index for index, parameter in enumerate(names)}
@@ -175,18 +175,18 @@ def _cut(parts: Sequence[torch.Tensor], bucket: BucketLayout, rank: int) -> torc
 
 
 class ShardedBucket:
-    """Move parameters into one flat tensor, of which this rank's optimizer updates one shard.
+    """Move parameters into one flat tensor; this rank's optimizer updates one shard of it.
 
     Args:
-        averager: reduces the gradients; None if this rank is alone, or its gradients are averaged already.
+        averager: reduces the gradients; None if this rank is alone or its gradients are already averaged.
         gather: allocates the weights and collects the shards; None if this rank is alone.
-        weight_dtype: what the parameters become. If it differs from theirs, the shard gets a master copy in theirs.
-        reduce_dtype: in which gradients are reduced.
+        weight_dtype: cast the parameters to this dtype; the shard then keeps a master copy in the old dtype.
+        reduce_dtype: dtype in which gradients are reduced.
 
     Attributes:
         weights: the parameters' storage, (world_size * shard_size,).
         shard: this rank's part of `weights`, a view.
-        master: what the optimizer updates, (shard_size,): the shard itself, or its fp32 copy.
+        master: the tensor that the optimizer updates, (shard_size,): the shard itself, or its fp32 copy.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ShardedBucket:
         self.master = self.shard_of(whole).clone() if self.has_own_master else self.shard
 
     def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
-        """Return this rank's part of the linear maps, which have these rows in each parameter."""
+        """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
         starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
         return MatrixShard(
             [(self.master, slice(0, self.layout.shard_size))],
@@ -251,7 +251,7 @@ class ShardedBucket:
         return whole
 
     def keep_reduce_dtype(self) -> None:
-        """Leave casting to the optimizer, which reads gradients as they were reduced and writes `shard` itself."""
+        """Do not cast gradients: the optimizer reads them in the reduced dtype and writes `shard` itself."""
         self._casts = False
         self.master.grad_dtype = None  # any
 
@@ -267,7 +267,7 @@ class ShardedBucket:
 
     def reduce(self) -> None:
         """Start averaging the parameters' gradients (none of them None), and release them."""
-        self.wait_gathered()  # has nothing to wait for, unless no layer that ran read these weights
+        self.wait_gathered()  # returns at once if a layer that ran has read these weights
         flat = pack(gradients_of(self.parameters), self.weights.numel(), self._reduce_dtype)
         for parameter in self.parameters:
             parameter.grad = None
@@ -288,7 +288,7 @@ class ShardedBucket:
         self.master.grad = shard.to(self.master.dtype) if self._casts else shard
 
     def take_own_gradients(self) -> None:
-        """Hand the optimizer its part of gradients that are averaged already; where there is none, zeros."""
+        """Hand the optimizer its part of already averaged gradients; zeros for parameters without one."""
         shard = torch.zeros(self.layout.shard_size, dtype=self._reduce_dtype, device=self.weights.device)
         for position, parameter in enumerate(self.parameters):
             where = self.shard_slice(position)
@@ -298,19 +298,19 @@ class ShardedBucket:
         self.take_gradient(shard)
 
     def drop_reduced(self) -> None:
-        """Forget the mean gradient, also if it is still being reduced."""
+        """Forget the mean gradient, even if it is still being reduced."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
         self.master.grad = None
 
     def write_shard(self) -> None:
-        """Copy the master, which was changed, to the weights of this rank's shard."""
+        """Copy the changed master to the weights of this rank's shard."""
         if self.has_own_master:
             self.shard.copy_(self.master)
 
     def take_weights(self) -> None:
-        """Copy the weights, which were loaded, to the master."""
+        """Copy the loaded weights to the master."""
         if self.has_own_master:
             self.master.copy_(self.shard)
 
@@ -327,8 +327,8 @@ class ShardedBucket:
 
 
 def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return all gradients in one flat tensor (size,), padded with zeros; one that needs no cast or padding is that
-    tensor."""
+    """Return all gradients in one flat tensor (size,), padded with zeros. A single gradient that needs no cast or
+    padding is returned without a copy."""
     first = gradients[0]
     if first.numel() == size and first.dtype == dtype and first.is_contiguous():
         return first.view(-1)
