@@ -43,7 +43,7 @@ class ShuffledBatches(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_length(self.tokens, self.context_length)
-        # As many as fit behind each of the first T tokens; the windows of an epoch then end anywhere.
+        # As many windows as fit after each of the first T tokens; the windows of an epoch may thus end anywhere.
         self.per_epoch = max(1, len(self.tokens) // self.context_length - 1)
         self._order = lru_cache(maxsize=2)(self._drawn)  # of one object, not of the class: orders are large
 

@@ -1,4 +1,4 @@
-"""Sort what a training step runs into classes, by the names of kernels and operators: where the milliseconds go."""
+"""Sort the kernels and operators of a training step into classes by their names, to see which take its time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def kernel_class(name: str) -> str:
 
 
 def class_times(trace: Trace, steps: int) -> dict[str, float]:
-    """Return class -> ms per step: of the device's work, or where no GPU was traced, of CPU operators themselves.
+    """Return class -> ms per step of the device's work, or of CPU operators if no GPU was traced.
 
     Args:
         steps: how many steps were recorded.

@@ -340,7 +340,7 @@ def heat_map(
 
     Args:
         values: values[row][column].
-        center: the neutral value of positive ratios, 1.0: red below, blue above, as far for a half as for a double;
+        center: the neutral value of positive ratios, 1.0: red below, blue above, the same for 1/2 and 2;
             None for a plain scale.
     """
     import numpy as np

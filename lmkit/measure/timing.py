@@ -163,14 +163,14 @@ class CudaEventClock:
 class SteadyStateClock:
     """Time `steps` steps of a loop that follow half as many (rounded up) untimed ones without a pause.
 
-    The untimed steps leave what a loop's previous step leaves (weights still being gathered, a host that runs ahead
-    of the GPU), and the last timed step leaves as much behind: nothing is counted twice or left out. There are
-    several because a host hardly faster than its GPU needs several to get ahead; until then any interruption of it
-    lengthens the step. On GPUs times are those of CUDA events in the stream, on CPUs of `perf_counter`.
+    A step leaves work to the next one (weights still being gathered, a host that runs ahead of the GPU). The first
+    timed step inherits such work from the untimed ones, and the last leaves as much, so nothing is counted twice or
+    left out. A host hardly faster than its GPU needs several steps to get ahead; until then every interruption of the
+    host lengthens the step. GPUs are timed by CUDA events in the stream, CPUs by `perf_counter`.
 
     Attributes:
-        ahead_ms: for each sample on a GPU, how long it still worked after its host had queued the last step. Near
-            zero, the host is what was measured.
+        ahead_ms: for each sample on a GPU, the ms that it worked after the host had queued the last step. Near zero,
+            the host set the time, not the GPU.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:

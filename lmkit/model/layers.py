@@ -140,7 +140,7 @@ class JoinedLinear(nn.Module):
 
 
 class Part(nn.Module):
-    """Rows of a `JoinedLinear` under a name of their own, as if they were a `Linear`. It has no parameters."""
+    """A name for some rows of a `JoinedLinear`, which makes them look like a `Linear`. It has no parameters."""
 
     def __init__(self, joined: JoinedLinear, rows: slice) -> None:
         super().__init__()

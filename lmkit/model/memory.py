@@ -38,14 +38,14 @@ LOSS, HEAD, LAST, FIRST, EMBEDDING = MOMENTS = (
 )
 
 SLOT_BYTES = 64 << 20
-"""The largest piece of a shard that is shown to other GPUs at a time."""
+"""Largest piece of a shard that other GPUs can read at a time, in bytes."""
 SEGMENTS_BYTES = 100_000_000
-"""What CUDA's caching allocator takes at most beyond the tensors of a model of less than 2 GB, in whose segments of 2
-and 20 MiB gaps stay: 10 to 85 MB for models of 24 MB to 1.6 GB on an H200."""
+"""Most bytes that CUDA's caching allocator takes beyond the tensors of a model of less than 2 GB: gaps stay in its
+segments of 2 and 20 MiB, 10 to 85 MB for models of 24 MB to 1.6 GB on an H200."""
 PEER_LAYER_BYTES = 256 << 20
-"""Sharded weights of which a layer has more on average are gathered by the backend. On two H200, a step of 8B (450 MB
-a layer) took 4,296 ms with copies, in which attention waits for barriers' SMs, and 4,273 ms with NCCL; one of 162M
-(23 MB) 59.9 and 60.8 ms."""
+"""If a layer's gathered weights have more bytes on average, the backend gathers them; else ranks copy them from each
+other's GPUs. On two H200, a step of the 8B model (450 MB a layer) took 4,296 ms with copies, whose barriers occupy
+SMs, and 4,273 ms with NCCL; a step of the 162M model (23 MB a layer) took 59.9 and 60.8 ms."""
 
 NORM = "norms"
 INPUTS = "inputs of products"

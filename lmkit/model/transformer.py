@@ -194,7 +194,7 @@ class TransformerBlock(nn.Module):
     def _forward_and_again(
         self, x: Tensor, given: Given, operations: Operations, keep: Keep
     ) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, in parts each of which keeps its inputs and is computed again in the backward pass.
+        """Do as `forward`, in parts. Each part keeps its inputs and is computed again in the backward pass.
 
         A part is computed again up to the last tensor that it had saved: the matrix product at its end is not.
         """

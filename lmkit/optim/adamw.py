@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
 
 Item = TypeVar("Item")
-# Elements that one sweep of the update works on. They bound its temporary memory, and on a CPU the five arrays of a
-# sweep stay in the cache from one operation to the next.
+# Elements that one sweep of the update works on. This bounds temporary memory; on a CPU the five arrays of a sweep
+# stay in the cache from one operation to the next.
 SWEEP_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 # Devices and dtypes for which a kernel of ours updates in one pass over memory.
 ONE_PASS_DEVICES = {"cuda"}
 ONE_PASS_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MASTER = "master"
-"""Name of the state that holds the float32 weights behind narrower ones."""
+"""Name of the state that holds float32 weights; the parameters are rounded copies of them."""
 MOST_LAUNCHES = 64
-"""Lists of parameters whose addresses are kept from step to step; a model has a few."""
+"""Most prepared launches that are kept, one for each list of parameters; a model has a few."""
 
 
 class Scalars(NamedTuple):
@@ -40,7 +40,7 @@ class Scalars(NamedTuple):
 
     Attributes:
         kept: the share of a weight that decay leaves, 1 - lr decay.
-        eps: times the root of the second moment's correction.
+        eps: eps sqrt(c), c being the second moment's correction.
         rate: the factor of m / (sqrt(v) + eps): -lr with both corrections.
     """
 
@@ -67,17 +67,17 @@ class AdamW(torch.optim.Optimizer):
         lr: learning rate; the training loop sets `group["lr"]` before each step.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: times lr, the share of each weight that a step takes away.
-        cautious: take it away only where the step, too, brings the weight nearer to zero (Chen et al. 2025, "Cautious
+        weight_decay: a step subtracts lr * weight_decay of each weight.
+        cautious: decay a weight only where the update, too, moves it towards zero (Chen et al. 2025, "Cautious
             Weight Decay").
-        decay_peak: > 0: the decay falls with the learning rate, lr / decay_peak being the share that is left.
+        decay_peak: if > 0, multiply the decay by lr / decay_peak, so that it falls with the learning rate.
 
     Attributes:
-        gradient_factor: a scalar on the parameters' device by which gradients are multiplied while they are read,
-            until `zero_grad`; clipping then needs no pass over them. `grad` itself does not change.
-        decision: a scalar on the parameters' device, until `zero_grad`: where it is zero, `step` changes nothing and
-            does not count. The host does not read it if all parameters are updated in one pass; then the learning
-            rate may be a scalar on the device, too. None: every step is made.
+        gradient_factor: a scalar on the parameters' device. Until `zero_grad`, `step` multiplies gradients by it as
+            it reads them, so clipping needs no pass over memory. `grad` itself does not change.
+        decision: a scalar on the parameters' device, or None. Until `zero_grad`, `step` changes nothing and does not
+            count if it is zero. If all parameters are updated in one pass, the host does not read it, and the
+            learning rate may be a scalar on the device, too.
         copies: parameter -> a contiguous tensor of its shape and any dtype, to which every step writes the new value.
 
     Raises:
@@ -85,14 +85,14 @@ class AdamW(torch.optim.Optimizer):
 
     State per parameter: `step` (float32 scalar, on the CPU; on the device after a decision), `exp_avg`, `exp_avg_sq`
     (as the parameter), as in `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize`
-    or `amsgrad`. With `keep_masters` there is also `master`, whose dtype the moments have. A gradient may have
-    another dtype than its parameter, where the parameter's `grad_dtype` allows it.
+    or `amsgrad`. With `keep_masters` there is also `master`; the moments have its dtype. A gradient may have another
+    dtype than its parameter if the parameter's `grad_dtype` allows it.
 
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
-    in float32. Everything else is updated by operations over many tensors (`_update_by_operations`, to read).
+    in float32. `_update_by_operations`, the form to read, updates everything else.
     """
 
-    # What PyTorch puts around these imports torch._dynamo, of which training has no use without torch.compile.
+    # PyTorch's wrappers of these methods import torch._dynamo, which is slow and needed only for torch.compile.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
@@ -122,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy of the optimizer, or loaded state."""
         super().__setstate__(state)
-        for group in self.param_groups:  # PyTorch's, and those of older files, lack them
+        for group in self.param_groups:  # groups of PyTorch and of older files lack these keys
             group.setdefault("cautious", False)
             group.setdefault("decay_peak", 0.0)
         if "copies" not in self.__dict__:
@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[param][MASTER] = param.detach().float()
 
     def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Update these parameters as rounded copies of float32 weights, which the state `master` holds from now on.
+        """Keep float32 weights of these parameters in the state `master`; the parameters become rounded copies.
 
         Call it before the first step.
 
@@ -202,7 +202,7 @@ class AdamW(torch.optim.Optimizer):
                     self._update_by_operations(sweep, scalars, cautious=group["cautious"])
 
     def _update_if(self, decision: Tensor, group: dict[str, Any], updates: list[Update]) -> None:
-        """Make the updates if the device decides so; the host does not wait for it."""
+        """Make the updates if `decision` is not zero; the host does not wait for it."""
         from lmkit.kernels.adamw import decide
 
         device = updates[0].param.device
@@ -221,10 +221,10 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def captured(self) -> Iterator[object]:
-        """Let a CUDA graph capture the steps inside; every parameter must have been updated before.
+        """Let a CUDA graph capture the steps inside. Every parameter must have been updated before.
 
         Yields:
-            What the graph needs: keep it as long as the graph.
+            An object that must live as long as the graph.
         """
         before = self._launches
         launches = self._launches = {which: launch.for_graph() for which, launch in before.items()}
@@ -270,9 +270,9 @@ class AdamW(torch.optim.Optimizer):
         return alike
 
     def _count_on_device(self, updates: list[Update], decision: Tensor) -> list[list[Update]]:
-        """Count the step if it is made; group updates whose numbers of steps are the same, without reading them.
+        """Count the step if it is made; group updates with equal numbers of steps, without reading the numbers.
 
-        Parameters are in one cohort while every step has updated all of them or none.
+        Parameters stay in one cohort as long as every step updates all of them or none.
         """
         numbers = itertools.count(max(self._cohorts.values(), default=0) + 1)
         sizes = Counter(self._cohorts.values())
@@ -291,7 +291,7 @@ class AdamW(torch.optim.Optimizer):
                 self._cohorts |= dict.fromkeys([update.param for update in alike], next(numbers))
         counts = [update.state["step"] for update in updates]
         made = (decision != 0).to(counts[0])
-        torch._foreach_add_(counts, [made] * len(counts))  # a single tensor would be read by the host
+        torch._foreach_add_(counts, [made] * len(counts))  # the host would read a single tensor
         return list(before.values())
 
     def _update_by_operations(self, updates: list[Update], scalars: Scalars, *, cautious: bool) -> None:
@@ -353,8 +353,9 @@ class Update(NamedTuple):
     """The tensors of one parameter's update.
 
     Attributes:
-        param: the parameter or its master, of which the parameter is then the copy.
-        state: of the parameter.
+        param: the tensor to update: the parameter, or its master if it has one.
+        copy: receives the new value; None: there is no copy.
+        state: the parameter's state.
     """
 
     param: Tensor
@@ -366,7 +367,7 @@ class Update(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Properties that updates share which are made together."""
+    """The properties that all updates of one launch or sweep share."""
 
     device: torch.device
     dtype: torch.dtype
@@ -418,7 +419,7 @@ def decay_of(group: dict[str, Any], lr: float) -> float:
 
 
 def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Split items, in their order, into sweeps of as many as fit `limit` elements, and of at least one."""
+    """Split items in order into sweeps of at most `limit` elements, but at least one item."""
     sweep: list[Item] = []
     elements = 0
     for item in items:

@@ -1,8 +1,8 @@
 """Clip gradients by their global norm (Pascanu et al. 2013, algorithm 1).
 
-`clip_gradients` does it for parameters that one process holds. Training does it in two parts, measure and scale:
-between them, ranks that hold parts of the gradients add up their norms. Our AdamW scales while it reads the
-gradients; for other optimizers they are scaled in place, in a pass over memory of its own.
+`clip_gradients` clips parameters that one process holds. Training measures and scales separately, because ranks that
+hold parts of the gradients add up their norms in between. Our AdamW scales gradients as it reads them; for other
+optimizers `clip_for` scales them in place, in a separate pass over memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
 
     Args:
         parameters: those without a gradient are skipped.
-        max_norm: inf only measures.
+        max_norm: inf measures without scaling.
 
     Returns:
         The norm before scaling, as a scalar tensor. If it is not finite, the gradients are of no use.
@@ -53,7 +53,7 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
         return torch.zeros(())
     dtypes = sorted({grad.dtype for grad in grads}, key=str)
     wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    # One call per dtype: a list of several is worked on tensor by tensor.
+    # One call per dtype: PyTorch works on a list of mixed dtypes tensor by tensor.
     alike = [[grad for grad in grads if grad.dtype == dtype] for dtype in dtypes]
     norms = [norm for group in alike for norm in torch._foreach_norm(group, 2, wide)]
     return torch.linalg.vector_norm(torch.stack(norms))
@@ -66,10 +66,10 @@ def clip_for(
     """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
 
     Args:
-        optimizer: reads them next (None: not known). If it has a `gradient_factor`, as our AdamW does, it is set and
-            `grads` stay as they are; for others they are scaled in place.
+        optimizer: the next reader of the gradients (None: not known). If it has a `gradient_factor`, as our AdamW
+            does, only that is set; else `grads` are scaled in place.
         grads: all gradients of the optimizer in this process.
-        norm: of the gradients in all processes.
+        norm: joint norm of the gradients of all processes.
         max_norm: inf leaves them as they are.
 
     Raises:

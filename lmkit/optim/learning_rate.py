@@ -1,8 +1,8 @@
 """Compute the learning rate from the progress of training.
 
 Every schedule is a pure function of `step`, which may be fractional: a run that is bounded by time passes
-`fraction_of_time_used * total_steps`. Updates count from 1: at step 0 the rate would be zero, and the
-update wasted.
+`fraction_of_time_used * total_steps`. Updates count from 1: at step 0 the rate would be zero and the
+update would have no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         table: [optimizer] of the recipe: `lr`, `schedule`, ...
         steps: `train.steps`.
 
-    Warm-up counts steps. Afterwards the schedule follows the steps or the time, whichever is further, so that it
+    Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
     always reaches its end.
     """
     schedule = partial(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial a x + b x^3 + c x^5, whose iterates take singular values of 0.002 to 1 to about 1: the slope
-at 0 is as steep as five iterations allow (Jordan 2024)."""
+"""a, b, c of the odd polynomial a x + b x^3 + c x^5. Five iterations of it take singular values from 0.002 to 1 to
+about 1; its slope at 0 is as steep as that allows (Jordan 2024)."""
 
 
 def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
@@ -38,7 +38,7 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
     a, b, c = COEFFICIENTS
     rows, columns = matrices.shape[-2:]
     x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
-    x = x.mT.contiguous() if rows > columns else x  # the products are those of the shorter side
+    x = x.mT.contiguous() if rows > columns else x  # the Gram matrix has the shorter side
     # A matrix of zeros stays zero.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     for _ in range(iterations):
@@ -55,12 +55,12 @@ def _dtype_of_products(matrices: Tensor) -> torch.dtype:
 
 
 def _dtype_of_directions(shard: MatrixShard, device: torch.device) -> torch.dtype:
-    """Return the dtype in which ranks exchange directions: on CUDA devices that of the products."""
+    """Return the dtype in which ranks exchange directions: on CUDA devices the dtype of the products."""
     return torch.bfloat16 if device.type == "cuda" else torch.promote_types(torch.float32, _dtype(shard))
 
 
 class MatrixShard(NamedTuple):
-    """This rank's elements of linear maps, which lie in a flat tensor that is cut among the ranks.
+    """This rank's elements of linear maps. The maps lie in a flat tensor that is cut into one part per rank.
 
     Attributes:
         pieces: parameters of the optimizer (flat), each with its place in this rank's part.
@@ -96,15 +96,15 @@ class Muon(AdamW):
     above the other, or () for AdamW. Each map is orthogonalised alone; all maps of one shape in one batched product.
 
     Args:
-        params: as of `AdamW`, with "parts"; `lmkit.model.layers.linear_maps` knows those of a model.
-        lr, betas, eps, weight_decay: as of `AdamW`; the decay of a group applies to its matrices, too.
+        params: groups, as in `AdamW`, with "parts"; `lmkit.model.layers.linear_maps` returns a model's.
+        lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
         matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
         momentum: decay of the running mean of their gradients.
         iterations: of `orthogonalize`.
 
     Attributes:
-        shards: what a strategy sets that shards the optimizer. Momentum, weights and their updates stay with the rank
-            that holds them; directions are gathered, and each rank orthogonalises the maps of which it holds a part.
+        shards: set by a strategy that shards the optimizer. Momentum, weights and their updates stay on the rank that
+            holds them. Directions are gathered, and a rank orthogonalises every map that has elements in its part.
 
     Raises:
         ValueError: a setting is out of range.
@@ -160,7 +160,7 @@ class Muon(AdamW):
         return super()._updates([param for param in params if param not in matrices])
 
     def _momentum(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is updated of a parameter, and its running mean."""
+        """Return the tensor to update (the parameter or its master) and the running mean of its gradient."""
         state = self.state[param]
         exact = state.get(MASTER, param)
         if MOMENTUM not in state:
@@ -168,7 +168,7 @@ class Muon(AdamW):
         return exact, state[MOMENTUM]
 
     def _rates(self, lr: float | Tensor, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
-        """Return the share of the gradient in the new mean, and the learning rate; 0 if the step is called off."""
+        """Return the gradient's share in the new mean, and the learning rate; both 0 if `decision` skips the step."""
         new, rate = 1 - self.momentum, lr * self.lr_ratio
         if self.decision is None:
             return new, rate
@@ -265,7 +265,7 @@ def _dtype(shard: MatrixShard) -> torch.dtype:
 def _move(
     weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor, group: dict[str, Any]
 ) -> None:
-    """Decay a weight, by `decay` times the group's, and move it against an orthogonalised direction."""
+    """Decay a weight by `decay` times the group's decay, and move it against an orthogonalised direction."""
     decayed = weight * (weight * direction > 0) if group["cautious"] else weight
     weight.sub_(decayed * (decay * decay_of(group, group["lr"]))).sub_(direction * rate)
 

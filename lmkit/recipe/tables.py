@@ -137,7 +137,7 @@ class DataConfig(Table):
     """`random` draws uniform token ids and needs no file (for benchmarks)."""
     sampling: Literal["windows", "shuffled", "documents", "packed"] = "windows"
     """Sequences start anywhere in the file (`windows`), or at the beginning of a document (`documents`). An epoch has
-    every token once if they are cut one behind the other and come in random order (`shuffled`), or are filled with
+    every token once if they are cut one after the other and come in random order (`shuffled`), or are filled with
     whole documents, which do not see one another (`packed`)."""
     workers: Workers = 0
     """Threads that encode the corpus; 0: one per CPU. The result does not depend on it."""
