@@ -1,15 +1,16 @@
 """Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
 
-A step exists in five forms with the same state. None is taken for a model with a switch (`ModelConfig.switches`) that
-it does not implement:
+A step exists in five forms with the same state. A form is used only if it implements all switches of the model
+(`ModelConfig.switches`):
 
 * the model itself (`model_step`), which has all switches;
-* PyTorch's operations (`torch_step`), which have fewer;
-* a single row on a CPU: NumPy's (`single_row_step`);
+* PyTorch's operations (`torch_step`), which implement fewer;
+* a single row on a CPU: NumPy's operations (`single_row_step`);
 * up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
 * more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
-A graph serves all lengths of a bucket: programs beyond the end of a row leave at once, but many of them cost time.
+One graph serves all lengths of a bucket. Programs beyond the end of a row exit at once, but many of them take time,
+so there are several buckets.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class LayerWeights(NamedTuple):
-    """What a step reads of a block: gains (d_model), matrices (out, in); where there are any, the bias of q|k|v and
-    the gains of queries and keys (heads + kv_heads, head_dim)."""
+    """The weights of a block that a step reads: gains (d_model) and matrices (out, in); the bias of q|k|v, and the
+    gains of queries and keys (heads + kv_heads, head_dim), if the model has them."""
 
     norm1: Tensor
     qkv: Tensor
@@ -66,18 +67,18 @@ def layer_weights(block: Any) -> LayerWeights:
 class Decoder:
     """State of `rows` texts. `start` puts a prompt into a row; `step` draws one more token of every row.
 
-    Rows draw from random streams of their own. With `kernels`, a row's text has the same bits whatever the other rows
-    hold, for 2 to 16 rows whatever their number; a single row and every larger number sum in orders of their own.
+    Every row draws from its own random stream. With `kernels`, the other rows do not change the bits of a row's text.
+    Neither does the number of rows from 2 to 16; a single row, and every larger number, sums in another order.
 
     Args:
-        model: not changed while the decoder is used.
+        model: must not change while the decoder is used.
         rows: texts at once.
-        ends: what ends a row on the device: it then stands still.
-        vocab_size: draw ids below it.
+        ends: conditions that end a row on the device; later steps do not change an ended row.
+        vocab_size: draw only ids below it.
         never: ids that are not drawn.
         logprobs: keep the log-probability of each token in `state.logprobs`.
-        kernels: run the kernels' step; None: where `can_run_kernels`; False: run PyTorch's operations. Triton's
-            interpreter runs the kernels on a CPU.
+        kernels: True runs the kernels' step, False PyTorch's operations; None: the kernels if `can_run_kernels`. On a
+            CPU, Triton's interpreter runs the kernels.
 
     Attributes:
         state: of the rows; `state.drawn` holds their newest tokens.
@@ -105,7 +106,7 @@ class Decoder:
         self.rereads = not ATTENTION.facts(config.attention).sees_all
         check_memory(model, rows)
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
-        # Zeros: what lies beyond a row's length is multiplied by a probability of 0, and 0 * nan is nan.
+        # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
 
         def numbers(*size: int) -> Tensor:
@@ -149,7 +150,7 @@ class Decoder:
 
     @property
     def refill(self) -> int:
-        """How many rows are best started together."""
+        """The number of rows that are best started together."""
         return self._prefill.together
 
     @torch.inference_mode()
@@ -163,8 +164,11 @@ class Decoder:
 
     @torch.inference_mode()
     def slide(self, rows: Sequence[int]) -> int:
-        """Continue rows whose text has outgrown the cache from its last half, read as if nothing came before; return
-        the number of its tokens."""
+        """Continue rows whose texts fill the cache from the last half of their text, as if nothing came before.
+
+        Returns:
+            The number of tokens that each of these rows keeps.
+        """
         kept = max(1, self.capacity // 2)
         self._prefill.slide(rows, kept)
         return kept
@@ -174,19 +178,19 @@ class Decoder:
         """Draw one more token of every row that is not done.
 
         Args:
-            longest: no row has more tokens. Each has at most `capacity`.
+            longest: an upper bound on the tokens of a row, at most `capacity`.
         """
         self._step(longest)
 
     def newest(self) -> Newest:
-        """Begin to copy the newest tokens to the host, without waiting for them."""
+        """Start copying the newest tokens to the host, without waiting."""
         columns = [self.state.drawn, *([self.state.logprobs] if self.logprobs else [])]
         if self.device.type != "cuda":
             return Newest([column.clone() for column in columns], None)
         on_host = [torch.empty_like(column, device="cpu", pin_memory=True) for column in columns]
         for copy, column in zip(on_host, columns, strict=True):
             copy.copy_(column, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # or the host would spin while it waits
+        event = torch.cuda.Event(blocking=True)  # the host sleeps instead of spinning while it waits
         event.record()
         return Newest(on_host, event)
 
@@ -210,7 +214,7 @@ class Newest:
 
 
 def can_run_kernels(model: TransformerLM) -> bool:
-    """Whether the kernels of `lmkit.kernels.decode` run for this model where it is."""
+    """Whether the kernels of `lmkit.kernels.decode` support this model on its device."""
     config, weight = model.config, model.lm_head.weight
     return (
         weight.is_cuda
@@ -225,7 +229,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
 
 
 def check_memory(model: TransformerLM, rows: int) -> None:
-    """Refuse rows that the free memory of the device has no room for; nothing has been allocated yet."""
+    """Raise if the device's free memory has no room for these rows, before anything is allocated."""
     config, weight = model.config, model.lm_head.weight
     if weight.is_cuda:
         free, _ = torch.cuda.mem_get_info(weight.device)
@@ -236,8 +240,8 @@ def check_memory(model: TransformerLM, rows: int) -> None:
         return
     element = weight.element_size()
     cache = 2 * config.num_layers * config.kv_heads * config.context_length * config.head_dim * element
-    each = cache + 8 * config.context_length + 12 * len(weight)  # of a row: also its tokens, and logits
-    once = config.context_length * (3 * config.d_ff + 8 * config.d_model) * element  # to read a prompt
+    each = cache + 8 * config.context_length + 12 * len(weight)  # bytes of a row: cache, tokens, logits
+    once = config.context_length * (3 * config.d_ff + 8 * config.d_model) * element  # bytes to read a prompt
     if once + rows * each > free:
         needed = (
             f"the KV cache of {rows} texts needs {rows * cache / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"

@@ -20,7 +20,7 @@ from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
-MOST_STEPS_LATE = 8  # the host reads tokens of a GPU this many steps after they were drawn, or earlier
+MOST_STEPS_LATE = 8  # the host reads a GPU's tokens at most this many steps after they were drawn
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Generation:
         prompt: as it was given.
         text: what follows the prompt.
         tokens: the ids of `text`.
-        logprobs: of each token, see `Drawn`; None without `options.logprobs`.
+        logprobs: log-probability of each token, see `Drawn`; None without `options.logprobs`.
         ended: True if the model ended the text with end-of-text, False if `max_new_tokens` did.
     """
 
@@ -60,22 +60,22 @@ def generate(
     - An empty prompt starts from end-of-text, that is, with a new document.
     - A prompt longer than the context is cut to its last `context_length - 1` tokens, with a warning in the log.
     - A text that outgrows the context continues from its last half, which is read again as if nothing came before.
-      Each later token thus sees between a half and a whole context.
-    - Prompt i draws from its own random stream, seeded by `seed + i`; other prompts do not change it. On a GPU its
-      text has the same bits whatever the other prompts are, for one `batch_size` and for all from 2 to 16.
+      Each later token thus sees between half a context and a whole one.
+    - Prompt i draws from its own random stream, seeded by `seed + i`. On a GPU, the other prompts do not change the
+      bits of its text if `batch_size` stays the same or stays between 2 and 16.
 
     Args:
         prompts: a string is one prompt.
-        options: the recipe's table `[generate]`; its own `prompts` are not read.
-        on_text: called with the number of a prompt and each piece of its text as soon as it is known. Pieces hold
-            whole characters; where a text ends inside a character, the last piece is U+FFFD.
-        on_end: called with the number of a prompt and its whole text when that is complete.
+        options: the recipe's table `[generate]`; its `prompts` are ignored.
+        on_text: called with the number of a prompt and each new piece of its text. Pieces hold whole characters; if a
+            text ends inside a character, the last piece is U+FFFD.
+        on_end: called with the number of a prompt and its whole text when the text is complete.
         kernels: see `Decoder`.
 
     Raises:
         UsageError: a prompt is empty and the tokenizer has no end-of-text.
         LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
-        Interrupted: in place of KeyboardInterrupt, with what there is.
+        Interrupted: in place of KeyboardInterrupt, with the texts so far.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     starts = [prompt_ids(model, tokenizer, prompt, allow_special=options.allow_special) for prompt in prompts]
@@ -130,7 +130,7 @@ class Interrupted(KeyboardInterrupt):
     """SIGINT came while texts were written.
 
     Attributes:
-        generations: number of the prompt -> what there is of its text, in order, of all texts that have begun.
+        generations: number of the prompt -> its text so far, for all texts that have begun, in order.
         finished: how many of them are complete.
     """
 
@@ -154,11 +154,11 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _Seat:
-    """A prompt in a row of the decoder. The host knows all but where the text ends by itself.
+    """A prompt in a row of the decoder. The host does not know yet whether the model has ended the text.
 
     Attributes:
         length: tokens in the row's text.
-        drawn: tokens that steps so far have drawn.
+        drawn: tokens drawn so far.
     """
 
     number: int
@@ -180,14 +180,14 @@ def generate_tokens(
     """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
 
     `options.batch_size` texts are written at once. A row whose text has ended takes the next prompt; many rows are
-    refilled a sixteenth at a time. On a GPU the host reads tokens some steps late, so that it need not wait; rows
-    that have ended stand still meanwhile.
+    refilled a sixteenth at a time. On a GPU the host reads tokens some steps late, so that it need not wait. Until
+    then, steps do not change a row that has ended.
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
-        vocab_size: draw ids below it (a model may have more rows than the tokenizer has tokens).
+        vocab_size: draw only ids below it (the embedding may have more rows than the tokenizer has tokens).
         never: ids that are not drawn (a vocabulary may have gaps).
-        stop_id: ends a row after it was yielded; `options.max_new_tokens` ends the others.
+        stop_id: the token that ends a row, after it was yielded; `options.max_new_tokens` ends the others.
         kernels: see `Decoder`.
 
     Raises:
@@ -195,7 +195,7 @@ def generate_tokens(
     """
     if not prompts:
         return
-    # Without a graph of a fixed width, empty rows would only cost time.
+    # Only a graph has a fixed width: without one, make no row that stays empty.
     in_graph = can_run_kernels(model) if kernels is None else kernels
     rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
     limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stop_id": stop_id}
@@ -217,7 +217,7 @@ def decoder_for(
     stop_id: int | None,
     kernels: bool | None = None,
 ) -> Decoder:
-    """Return a decoder that draws as the table `[generate]` says; `generate_tokens` has the other arguments."""
+    """Return a decoder that samples as the table `[generate]` says. Arguments: see `generate_tokens`."""
     return Decoder(
         model,
         rows,
@@ -231,7 +231,7 @@ def decoder_for(
 
 
 def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
-    """Return the arguments of `generate_tokens` that say which ids are drawn, and which ends a text."""
+    """Return the arguments of `generate_tokens` for the ids that may be drawn and the id that ends a text."""
     return {
         "vocab_size": tokenizer.vocab_size,
         "never": [number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
@@ -297,21 +297,21 @@ def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
 
 
 def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:
-    """Return what `generate.precision` keeps the weights in: with `auto`, bfloat16 on a GPU."""
+    """Return the dtype of weights under `generate.precision`; `auto` is bfloat16 on a GPU."""
     narrow = options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if narrow else torch.float32
 
 
 def sampling_of(options: GenerateConfig) -> Sampling:
-    """Return how the table `[generate]` has tokens drawn."""
+    """Return the `Sampling` that the table `[generate]` describes."""
     return Sampling(**{key: getattr(options, key) for key in Sampling._fields})
 
 
 class TextStream:
     """Decodes the tokens of a text one by one.
 
-    A token may end inside a character: its bytes are held back until the rest has come. Bytes that cannot become a
-    character turn into U+FFFD, as in `Tokenizer.decode`; the pieces joined equal the whole text decoded.
+    A token may end inside a character; its bytes are held back until the character is complete. Bytes that cannot
+    become a character turn into U+FFFD, as in `Tokenizer.decode`. The joined pieces equal the whole text decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

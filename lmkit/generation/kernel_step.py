@@ -1,4 +1,4 @@
-"""The step of a `Decoder` on a GPU, as launches that were prepared once; one CUDA graph per bucket of lengths."""
+"""The step of a `Decoder` on a GPU: kernel launches prepared once, recorded as a CUDA graph per bucket of lengths."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KernelStep:
         self.best = torch.full((rows, SLOTS.value), NOTHING.value, device=weight.device)
         heads = config.num_heads, config.kv_heads, config.head_dim
         self.space = attend_space(rows, *heads, decoder.capacity, weight)
-        # In how many parts the sums of squares come that the last product of a layer leaves.
+        # Number of partial sums of squares that the last product of a layer writes for each row.
         self.parts = parts_of(width, tile_of("down", min(rows, MOST_ROWS), config.d_ff, weight.dtype))
         self.gains: list[Tensor] = []  # of all norms, in order
         for layer in decoder.layers:
@@ -64,13 +64,13 @@ class KernelStep:
         self._runs: dict[int, Callable[[], None]] = {}
 
     def begin(self, rows: Tensor, tokens: Tensor) -> None:
-        """Let the next step read these tokens in these rows, both (texts) int64."""
+        """Make the next step read these tokens in these rows, both (texts) int64."""
         x = self.decoder.model.token_embeddings.weight[tokens]  # (texts, d_model)
         self.stream.total[rows] = x
         self.stream.normed[rows] = (x.float() * self.gains[0].float()).to(x.dtype)
         parts = self.stream.parts[: self.decoder.rows * self.parts].view(-1, self.parts)
         sums = F.pad(x.float().square().sum(dim=1, keepdim=True), (0, self.parts - 1))
-        parts[rows] = sums  # the first holds all
+        parts[rows] = sums  # the first part holds the whole sum, the others zero
 
     def __call__(self, longest: int) -> None:
         bucket = min(self.decoder.capacity, max(SMALLEST_BUCKET, triton.next_power_of_2(longest)))
@@ -86,8 +86,8 @@ class KernelStep:
         done = self.decoder.state.done
         changed = (*self.stream, done)
         kept = [x.clone() for x in changed]
-        done.fill_(1)  # no token is drawn; the cache gets what the next step would write
-        run()  # libraries prepare themselves
+        done.fill_(1)  # draw no token; the run writes to the cache what the next step writes again
+        run()  # before the capture, so that libraries initialise
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -107,7 +107,7 @@ class KernelStep:
             self.attended,
             self.space,
             longest=bucket,
-            pdl=self.pdl and self.few,  # before it comes a kernel of ours
+            pdl=self.pdl and self.few,  # only if the kernel before it is ours
         )
         return partial(start, *pointers)
 
@@ -168,7 +168,7 @@ class KernelStep:
         return run
 
     def _many(self, bucket: int) -> Callable[[], None]:
-        """Prepare a step of more rows: a library's products are as fast as the memory from 64 rows on."""
+        """Prepare a step of more rows: from 64 rows on, a library's products reach the memory's bandwidth."""
         decoder, gains = self.decoder, self.gains
         attends = [self._attend(layer, bucket) for layer in range(len(decoder.layers))]
         start, pointers = prepare_rules(self.logits, self.best, decoder.rules)

@@ -1,4 +1,4 @@
-"""The step of a `Decoder` by the model itself: any model, where no faster step implements all of its switches."""
+"""The step of a `Decoder` by the model itself, for models whose switches no faster step implements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelStep:
         return self.decoder.model(ids, _NewestOfRows(self.decoder, longest))[:, 0]
 
     def reread(self) -> Tensor:
-        """Return logits for an attention kernel that does not see all keys: read whole texts, without a cache."""
+        """Return logits (rows, vocab_size) by reading whole texts without a cache, if attention hides keys."""
         state, model = self.decoder.state, self.decoder.model
         texts = [text[: place + 1] for text, place in zip(state.text, state.place.tolist(), strict=True)]
         return torch.cat([model(text[None])[:, -1] for text in texts])
@@ -42,7 +42,7 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class _NewestOfRows:
-    """What the model asks of a KV cache, for the newest token of every row."""
+    """The interface of a KV cache that the model calls, for the newest token of every row."""
 
     decoder: Decoder
     longest: int

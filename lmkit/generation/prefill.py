@@ -1,10 +1,10 @@
 """Put texts into the rows of a `Decoder`: their state, and the keys and values of all their tokens but the last.
 
-A text is read in one pass through the best attention kernel of the device (`attention(kernel="auto")`). Beside the
-kernels' step, which has no host in it, the host would take longer to launch such a pass than a GPU to make it. So
-texts are padded to one of a few lengths, several short ones are read at once, and a pass of a length is recorded as a
-CUDA graph when it comes for the second time. Padding comes last, where no token sees it. A text's padding and the
-number of texts at once depend on nothing else in the batch, so neither do its bits.
+A text is read in one pass through the best attention kernel of the device (`attention(kernel="auto")`). The host
+takes longer to launch a short pass than a GPU to run it. So, with the kernels' step, texts are padded to one of a few
+lengths, several short texts are read at once, and the second pass of a length records a CUDA graph. Padding comes
+last, where no token sees it. A text's padding and the number of texts at once do not depend on the rest of the batch,
+so the text's bits do not either.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
 
 SHORTEST = 64
-"""Tokens; shorter texts are padded to it."""
+"""The shortest padded length, in tokens."""
 TOKENS_AT_ONCE = 2048
-"""A pass reads no more, but for a longer text, which is read alone."""
+"""Most tokens of a pass. A longer text is read alone."""
 
 
 class AllStored(Exception):
-    """The last layer's keys and values are stored: nothing that follows is needed."""
+    """Raised when the last layer's keys and values are stored, to skip the rest of the model."""
 
 
 @dataclass(frozen=True)
 class RowsOfCache:
-    """What the model asks of a KV cache, for texts that are read from their beginning.
+    """The interface of a KV cache that the model calls, for texts that are read from their beginning.
 
     Attributes:
         keys, values: (num_layers, rows, kv_heads, capacity, head_dim)
-        rows: (texts) int64, where each text goes.
-        attention: takes `first=` if the model has windows.
-        store: a kernel that copies into rows; None: PyTorch does.
+        rows: (texts) int64, the row of each text.
+        attention: the attention function; takes `first=` if the model has windows.
+        store: a kernel that copies into rows; None: PyTorch's operations.
     """
 
     config: ModelConfig
@@ -82,7 +82,7 @@ class RowsOfCache:
 
 
 class Text(NamedTuple):
-    """What `Prefill` puts into a row. See `Rows` for `seed`, `number` and `done`."""
+    """A text for a row: `ids` are its tokens; for `seed`, `number` and `done` see `Rows`."""
 
     row: int
     ids: Sequence[int]
@@ -92,14 +92,14 @@ class Text(NamedTuple):
 
 
 HEADER = 5
-"""Numbers before the ids of a packed text: row, tokens, seed, number, done."""
+"""Count of the numbers before the ids of a packed text: row, tokens, seed, number, done."""
 
 
 class Prefill:
-    """Call it with texts of 1 to `capacity` ids, each for a row of its own.
+    """Read texts of 1 to `capacity` ids into rows of the cache, each into another row.
 
     Args:
-        padded: as the top of this file says; False: read each text alone, as long as it is.
+        padded: pad, group and record as the top of this file says; False: read each text alone, without padding.
     """
 
     def __init__(self, decoder: Decoder, *, padded: bool) -> None:
@@ -114,7 +114,7 @@ class Prefill:
 
             self.store = store
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
-        self._pool: Any = None  # of the graphs' memory
+        self._pool: Any = None  # memory pool of the graphs
 
     def __call__(self, texts: Sequence[Text]) -> None:
         by_length: dict[int, list[Text]] = defaultdict(list)
@@ -124,7 +124,7 @@ class Prefill:
             most = self.at_once(length)
             for first in range(0, len(alike), most):
                 some = alike[first : first + most]
-                # Places that are left take the first text again: the same values come to the same memory.
+                # Fill the free places with the first text again, which writes the same values to the same memory.
                 some += some[:1] * (most - len(some))
                 packed = array("q")
                 for row, ids, seed, number, done in some:
@@ -134,7 +134,7 @@ class Prefill:
                 self.read(self.to_device(packed).view(most, -1))
 
     def slide(self, rows: Sequence[int], kept: int) -> None:
-        """Continue rows whose text has outgrown the cache from its last `kept` tokens. Asks the host for nothing."""
+        """Continue rows whose texts fill the cache from their last `kept` tokens. The host does not wait for them."""
         state, length = self.decoder.state, self.padded_length(kept)
         most = self.at_once(length)
         for first in range(0, len(rows), most):
@@ -146,7 +146,7 @@ class Prefill:
             self.read(torch.cat([torch.stack(columns, dim=1), ids, padding], dim=1))
 
     def padded_length(self, tokens: int) -> int:
-        """Return how many ids a text is packed as: those that are read, padded, and the last."""
+        """Return the packed length of a text: its ids but the last, padded, and the last."""
         read = tokens - 1
         if not self.padded or read == 0:
             return tokens
@@ -158,7 +158,7 @@ class Prefill:
         return min(self.together, max(1, TOKENS_AT_ONCE // length))
 
     def to_device(self, numbers: array) -> Tensor:
-        on_host = torch.frombuffer(numbers, dtype=torch.int64)  # ten times as fast as of a list
+        on_host = torch.frombuffer(numbers, dtype=torch.int64)  # ten times as fast as from a list
         if self.decoder.device.type != "cuda":
             return on_host
         return on_host.pin_memory().to(self.decoder.device, non_blocking=True)
@@ -174,7 +174,7 @@ class Prefill:
         if recorded is None:
             graph, static = torch.cuda.CUDAGraph(), packed.clone()
             torch.cuda.synchronize()
-            # One pool for all: nothing in it outlives a replay.
+            # All graphs share one pool, because nothing in it outlives a replay.
             with torch.cuda.graph(graph, pool=self._pool):
                 self._read(static)
             self._pool = graph.pool()

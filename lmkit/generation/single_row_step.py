@@ -1,7 +1,7 @@
-"""The step of a `Decoder` with one row on a CPU, by NumPy, whose calls cost less than PyTorch's: in a small model
-calls take longer than arithmetic. Products of matrices, which several threads share, stay PyTorch's.
+"""The step of a `Decoder` with one row on a CPU, by NumPy: in a small model calls take longer than arithmetic, and
+NumPy's calls take less time than PyTorch's. Matrix products stay PyTorch's, which share them among threads.
 
-`torch_step` and `plain_draw` are the form to read; state and cache are the same memory.
+`torch_step` and `plain_draw` are the form to read. State and cache are the same memory in both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Array = Any  # of NumPy
 
 
 class Layer(NamedTuple):
-    """What a step reads of a block: matrices (out, in), gains times sqrt(d_model), those of queries and keys (heads +
-    kv_heads, head_dim) if there are any, and the cache (kv_heads, capacity, head_dim)."""
+    """The arrays of a block that a step reads: matrices (out, in), gains times sqrt(d_model), gains of queries and
+    keys (heads + kv_heads, head_dim) if the model has them, and the cache (kv_heads, capacity, head_dim)."""
 
     gain1: Array
     qkv: Tensor
@@ -43,7 +43,7 @@ class SingleRowStep:
     """Call it with the number of tokens of the row to make a step, in float32 or float64.
 
     Attributes:
-        switches: those of [model] that it implements.
+        switches: the switches of [model] that it implements.
     """
 
     switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
@@ -55,7 +55,7 @@ class SingleRowStep:
         new = self.head.new_zeros
         arrays: Any = (x.numpy() for x in decoder.state)
         self.state: Any = Rows(*arrays)
-        # Each array of NumPy is the memory of the tensor before it.
+        # Each NumPy array shares the memory of the tensor before it.
         self.x = new(width)
         self.x_array = self.x.numpy()
         self.normed = new(width)
@@ -166,14 +166,14 @@ class SingleRowStep:
         return self.logits_row
 
     def norm(self, gain: Array) -> None:
-        """Write the RMSNorm of x; `gain` is the norm's times sqrt(d_model)."""
+        """Write the RMSNorm of x (d_model); `gain` is the norm's gain times sqrt(d_model)."""
         x = self.x_array
         np.multiply(x, gain, out=self.normed_array)
         np.multiply(self.normed_array, 1 / math.sqrt(np.dot(x, x) + self.eps), out=self.normed_array)
 
 
 def draw(logits: Array, seed: int, number: int, sampling: Sampling) -> int:
-    """Draw a token as `plain_draw` does, of a single row: logits (vocab_size)."""
+    """Draw a token of a single row, logits (vocab_size), as `plain_draw` does."""
     likeliest = int(logits.argmax())  # the first NaN if there is any
     highest = float(logits[likeliest])
     if not math.isfinite(highest):

@@ -1,4 +1,4 @@
-"""The step of a `Decoder` by PyTorch operations, as few as possible: on a CPU, their dispatch costs more than the
+"""The step of a `Decoder` by as few PyTorch operations as possible: on a CPU, dispatching them takes longer than the
 arithmetic of a small model. So arrays are allocated once, and views of them are made once.
 """
 
@@ -34,7 +34,7 @@ class TorchStep:
     """Call it with the number of tokens of the longest row to make a step.
 
     Attributes:
-        switches: those of [model] that it implements.
+        switches: the switches of [model] that it implements.
     """
 
     switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
@@ -123,7 +123,7 @@ class TorchStep:
         return torch.mm(self.normed(next(gains)), decoder.model.lm_head.weight.T)
 
     def normed(self, gain: Tensor) -> Tensor:
-        """RMSNorm of x; `gain` is the norm's times sqrt(width)."""
+        """Return the RMSNorm of x (rows, width); `gain` is the norm's gain times sqrt(width)."""
         norm = torch.linalg.vector_norm(self.padded, dim=-1, keepdim=True, dtype=self.wide)
         return (self.x / norm).mul_(gain).to(self.x.dtype)
 

@@ -1,4 +1,4 @@
-"""The kernels of a decode step: one more token of each of a few texts, at the speed of the memory.
+"""The kernels of a decode step: add a token to each of a few texts, at nearly the memory's bandwidth.
 
 * `reference`: the step by PyTorch operations, to read and for CPUs;
 * `products`: the matrices, with RMSNorm, residual sum, SwiGLU and the rules of logits fused in;
@@ -6,12 +6,13 @@
 * `sampling`: the next token and its embedding;
 * `cache`: the keys and values of a whole text into its row.
 
-A step is a chain of five kernels a layer, too short to be launched one after the other: each asks for what no kernel
-of the step writes (weights, old keys), waits for the kernel before it, and lets the next kernel begin (programmatic
-dependent launch, PDL). Those of a single row let it begin before they wait, so that as many kernels have begun as
-there is room for: before its wait a kernel must not read what any of them writes. All programs of a kernel but those
-that leave at once must wait, or the kernel after it may pass its wait before the kernel before it has ended.
+A step runs five kernels per layer. They are so short that the gaps between launches would matter, so they overlap by
+programmatic dependent launch (PDL). A kernel first loads data that no kernel of the step writes (weights, old keys),
+then waits for the previous kernel, and lets the next kernel begin. Kernels of a single row let the next kernel begin
+before they wait, so that many kernels may have begun; before its wait, a kernel must not read what any of them
+writes. Every program that does not exit at once must wait. Otherwise the next kernel could pass its own wait while
+the previous kernel still runs.
 
-A row of the batch is summed in an order that depends on its own length alone. So 2 to 16 rows give the same bits as
-any of them among others; a single row has kernels of its own, which sum in another order.
+The order of a row's sums depends only on the row's own length. So a row has the same bits in any batch of 2 to 16
+rows. A single row has its own kernels, which sum in another order.
 """

@@ -1,13 +1,14 @@
 """Attend from one new token of each row to the filled part of its cache: split-K flash-decoding (Dao et al. 2023).
 
-A program rotates the query heads of a group (RoPE), which are the rows of one product with the keys that they
-share, and takes one split of the old keys. The row's last split adds the new key as a softmax state of its own, so
-that nothing just written is read, and stores it. The last program of a row and key head merges all splits' states:
+A program attends from the query heads of one group to one split of the old keys. It rotates the queries (RoPE) and
+multiplies them, as the rows of one matrix, by the keys that they share. The program of the row's last split also
+stores the new key and adds it as a separate softmax state, so that nothing just written is read. The last program of
+a row and key head to finish merges the states of all splits:
 
     state (m, l, a) = (max s, sum exp2(s - m), sum exp2(s - m) v)        out = a / l
 
-Where the splits begin depends on the position alone, and they are merged in order: a row's result does not depend on
-the batch. Programs beyond the end of a row leave at once.
+Splits begin at fixed positions and are merged in order, so a row's result does not depend on the batch. Programs
+beyond the end of a row exit at once.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ def attend_kernel(
     place_pointer,  # (rows) int64
     cos_sin_pointer,  # (capacity, DIM / 2, 2) float32
     out_pointer,  # (rows, HEADS * DIM)
-    sums_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, GROUP, PADDED_DIM), of the splits
-    totals_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, 2, GROUP), maxima and totals
+    sums_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, GROUP, PADDED_DIM), a of each split
+    totals_pointer,  # float32 (rows * KV_HEADS, MOST_SPLITS, 2, GROUP), m and l of each split
     arrived_pointer,  # (rows * KV_HEADS) int32, how many splits are done; zero between steps
     capacity,
-    scale,  # of scores, times log2 e
+    scale,  # factor of scores, times log2 e
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a key head, padded to a power of 2
+    GROUP: tl.constexpr,  # query heads per key head, padded to a power of 2
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the old keys of a row and key head a program."""
+    """Attend to one split of the old keys of one row and key head per program."""
     row_head, split = tl.program_id(0), tl.program_id(1)
     row, head = row_head // KV_HEADS, row_head % KV_HEADS
-    # Only the last kernel of a step writes it: may be read before the wait, as the old keys and values.
+    # Only the last kernel of a step writes it, so it may be read before the wait, like old keys and values.
     place = tl.load(place_pointer + row).to(tl.int32)
-    # A row that is longer than the launch is meant for has ended: its result counts for nothing, its counter does.
+    # A row longer than this launch allows has ended: nobody reads its result, but its counter must be right.
     splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
     if split >= splits:
         return
@@ -77,7 +78,7 @@ def attend_kernel(
     q = rotated(new + heads[:, None] * DIM, d[None, :], cos[None, :], sin[None, :], q_inside).to(kind)
     k_new = rotated(new + (HEADS + head) * DIM, d, cos, sin, d_inside).to(kind)
     v_new = tl.load(new + (HEADS + KV_HEADS + head) * DIM + d, mask=d_inside, other=0.0).to(kind)
-    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, for a row without old keys
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row without old keys must not give NaN
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, PADDED_DIM), tl.float32)
     for i in tl.range(0, old, TILE, num_stages=STAGES):
@@ -138,9 +139,9 @@ def attend_single_row_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the old keys of a key head a program, in registers before the wait.
+    """Attend to one split of the old keys of a key head per program. The keys are in registers before the wait.
 
-    They are multiplied and added there: tensor cores would want them in shared memory first.
+    They are multiplied there without tensor cores, which would need them in shared memory.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     place = tl.load(place_pointer).to(tl.int32)
@@ -203,14 +204,14 @@ def merge(
     row_head,
     splits,
     d,
-    HEADS: tl.constexpr,  # of the group
+    HEADS: tl.constexpr,  # query heads of the group
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
-    """The last program of a row and key head to come here merges the states of all."""
-    tl.debug_barrier()  # all threads of the program have stored before one of them says so
+    """Merge the states of all splits, in the last program of a row and key head to arrive."""
+    tl.debug_barrier()  # all threads of the program have stored before one counts it as arrived
     if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - 1:
         s, h = tl.arange(0, triton.next_power_of_2(MOST_SPLITS)), tl.arange(0, GROUP)
         there = (s < splits)[:, None]
@@ -237,7 +238,7 @@ def rotated(base, d, cos, sin, mask):
 
 @triton.jit
 def fold(top, total, sums, q, k, v, visible, scale):
-    """Take keys (PADDED_DIM, TILE) and values (TILE, PADDED_DIM) into the softmax states of the rows of q."""
+    """Add keys (PADDED_DIM, TILE) and values (TILE, PADDED_DIM) to the softmax states of the rows of q."""
     scores = tl.dot(q, k, input_precision="ieee") * scale  # (ROWS, TILE)
     scores = tl.where(visible[None, :], scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
@@ -247,7 +248,7 @@ def fold(top, total, sums, q, k, v, visible, scale):
 
 
 class Split(NamedTuple):
-    """Keys of a program, keys at a time, warps and stages."""
+    """Keys per program, keys per iteration, warps and pipeline stages."""
 
     keys: int
     tile: int
@@ -256,23 +257,23 @@ class Split(NamedTuple):
 
 
 def split_of(rows: int, head_dim: int, group: int, dtype: torch.dtype) -> Split:
-    """Return how keys are split: one tile a program for a single row, whose latency counts; a loop for several.
+    """Return how keys are split: for a single row one tile per program, for low latency; for several rows a loop.
 
     Args:
-        group: query heads of a key head.
+        group: query heads per key head.
     """
     wide = dtype == torch.float32 or head_dim > 128
     if rows == 1:
         if wide:
             return Split(64, 64, 8, 1)
         if group > 1:
-            return Split(128, 128, 8, 1)  # registers
+            return Split(128, 128, 8, 1)  # limited by registers
         return Split(128, 128, 4, 1) if head_dim > 64 else Split(256, 256, 8, 1)
-    return Split(256, 32, 4, 2) if wide else Split(256, 64, 4, 3)  # shared memory has no room for more
+    return Split(256, 32, 4, 2) if wide else Split(256, 64, 4, 3)  # limited by shared memory
 
 
 class AttendSpace(NamedTuple):
-    """Memory of the splits' softmax states, one for all layers; `attend_kernel` has the shapes."""
+    """Memory of the splits' softmax states, shared by all layers; for shapes see `attend_kernel`."""
 
     sums: Tensor
     totals: Tensor
@@ -282,7 +283,7 @@ class AttendSpace(NamedTuple):
 def attend_space(
     rows: int, heads: int, kv_heads: int, head_dim: int, capacity: int, like: Tensor
 ) -> AttendSpace:
-    """Allocate for a cache of this capacity, for a model with the dtype and device of `like`."""
+    """Allocate the memory for a cache of `capacity` tokens with the dtype and device of `like`."""
     splits = count_tiles(capacity, split_of(rows, head_dim, heads // kv_heads, like.dtype).keys)
     states = rows * kv_heads * splits * triton.next_power_of_2(heads // kv_heads)
     return AttendSpace(
@@ -307,12 +308,12 @@ def prepare_attend(
     """Prepare a step's attention; return (launch, its pointers).
 
     Args:
-        qkv, keys, values: as for `plain_attend`.
+        qkv, keys, values: see `plain_attend`.
         place: (rows) int64, the position of each row's token.
-        cos_sin: (capacity, head_dim / 2, 2) float32, of every position.
+        cos_sin: (capacity, head_dim / 2, 2) float32, cos and sin of every position.
         out: (rows, heads * head_dim)
-        longest: more old keys than this are not seen.
-        pdl: start before the kernel before has ended.
+        longest: most old keys that a row may have.
+        pdl: begin before the previous kernel has ended.
     """
     rows, kv_heads, capacity, head_dim = keys.shape
     heads = out.shape[1] // head_dim

@@ -1,4 +1,4 @@
-"""Copy the keys and values of texts that were read from their beginning into their rows of the cache."""
+"""Copy the keys and values of whole texts into their rows of the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
 
-TILE = 32  # positions of a program
+TILE = 32  # positions per program
 
 
 @triton.jit(do_not_specialize=["seq", "capacity"])
@@ -32,7 +32,7 @@ def store_kernel(
     PADDED_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE positions of a text and head a program."""
+    """Copy TILE positions of one text and head per program."""
     text, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     row = tl.load(rows_pointer + text * rows_stride)
     t, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, PADDED_DIM)

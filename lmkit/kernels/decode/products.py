@@ -1,16 +1,18 @@
-"""Multiply up to 16 rows by a matrix at the speed of the memory, with what a decode step does before and after.
+"""Multiply up to 16 rows by a matrix at nearly the memory's bandwidth, fused with the operations around it.
 
     y = n(x) W^T        n(x) = x or, with a norm, x g / sqrt(mean(x^2) + eps)
 
-What follows is fused, too: "store" y; "swiglu": silu(gate) up of the joined result; "residual": add y to the stream;
-"logits": the rules for the next token (banned ids, repetition penalty), and the largest logit.
+`THEN` names the fused end: "store" writes y; "swiglu" writes silu(gate) up of the joined result; "residual" adds y
+to the stream; "logits" applies the rules for the next token (banned ids, repetition penalty) and finds the largest
+logit.
 
-RMSNorm (Zhang and Sennrich 2019) costs no kernel: what updates the stream h also writes h g and sums of h^2 over 16
-features (`Parts`); the next product multiplies these, and scales its sums by 1 / sqrt(mean(h^2) + eps) at the end.
+RMSNorm (Zhang and Sennrich 2019) needs no kernel. The kernel that updates the stream h also writes h g, and sums of
+h^2 over 16 features each (`Stream.parts`). The next product multiplies h g and scales its results by
+1 / sqrt(mean(h^2) + eps).
 
-A single row is multiplied and added in registers, and its first tile of weights is loaded before the kernel waits for
-the kernel before. 2 to 16 rows use tensor cores: the columns fall into four slices, one for each warp, so that a tile
-of 16 outputs keeps four warps busy, and small matrices still spread over all SMs.
+A single row is multiplied in registers, and its first tile of weights is loaded before the kernel waits for the
+previous kernel. 2 to 16 rows use tensor cores. Their columns are cut into four slices, one per warp, so that a tile
+of 16 outputs occupies four warps, and small matrices still spread over all SMs.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from lmkit.kernels.decode.reference import Rules
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 MOST_ROWS = 16
-PART = 16  # features in a sum of squares; a single row has smaller tiles and perhaps smaller parts
+PART = 16  # features in a sum of squares; smaller tiles, as of a single row, sum fewer
 SLICES = 4
-SLOTS = tl.constexpr(32)  # for the largest logit of a row
+SLOTS = tl.constexpr(32)  # slots for the largest logit of a row
 NOTHING = tl.constexpr(-(1 << 63))  # the lowest key
 
 Then = Literal["store", "swiglu", "residual", "logits"]
@@ -38,9 +40,9 @@ Then = Literal["store", "swiglu", "residual", "logits"]
 @triton.jit(do_not_specialize=["rows", "num_parts"])
 def single_row_kernel(
     x_pointer,  # (1, K)
-    weight_pointer,  # (outputs, K), twice as many rows with "swiglu"
-    out_pointer,  # (1, outputs); "residual": the stream, which is read, too
-    gain_pointer,  # (outputs), of the norm that follows the residual sum
+    weight_pointer,  # (outputs, K); (2 outputs, K) with "swiglu"
+    out_pointer,  # (1, outputs); with "residual" the stream, which is also read
+    gain_pointer,  # (outputs), the gain of the norm after the residual sum
     normed_pointer,  # (1, outputs), the new stream times the gain
     parts_pointer,  # sums of squares of the stream: read with NORM, written with "residual"
     best_pointer,  # (1, SLOTS) int64, largest keys of logits, see `keys_of`
@@ -61,7 +63,7 @@ def single_row_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TILE_N outputs a program."""
+    """Compute TILE_N outputs per program."""
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     b = tl.arange(0, 1)
     k = tl.arange(0, TILE_K)
@@ -101,7 +103,7 @@ def single_row_kernel(
     )  # fmt: skip
 
 
-# Not specialised: one binary, hence the same bits, for all numbers of rows.
+# Not specialised, so that all numbers of rows run one binary and give the same bits.
 @triton.jit(do_not_specialize=["rows", "num_parts"])
 def few_rows_kernel(
     x_pointer,  # (rows, K); the others as in `single_row_kernel`, with `rows` rows
@@ -128,7 +130,7 @@ def few_rows_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TILE_N outputs of up to 16 rows a program."""
+    """Compute TILE_N outputs of up to 16 rows per program."""
     SLICE: tl.constexpr = K // 4
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     b = tl.arange(0, 16)
@@ -171,7 +173,7 @@ def few_rows_kernel(
 
 @triton.jit
 def load_late(gain_pointer, banned_pointer, n, outputs, THEN: tl.constexpr):
-    """Ask early for what the end needs: the next norm's gain, or which ids are banned."""
+    """Load early what `finish` needs: the next norm's gain, or which ids are banned."""
     if THEN == "logits":
         late = tl.load(banned_pointer + n, mask=n < outputs, other=0).to(tl.float32)
     elif THEN == "residual":
@@ -219,7 +221,7 @@ def finish(
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Store a tile of results."""
+    """Apply the fused end `THEN` to a tile of results, and store it."""
     inside = (n < outputs)[:, None] & (b < rows)[None, :]
     at = b[None, :].to(tl.int64) * outputs + n[:, None]
     if THEN == "store":
@@ -234,7 +236,7 @@ def finish(
         y = tl.where((late == 0)[:, None] & (n < outputs)[:, None], y, float("-inf"))
         tl.store(out_pointer + at, y, mask=inside)
         largest = tl.max(keys_of(y, n[:, None]), 0)  # (ROWS)
-        # Several slots a row: a thousand programs would queue at one.
+        # Several slots per row: a thousand programs would queue at a single one.
         slot = tl.program_id(0) % SLOTS
         tl.atomic_max(best_pointer + b * SLOTS + slot, largest, mask=b < rows, sem="relaxed")
     else:
@@ -271,13 +273,13 @@ def logit_of(key):
 
 @triton.jit
 def penalized(logits, settings_pointer):
-    """Logits of tokens that the text holds already, see `plain_rules`."""
+    """Return logits of tokens that the text already holds, penalized as in `plain_rules`."""
     penalty = tl.load(settings_pointer + 4).to(tl.float32)
     return tl.where(logits > 0, logits / penalty, logits * penalty)
 
 
 class Tile(NamedTuple):
-    """What a program computes: outputs, columns at a time (in each slice, with several rows), warps, stages."""
+    """Tile of a program: outputs, columns per iteration (per slice, with several rows), warps, pipeline stages."""
 
     outputs: int
     columns: int
@@ -285,8 +287,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the name of the matrix; measured for bfloat16 on an H200: a width of 2048; a width of 768, where a row is short
-# enough for one warp, which then waits for no other.
+# Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
+# where a row is short enough for one warp, which needs to wait for no other warp.
 SINGLE_ROW = {
     "qkv": Tile(8, 2048, 8, 1),
     "output": Tile(2, 2048, 2, 1),
@@ -308,12 +310,13 @@ FEW_ROWS = {
     "down": Tile(16, 64, 4, 6),
     "head": Tile(32, 128, 4, 3),
 }
-FEW_ROWS_IN_FLOAT32 = dict.fromkeys(FEW_ROWS, Tile(16, 16, 4, 2))  # of shared memory for larger tiles
+FEW_ROWS_IN_FLOAT32 = dict.fromkeys(
+    FEW_ROWS, Tile(16, 16, 4, 2)
+)  # larger tiles would not fit into shared memory
 
 
 def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a matrix with this many columns. It depends on whether there is a single row, not on their
-    number."""
+    """Return the tile of a matrix with this many columns. Of the rows, only whether there is a single one matters."""
     if rows == 1:
         short = columns <= (4096 if name == "down" else 1024)
         table = SINGLE_SHORT_ROW if short else SINGLE_ROW
@@ -324,17 +327,17 @@ def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype) -> Tile:
 
 
 def parts_of(features: int, tile: Tile) -> int:
-    """Return how many sums of squares a residual product with this tile leaves of a row."""
+    """Return how many sums of squares a residual product with this tile writes per row."""
     return features // min(PART, tile.outputs)
 
 
 class Stream(NamedTuple):
-    """The residual stream of a step and what the next norm needs of it.
+    """The residual stream of a step, and its values that the next norm needs.
 
     Attributes:
         total: (rows, d_model)
         normed: (rows, d_model), the stream times the gain of the next norm.
-        parts: float32, room for d_model sums of squares a row; row b begins at b * (number of parts).
+        parts: float32, room for d_model sums of squares per row; row b begins at b * (number of parts).
     """
 
     total: Tensor
@@ -360,12 +363,13 @@ def prepare_product(
     """Prepare a product of `x` (rows, in) with `weight`; return (launch, its pointers).
 
     Args:
-        name: of the matrix, for its tile.
+        name: name of the matrix, which selects the tile.
         out: (rows, out); "residual": `stream.total`; "logits": float32.
-        gain: "residual": of the norm that follows, (out).
-        num_parts: > 0: x is `stream.normed`, and its sums of squares come in this many parts.
-        rules, best: "logits": what changes logits; (rows, SLOTS) int64, which takes the largest keys.
-        pdl: start before the kernel before has ended.
+        gain: "residual": (out), gain of the next norm.
+        num_parts: if > 0, x is `stream.normed`, with this many sums of squares per row.
+        rules: "logits": the rules to apply.
+        best: "logits": (rows, SLOTS) int64, receives the largest keys.
+        pdl: begin before the previous kernel has ended.
     """
     rows, columns = x.shape
     outputs = weight.shape[0] // (2 if then == "swiglu" else 1)

@@ -1,6 +1,6 @@
-"""The decode step by PyTorch operations: the form to read, and that for CPUs; needs no Triton.
+"""The decode step by PyTorch operations: the form to read, and the form for CPUs. Needs no Triton.
 
-What the kernels of this package share with it is defined here: the state of the rows, and how tokens are drawn.
+It defines what the kernels share with it: the state of the rows, and how tokens are sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sampling(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Which kernel: a set, or a set within a set, costs more."""
+        """The kind of kernel: sampling from a set, or from a set within a set, takes longer."""
         if self.temperature == 0:
             return "greedy"
         if self.top_k and self.top_p < 1:
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
         return "set" if self.top_k or self.top_p < 1 or self.min_p else "all"
 
     def settings(self, device: torch.device | str | None = None) -> Tensor:
-        """Return what kernels read, float64: (1 / temperature, top_k, top_p, min_p, repetition_penalty)."""
+        """Return the kernels' settings (5,) float64: 1 / temperature, top_k, top_p, min_p, repetition_penalty."""
         scale = 1 / max(self.temperature, 1e-30)  # finite times a logit in float32
         top_k = self.top_k or 1 << 40
         values = (scale, top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -57,8 +57,8 @@ class Rows(NamedTuple):
         place: (rows) int64, the position of the token that the next step reads.
         text: (rows, capacity + 1) int64, the tokens at positions 0 ... place.
         number: (rows) int64, tokens drawn so far.
-        done: (rows) int64, not zero: the row stands still.
-        seeds: (rows) int64, of the random streams.
+        done: (rows) int64; a step does not change rows where it is not zero.
+        seeds: (rows) int64, seeds of the random streams.
         drawn: (rows) int64, the newest token; -1: the logits were not finite.
         logprobs: (rows) float32, the natural logarithm of the newest token's probability at temperature 1.
     """
@@ -73,20 +73,20 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What ends a row: its `stop` token (-1: none) or its number of tokens."""
+    """Conditions that end a row: the token `stop` (-1: none), or `most` drawn tokens."""
 
     stop: int
     most: int
 
 
 class Rules(NamedTuple):
-    """What changes logits.
+    """Rules that change logits before sampling.
 
     Attributes:
         banned: (vocab_size) int8, not zero at ids that are never drawn.
         seen: (rows, vocab_size) int8, not zero at ids that a row holds already.
-        settings: see `Sampling.settings`; only the penalty counts here.
-        penalizes: False leaves `seen` unread.
+        settings: see `Sampling.settings`; the rules read only the penalty.
+        penalizes: whether there is a repetition penalty; if not, `seen` is not read.
     """
 
     banned: Tensor
@@ -109,13 +109,13 @@ def plain_swiglu(joint: Tensor) -> Tensor:
 
 
 class Position(NamedTuple):
-    """Where the rows of a step are, for all layers.
+    """Positions of the rows in a step, the same for all layers.
 
     Attributes:
         place: (rows) int64, the position of each row's token.
         longest: how many keys the longest row sees.
-        hidden: (rows, 1, 1, longest), -inf at keys that a row must not see, else 0; None: rows are of one length.
-        cos_sin: (rows, 1, head_dim / 2) complex, of the rotation.
+        hidden: (rows, 1, 1, longest), -inf at keys that a row must not see, else 0; None if rows have one length.
+        cos_sin: (rows, 1, head_dim / 2) complex, cos + i sin of the rotation angles.
     """
 
     place: Tensor
@@ -128,7 +128,7 @@ def position_of(place: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> Position:
     """Return the position for a step.
 
     Args:
-        cos_sin: (capacity, head_dim / 2, 2), of every position.
+        cos_sin: (capacity, head_dim / 2, 2), cos and sin of every position.
         dtype: of queries and keys.
     """
     longest = int(place.max()) + 1
@@ -179,7 +179,7 @@ def plain_rules(logits: Tensor, rules: Rules) -> Tensor:
 
 
 def plain_draw(logits: Tensor, seeds: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
-    """Draw one token a row by PyTorch operations: the form to read, and that for CPUs.
+    """Draw one token per row by PyTorch operations: the form to read, and the form for CPUs.
 
     >>> logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
     >>> plain_draw(logits, torch.tensor([3, 4]), torch.tensor([0, 0]), Sampling(top_k=2)).tolist()
@@ -187,8 +187,8 @@ def plain_draw(logits: Tensor, seeds: Tensor, numbers: Tensor, sampling: Samplin
 
     Args:
         logits: (rows, vocab_size); -inf is never drawn.
-        seeds: (rows) int64, of the rows' random streams.
-        numbers: (rows) int64, how many tokens a row has drawn before.
+        seeds: (rows) int64, seeds of the rows' random streams.
+        numbers: (rows) int64, tokens that each row has drawn before.
 
     Returns:
         (rows) int64; -1 where no logit is finite or one is infinite or NaN.
@@ -248,7 +248,7 @@ def philox(seed: int, number: int, attempt: int) -> int:
 def plain_advance(
     logits: Tensor, rows: Rows, sampling: Sampling, rules: Rules, ends: Ends, *, logprobs: bool
 ) -> None:
-    """Draw the next token of every row that is not done, and note it, by PyTorch operations: the form to read.
+    """Draw the next token of every row that is not done and update `rows`, by PyTorch operations.
 
     Args:
         logits: (rows, vocab_size), with the rules applied.

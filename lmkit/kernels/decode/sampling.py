@@ -3,12 +3,12 @@
 Weights are integers, w = floor(2^40 exp((z - max z) / temperature)): their sums are exact, so no order of summation
 can change a draw. A draw takes 64 random bits r and finds the token in whose interval r total / 2^64 falls.
 
-No sort is needed for the sets of likeliest tokens: draw from all tokens; if the token lies in the set, it is the
-draw; if not, draw again among the tokens that are likelier (ties go by id). Every such set is the beginning of the
-tokens in the order of likelihood, so this draws each of its tokens with its exact share.
+Top-k, top-p and min-p need no sort. Draw from all tokens. If the token is in the set, it is the result; if not, draw
+again among the likelier tokens (ties go by id). Each set is a prefix of the tokens ordered by likelihood, so every
+token of the set is drawn with its exact probability.
 
-Random bits are Philox4x32-10 (Salmon et al. 2011) of (seed of the row; number of the token, number of the draw):
-nothing else enters, neither the batch nor the tokens before.
+Random bits are Philox4x32-10 (Salmon et al. 2011) of the row's seed, the number of the token and the number of the
+draw. They do not depend on the batch or on earlier tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 LARGEST_WEIGHT = tl.constexpr(1 << 40)
-BLOCK = 8192  # logits at a time
+BLOCK = 8192  # logits per iteration
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def advance_kernel(
     logprobs_pointer,
     seen_pointer,  # (rows, vocab_size)
     table_pointer,  # (vocab_size, d_model), embeddings
-    gain_pointer,  # (d_model), of the first norm
+    gain_pointer,  # (d_model), the first norm's gain
     stream_pointer,  # (rows, d_model)
     normed_pointer,
     parts_pointer,
@@ -58,9 +58,9 @@ def advance_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row a program. The embedding of its token begins the next step's stream.
+    """Draw the next token of one row per program, and start the next step's stream with its embedding.
 
-    KIND is compile-time: code that does not run would still have to come through the instruction cache.
+    KIND is a compile-time constant: code that does not run would still take space in the instruction cache.
     """
     row = tl.program_id(0)
     # No other kernel of a step writes these.
@@ -72,7 +72,7 @@ def advance_kernel(
         gdc_launch_dependents()
     best_at = best_pointer + row * SLOTS + tl.arange(0, SLOTS)
     best = tl.max(tl.load(best_at), 0)
-    tl.debug_barrier()  # all threads have read what one of them changes
+    tl.debug_barrier()  # all threads have read the values that one of them changes
     tl.store(best_at, tl.full((SLOTS,), NOTHING, tl.int64))
     if done != 0:
         return
@@ -126,7 +126,7 @@ def rules_kernel(
     PENALTY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Apply the rules to BLOCK logits of a row that a library has computed; take the largest into `best`."""
+    """Apply the rules to BLOCK logits of a row that a library has computed; put the largest key into `best`."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab_size
@@ -155,7 +155,7 @@ def draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Draw a token of one row, see the top of this file."""
+    """Draw a token of one row, as the top of this file describes."""
     scale = (tl.load(settings_pointer) * 1.4426950408889634).to(tl.float32)
     i = tl.arange(0, BLOCK)
     blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
@@ -209,7 +209,7 @@ def draw(
 
 @triton.jit
 def mass_of_top_k(logits_row, top_k, vocab_size, highest, scale, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """The weight of the k likeliest tokens: find the weight of the last by bisection, then add up."""
+    """Return the total weight of the k likeliest tokens: bisect for the weight of the k-th, then add up."""
     i = tl.arange(0, BLOCK)
     low = tl.zeros((), tl.int64) - 1  # k tokens or more are heavier, or all are
     high = tl.zeros((), tl.int64) + LARGEST_WEIGHT  # fewer than k are heavier
@@ -271,10 +271,10 @@ def prepare_advance(
         logits: (rows, vocab_size) float32
         best: (rows, SLOTS) int64, the largest keys of each row.
         table: (vocab_size, d_model), embeddings.
-        gain: of the first norm.
-        num_parts: in how many parts the first product of a step expects sums of squares.
+        gain: (d_model), gain of the first norm.
+        num_parts: number of sums of squares per row that the first product of a step expects.
         logprobs: fill `rows.logprobs`.
-        pdl: start before the kernel before has ended.
+        pdl: begin before the previous kernel has ended.
     """
     vocab_size, width = logits.shape[1], table.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
