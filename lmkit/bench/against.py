@@ -1,10 +1,10 @@
 """`lmkit bench NAME --against PATH`: this version of lmkit beside another one, sample by sample.
 
-Both run the whole bench, each in a process of its own (`side`), at the same time. What they would time they say, and
-wait: each then takes one sample when it is told to and neither works meanwhile. Sample i of one and sample i of the
-other are milliseconds apart, so what else the machine does falls on both of them alike, and a case ends when its
-speedup is known closely enough (`statistics.turns_suffice`). Equal code still differs by 1 to 3% in two processes,
-because of where their memory lies: both sides start `STARTS` times, and each start is one observation.
+Both versions run the whole bench at the same time, each in its own process (`side`). A side announces what it would
+time and waits; it takes a sample only when told to, while the other side is idle. The two samples of a pair are
+milliseconds apart, so other load on the machine affects both alike. A case ends when its speedup is known closely
+enough (`statistics.turns_suffice`). Equal code in two processes still differs by 1 to 3%, because their memory lies
+elsewhere; so both sides start `STARTS` times, and each start is one observation.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_against(
         arguments: of `lmkit bench` in both versions: name, recipe, flags.
         output: the folder for the results of both, in `start-1/before`, `start-1/after` and so on; by default they
             are not kept.
-        seed: of the order in each pair.
+        seed: seed of the order within each pair.
 
     Raises:
         UsageError: `other` is neither.
@@ -113,7 +113,7 @@ def _samples_of_starts(starts: Sequence[Rows]) -> dict[Key, list[Samples]]:
 
 
 def _command(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the Python of a version and what its environment has besides ours."""
+    """Return the Python command of a version and the variables to add to its environment."""
     if (path / "lmkit" / "__main__.py").is_file():
         paths = os.pathsep.join(filter(None, (str(path.resolve()), os.environ.get("PYTHONPATH"))))
         return [sys.executable], {"PYTHONPATH": paths}
@@ -136,7 +136,7 @@ class Side:
         self._link = link
 
     def receive(self) -> Any:
-        """Return the next message, None where the process ended."""
+        """Return the next message; None if the process has ended."""
         try:
             return self._link.receive()
         except OSError:
@@ -198,7 +198,10 @@ def _started(
 
 
 def _cases(sides: Sequence[Side]) -> Iterator[list[dict[str, float]]]:
-    """Yield what both sides want to time: variant -> shortest sample in ms. A side that is left goes on alone."""
+    """Yield each case that both sides announce: for each side, variant -> shortest sample in ms.
+
+    When one side ends, the other times its remaining cases alone.
+    """
     while True:
         asked = [each.receive() for each in sides]
         if all(asked):

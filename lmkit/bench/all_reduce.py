@@ -1,4 +1,4 @@
-"""`lmkit bench all-reduce`: time of collectives over message sizes, and the bandwidth that it amounts to.
+"""`lmkit bench all-reduce`: time and bandwidth of collectives over message sizes.
 
 Bandwidths as NCCL's tests define them. Algorithm bandwidth: bytes of the buffer per second. Bus bandwidth: bytes that
 cross each rank's link per second, which does not depend on the number of ranks: 2 (W-1)/W of the buffer for an
@@ -42,7 +42,7 @@ class Options(Table):
     """`[bench.all_reduce]`."""
 
     ranks: tuple[Annotated[int, Field(ge=2, le=64)], ...] = ()
-    """Numbers of ranks, which are started one after the other, in place of --nproc."""
+    """Numbers of ranks to start, one after the other; replaces --nproc."""
     backends: tuple[Literal["gloo", "nccl"], ...] = ()
     """gloo between CPUs, nccl between GPUs; empty: `parallel.backend`."""
     sizes_mb: tuple[PositiveFloat, ...] = (1, 4, 16, 25, 64)
@@ -63,7 +63,7 @@ class Options(Table):
     row_keys=("operation", "dtype", "world_size", "bytes", "bus_gb_per_s"),
 )
 def all_reduce(context: Context) -> Rows:
-    """Return one row per operation, dtype and size. Times are the slowest rank's, per round, on random data."""
+    """Return one row per operation, dtype and size. A time is the slowest rank's in a round, in ms."""
     import torch
 
     from lmkit.parallel.collectives import agree
@@ -84,7 +84,7 @@ def all_reduce(context: Context) -> Rows:
                 device=ranks.device,
                 repeats=options.repeats,
                 warmup=3,
-                # A fixed number of calls: if each rank adapted its own, others would wait for calls that never come.
+                # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
                 clock=SteadyStateClock(ranks.device, CALLS_PER_SAMPLE),
                 prepare={operation: (lambda: agree(ranks)) for operation in OPERATIONS},
             )
@@ -101,7 +101,7 @@ def all_reduce(context: Context) -> Rows:
 
 
 def in_worlds(recipe: Recipe, nproc: int, start: Callable[[Recipe, int], Measured | None]) -> Measured | None:
-    """Run every backend on every number of ranks. What a machine has too few GPUs for becomes a row."""
+    """Run every backend on every number of ranks. A combination that needs more GPUs than there are becomes a row."""
     from lmkit.parallel.ranks import local_device
 
     options = recipe.bench.table("all_reduce")
@@ -186,9 +186,9 @@ LINE_COLUMNS = (
 
 
 def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return (latency, time per byte) of the line with the least squares of relative errors; None of one size.
+    """Return (latency, time per byte) of the line with the least squares of relative errors; None for one size.
 
-    Absolute errors would leave the latency to chance: those of the largest sizes outweigh it.
+    Least squares of absolute errors would not determine the latency: errors at the largest sizes exceed it.
 
     Args:
         points: (bytes, time).
@@ -199,13 +199,13 @@ def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float] | 
     if len(set(sizes)) < 2:
         return None
     latency, per_byte = np.linalg.lstsq(np.stack([1 / times, sizes / times], 1), np.ones(len(times)))[0]
-    if latency < 0:  # the best of those through the origin
+    if latency < 0:  # then take the best line through the origin
         latency, per_byte = 0.0, (sizes / times).sum() / (sizes / times).dot(sizes / times)
     return float(latency), float(per_byte)
 
 
 def with_lines(rows: Rows) -> tuple[Rows, Rows]:
-    """Return the rows with the time that their line gives, and a row for each line."""
+    """Return the rows with the time that the fitted line predicts, and a row for each line."""
     keys = [column.key for column in COLUMNS[:4]]
     fitted: dict[Any, tuple[float, float]] = {}
     lines: Rows = []
@@ -250,9 +250,9 @@ def summarize(rows: Rows) -> Summary:
         findings=findings,
         tables={"Time = latency + bytes / bandwidth": markdown_table(lines, LINE_COLUMNS)} if lines else {},
         notes=(
-            "GB/s (10^9 bytes): the buffer / time; bus GB/s: what a rank must send, 2 (W-1)/W of the buffer for an "
-            "all-reduce and (W-1)/W for the others, / time; MB: 10^6 bytes",
-            *(["line: latency + bytes / bandwidth, fitted to the sizes of a row's kind"] if lines else []),
+            "GB/s (10^9 bytes): buffer / time; bus GB/s: bytes that a rank must send / time, 2 (W-1)/W of the buffer "
+            "for an all-reduce and (W-1)/W for the others; MB: 10^6 bytes",
+            *(["line: latency + bytes / bandwidth, fitted to one operation and dtype"] if lines else []),
         ),
     )
 

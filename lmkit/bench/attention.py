@@ -1,7 +1,7 @@
 """`lmkit bench attention`: cases (tiers, head_dim x length grid) x variants (kernels, eager or compiled).
 
-Every variant is checked (`attention_gate`) before it is timed. Variants of a case are timed in interleaved rounds;
-what does not fit, is not supported, or gives wrong results becomes a row that says so.
+Every variant is checked (`attention_gate`) before it is timed. Variants of a case are timed in interleaved rounds. A
+variant that does not fit, is not supported, or gives wrong results becomes a row that says so.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Options(Table):
     max_seconds: PositiveFloat = 2.0
     """Seconds of timing per case and direction, shared by the kernels."""
     longest_call_seconds: PositiveFloat = 0.5
-    """A kernel that a shorter case shows to need longer than this for one call is skipped."""
+    """Skip a kernel if a shorter case predicts that one call takes longer than this."""
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Options:
@@ -189,7 +189,7 @@ def attention(context: Context) -> Rows:
 
 
 class Sweep:
-    """What the cases of one run share: options, limits, which kernels were checked in full, how long calls took."""
+    """The state that the cases of a run share: options, limits, kernels checked in full, times of calls."""
 
     def __init__(self, options: Options, limits: Limits, *, device: torch.device, seed: int) -> None:
         self._options = options
@@ -234,7 +234,7 @@ class Sweep:
                         row |= self._check(name, function, gate, case)
                         if row["status"] == "ok":
                             functions[name] = function
-            gate = None  # its tensors would take memory from what is measured
+            gate = None  # free its tensors before memory is measured
             for direction in directions:
                 of_direction = {name: row | {"direction": direction} for name, row in rows.items()}
                 if inputs is not None:
@@ -334,7 +334,7 @@ class Sweep:
             if seconds > max(limit, ms_before * 1e-3):
                 detail = f"about {seconds:.2g} s a call, longest_call_seconds is {limit:g}"
                 return {"status": "skipped", "detail": detail}
-        # On a CPU Linux kills the process instead of raising: the scores that a kernel keeps are added up first.
+        # On a CPU, Linux kills the process instead of raising: add up the scores that a kernel keeps first.
         free = None if self._device.type == "cuda" else available_memory()
         if free is None or not ATTENTION.facts(kernel_of(name)[0]).keeps_scores:
             return None
@@ -374,7 +374,7 @@ class Sweep:
         flops = case.flops(options, direction)
         for name, timing in timings.items():
             rows[name] |= self._time_fields(name, timings, flops)
-            # The fastest sample: what a busy moment does to a sample says nothing about the next length.
+            # Predict from the fastest sample: a busy moment says nothing about the next length.
             self._calls[name, case.head_dim, direction] = (flops, min(timing.samples_ms))
 
     def _time_fields(self, name: str, timings: Mapping[str, Timing], flops: float) -> dict[str, Any]:

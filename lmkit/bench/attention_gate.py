@@ -123,8 +123,8 @@ def _as_it_is(x: Tensor) -> Tensor:
 def cut_to_tf32(x: Tensor) -> Tensor:
     """Return x with the 10 bits of mantissa that tensor cores read of a float32; the rest is cut off, as they do.
 
-    Some chips round to nearest instead, which is off by half as much; cutting always errs towards zero, so that no
-    average removes it.
+    Some chips round to nearest instead, with half the error. Cutting always errs towards zero, so its errors do not
+    average out.
     """
     return (x.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
@@ -143,7 +143,7 @@ TF32 = Arithmetic(operands=cut_to_tf32)
 
 @cache
 def arithmetic_of(precision: str, *, keeps_scores: bool) -> Arithmetic:
-    """Return what the gate has to forgive a variant, beyond the rounding that every kernel of its dtype does.
+    """Return where a variant rounds, beyond the rounding of every kernel of its dtype.
 
     Args:
         keeps_scores: whether the kernel writes scores and probabilities to memory, in 16 bits if its inputs have 16.
@@ -213,11 +213,11 @@ def rows_to_check(num_queries: int, num_keys: int, device: torch.device) -> Tens
 
 
 class Gate:
-    """Judge the variants of one case. What they are compared with is computed once.
+    """Judge the variants of one case against references that are computed once.
 
     Attributes:
-        inputs: of the case.
-        probe: the inputs for `faults_at_spots`: those of the case, dout set to zero outside the compared rows.
+        inputs: the inputs of the case.
+        probe: the inputs for `faults_at_spots`: like `inputs`, with dout zero outside the compared rows.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -264,7 +264,7 @@ class Gate:
         """Return the heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
 
         Args:
-            got: what a variant made of the inputs themselves, with the dense dout.
+            got: a variant's results for `inputs`, with the dense dout.
         """
         if faults := self._malformed(got):
             return faults
@@ -317,10 +317,9 @@ class Gate:
 def _errors_of(got: Results, exact: Results, *, short: bool) -> Tensor:
     """Return (tensors, 2): the distance over the size of the exact tensor, and the largest of its single rows.
 
-    A row is measured against its own size, or against a quarter of the median row's where it is smaller than that:
-    early rows of a causal output are far larger than late ones, and a fault in the late ones has to show. Where a
-    query sees one key only, dq is zero by cancellation; in short cases, where that counts, the gradients are
-    measured against the largest of them.
+    A row's error is relative to the row's size, but at least to a quarter of the median row's size: early rows of a
+    causal output are far larger than late ones, and a fault in a late row must show. A query that sees one key has
+    dq = 0 by cancellation; in short cases this matters, so gradients are relative to the largest gradient there.
     """
     rows = [_row_sizes(tensor) for tensor in exact]
     medians = [float(sizes[sizes > 0].median()) if bool((sizes > 0).any()) else 0.0 for sizes in rows]

@@ -31,7 +31,7 @@ VERSUS_SDPA = (
     Column("best_sdpa", "that is"),
 )
 SHAPE = ("batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "layout", "data")
-"""What else times depend on, besides the lengths."""
+"""The fields on which times depend, besides the lengths."""
 
 
 def summarize(rows: Rows) -> Summary:

@@ -100,7 +100,7 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
     """Return the attention function of a variant.
 
     Args:
-        dtype: "tf32" has to be asked for where a kernel multiplies by itself.
+        dtype: kernels with their own matrix products need to be told "tf32".
 
     Raises:
         UsageError: the kernel needs a package that is not installed.
@@ -141,7 +141,7 @@ def precision_of(name: str, dtype: str) -> str:
 
 
 def implementation_of(name: str, inputs: Inputs) -> str | None:
-    """Return which of its implementations a kernel runs; None for kernels that have only one."""
+    """Return the name of the implementation that a kernel runs; None for kernels with only one."""
     kernel, arguments = kernel_of(name)
     function = ATTENTION.facts(kernel).implementation
     if function is None:
@@ -151,7 +151,7 @@ def implementation_of(name: str, inputs: Inputs) -> str | None:
 
 
 def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) -> tuple[Work | None, Work]:
-    """Return what runs untimed before each call, if anything, and the call: "forward", "fwd+bwd" or "backward"."""
+    """Return (untimed preparation of each call or None, the call) of a direction: forward, fwd+bwd or backward."""
     import torch
 
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
@@ -179,7 +179,7 @@ def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) 
 
 @contextmanager
 def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn what a kernel does not support, or fails with, into the row's status; out of memory passes."""
+    """Turn a kernel's refusal or error into the row's status. Out-of-memory errors pass."""
     import torch
 
     from lmkit.measure.memory import is_out_of_memory
@@ -189,7 +189,7 @@ def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
     except (UsageError, ValueError, NotImplementedError) as error:
         row |= {"status": "unsupported", "detail": str(error)}
     except RuntimeError as error:
-        # A lost device fails everything that follows: nothing after it could be trusted.
+        # After a lost device every further call fails, so raise.
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             raise
         refused = any(words in str(error) for words in SDPA_REFUSALS)

@@ -14,7 +14,7 @@ from lmkit.errors import LmkitError, UsageError, some_of
 from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median
 from lmkit.measure.tables import Column, Rows, terminal_table
 
-# Results, though they are text or whole numbers: they do not say which measurement a row is.
+# Text and whole numbers that are results: they do not identify a measurement.
 RESULT_KEYS = {
     *(
         "status",
@@ -29,7 +29,7 @@ RESULT_KEYS = {
     ),
     *("verdict", "versus_fp32_verdict", "versus_sdpa_verdict", "best_sdpa", "implementation"),
 }
-# Code of others, which did not change between two runs of one environment: their rows show what the machine did.
+# Rows of other projects' code, which is equal in both runs: if these change, the machine did.
 REFERENCE_KEYS = ("kernel", "variant", "contender", "strategy", "way")
 REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
 SMALLEST_DIFFERENCE = 0.03
@@ -52,8 +52,8 @@ class Compared:
 
     Attributes:
         compared: how many have a verdict on their times: measured in both, often enough.
-        worse: how many became slower, fail now, or are missing.
-        suspected: how many became slower together with all others, and no row of others' code tells why.
+        worse: how many became slower, now fail, or are missing.
+        suspected: how many became slower when all rows did and no row of other code shows that the machine did.
     """
 
     rows: Rows
@@ -146,11 +146,11 @@ def compare_rows(
     smallest_difference: float = SMALLEST_DIFFERENCE,
     in_turns: Callable[[Key], RunRatio] | None = None,
 ) -> Compared:
-    """Match rows by everything that is not a result, and compare their raw samples.
+    """Match rows by all fields that are not results, and compare their raw samples.
 
     Args:
-        in_turns: compares the measurement of an identity, of which both took samples in turns; without it samples are
-            of separate runs (`statistics.compare_runs`).
+        in_turns: identity of a row -> comparison of samples that both versions took in turns; None: the samples are
+            those of separate runs (`statistics.compare_runs`).
     """
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
@@ -161,7 +161,7 @@ def compare_rows(
     rows = []
     measured: list[tuple[dict[str, Any], Key, tuple[Samples, Samples]]] = []
     for key in keys:
-        # What all rows share would only repeat itself.
+        # Name only the fields in which rows differ.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
         rows.append({"what": what})
         if key not in old or key not in new:
@@ -194,7 +194,7 @@ def compare_rows(
 
 
 def identity(row: Mapping[str, Any]) -> Key:
-    """Return the sorted (key, value) pairs that say what was measured: text, whole numbers and switches."""
+    """Return the sorted (key, value) pairs that identify a measurement: text, whole numbers and switches."""
     told = {key for key, value in row.items() if isinstance(value, (str, int)) and not key.endswith("_bytes")}
     return tuple(sorted((key, row[key]) for key in told - RESULT_KEYS))
 

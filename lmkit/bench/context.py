@@ -1,4 +1,4 @@
-"""What a bench gets: its options, its rank, the journal of its rows; and metadata of its keys."""
+"""`Context`, which a bench gets: options, rank, journal of its rows. Metadata of the keys of its table."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Empties:
 class RankOutOfMemory(LmkitError):
     """A rank ran out of memory; the journal has the row.
 
-    Other ranks may wait for it inside a collective, so all ranks end. Those that `--nproc` started are started again
-    and measure what the journal does not have.
+    Other ranks may wait for it inside a collective, so all ranks end. `--nproc` starts its ranks again; they measure
+    the rows that the journal lacks.
     """
 
 
@@ -66,7 +66,7 @@ class Journal:
             file.write(json_lines(rows))  # one write: lines of several processes do not mix
 
     def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep these rows only, for a bench whose rows grow from round to round; one process at a time."""
+        """Keep only these rows. Use it if rows gain samples each round, from one process at a time."""
         write_atomic(self.path, json_lines(rows))
 
     def rows(self) -> Rows:
@@ -77,7 +77,7 @@ class Journal:
 
 @dataclass
 class Context:
-    """What a bench gets.
+    """The options, ranks, journal and environment of a running bench.
 
     Attributes:
         options: its table, [bench.NAME] of the recipe.

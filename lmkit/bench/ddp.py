@@ -1,15 +1,16 @@
-"""`lmkit bench ddp`: every gradient strategy on one model, interleaved, against one GPU and against no communication.
+"""`lmkit bench ddp`: compare every gradient strategy on one model with one GPU and with no communication.
 
-What is timed is the step that `lmkit train` runs. Definitions, all per round and then summarized by medians with a
-95% interval over rounds:
+It times the step that `lmkit train` runs, variants interleaved. Each quantity is computed per round and summarized by
+its median and a 95% interval over rounds:
 
-- one rank: every GPU makes the steps of one rank by itself, all at once; a sample is the slowest's, as for W ranks;
+- step time (ms): the slowest rank's, in every variant;
+- one rank: all GPUs train at the same time, each alone with the rows of one rank;
 - scaling: step time of one rank / step time with W ranks (weak scaling: the same rows per rank);
-- exposed communication: step time - step time of the same step without communication (`none`);
-- communication alone: the time of a step's reduction with no compute at the same time;
-- host time: how long rank 0's CPU is busy with a step on an idle GPU;
-- host ahead: how long a GPU still worked after its host had queued a sample's last step, on the rank with the least;
-  near zero, the host was measured;
+- exposed communication (ms): step time - step time without communication (`none`);
+- communication alone (ms): the time of a step's reduction while nothing computes;
+- host time (ms): how long rank 0's CPU needs to queue a step on an idle GPU;
+- host ahead (ms): how long a GPU still works after its host has queued a sample's last step; the smallest over the
+  ranks. Near zero, the host sets the step time, not the GPU;
 - link bytes: see `Traffic`; "expected" is the formula over the model's parameters.
 """
 
@@ -58,10 +59,10 @@ if TYPE_CHECKING:
     from lmkit.training.setup import TrainingStep
 
 SETTLE_S = 1.5
-"""How long all GPUs work, untimed, before the first sample: the power of GPUs that rested has fallen, and its limit
-answers late, so that the next samples would be too short and then too long."""
+"""Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
+reacts late: without these steps the first samples would be too short and the next ones too long."""
 TRACE_WARMUP = 5
-TRACE_STEPS = 16  # the first traced steps show a host that is not ahead of its GPU yet
+TRACE_STEPS = 16  # in the first traced steps the host is not yet ahead of its GPU
 
 
 class Options(RanksOptions):
@@ -70,15 +71,15 @@ class Options(RanksOptions):
     bucket_sweep_mb: tuple[PositiveFloat, ...] = (1, 10, 100, 1000)
     """Bucket sizes in MiB to compare; empty: no sweep."""
     max_seconds: PositiveFloat = 600.0
-    """Seconds of timing, of the variants and again of the bucket sizes; whole rounds only."""
+    """Seconds of timing for the variants, and as many for the bucket sizes; whole rounds only."""
 
 
 class Sample(NamedTuple):
-    """What one rank measured.
+    """The measurement of one rank.
 
     Attributes:
         step_ms: ms per step.
-        ahead_ms: as in `SteadyStateClock`; NaN on a CPU.
+        ahead_ms: ms that the host was ahead of its GPU, see `SteadyStateClock`; NaN on a CPU.
     """
 
     step_ms: float
@@ -120,7 +121,7 @@ def ddp(context: Context) -> Rows:
     rows = measure(case, options.variants or ladder(), context, part="ladder")
     sweep = [f"bucketed {mb:.12g} MB" for mb in options.bucket_sweep_mb]
     if sweep:
-        # The journal keeps the ladder: only its rows are worth more than another run.
+        # The journal keeps only the ladder; a sweep that was interrupted is measured again.
         rows += measure(case, ("one rank", "none", *sweep), context, part="bucket sweep", journal=False)
     bucketed = next((row for row in rows if row["variant"] == "bucketed" and row["status"] == "ok"), None)
     if bucketed is not None and context.device.type == "cuda":
@@ -131,7 +132,7 @@ def ddp(context: Context) -> Rows:
 
 
 def measure(case: Case, names: Sequence[str], context: Context, *, part: str, journal: bool = True) -> Rows:
-    """Measure variants that fit into memory together; every rank calls this and gets the rows.
+    """Measure variants that fit into memory together. Every rank calls this and gets the same rows.
 
     A variant that runs out of memory has `status` "out of memory".
     """
@@ -170,7 +171,7 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
 
 
 def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str, Any]] | str:
-    """Build a variant, run its first steps, note memory and traffic; return why, if it does not fit on some rank."""
+    """Build a variant and run its first steps; return it and its memory and traffic, or why it does not fit."""
     import torch
     import torch.distributed as dist
 
@@ -186,7 +187,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str,
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
         built = make_training(name, case, ranks)
-    # Steps are collective: ranks agree before them, too.
+    # Steps are collective, so ranks agree before them that all have built the variant.
     if agree(ranks, stop=facts["status"] != "ok"):
         return str(facts.get("detail", "on another rank"))
     with out_of_memory_is_a_row(facts, ranks.device):
@@ -208,7 +209,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str,
 
 
 def begin_account(ranks: Ranks) -> None:
-    """Empty the allocator before a variant is built whose memory counts. Collective."""
+    """Empty the allocator before building a variant whose memory is measured. Collective."""
     import torch
 
     from lmkit.parallel.ranks import release_collectives
@@ -238,7 +239,7 @@ def _first_steps(built: TrainingStep, name: str) -> dict[str, Any]:
 
 
 def _host_ms(built: TrainingStep, ranks: Ranks) -> float:
-    """Return the median ms until a step has been queued on an idle GPU (its queue takes thousands of launches)."""
+    """Return the median ms in which the host queues a step on an idle GPU, whose queue holds a whole step."""
     import torch
 
     samples = []
@@ -253,7 +254,7 @@ def _host_ms(built: TrainingStep, ranks: Ranks) -> float:
 
 
 def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float | None:
-    """Return the median ms of reducing gradients that are all there; None where that cannot be separated."""
+    """Return the median ms of reducing complete gradients; None for strategies that cannot reduce separately."""
     from lmkit.parallel.collectives import agree
 
     if not is_own(name) or is_sharded(name):
@@ -269,7 +270,7 @@ def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float 
 def _time_together(
     trainings: Trainings, context: Context, part: str, keep: Callable[[Samples], None]
 ) -> Samples:
-    """Return interleaved samples; `keep` is called with those so far after each round."""
+    """Return interleaved samples; call `keep` with the samples so far after each round."""
     import torch
     import torch.distributed as dist
 
@@ -285,7 +286,7 @@ def _time_together(
     def prepare(name: str) -> None:
         done = next(samples_before)
         context.progress(f"{part}, timing", done, options.rounds * len(trainings))
-        if done == 0 and ranks.device.type == "cuda":  # they rested while the last variant was built
+        if done == 0 and ranks.device.type == "cuda":  # the GPUs were idle while the last variant was built
             settle(trainings[name].run, ranks, options.steps_per_sample)
         turns.append(name)
         agree(ranks)
@@ -318,7 +319,7 @@ def _time_together(
 
 
 def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
-    """Run `SETTLE_S` of steps. Collective."""
+    """Run steps for `SETTLE_S` seconds. Collective."""
     import torch
 
     from lmkit.parallel.collectives import agree
@@ -331,7 +332,7 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
 
 
 def numbers(name: str, case: Case, ranks: Ranks, samples: Samples) -> dict[str, Any]:
-    """Return the fields of a variant that its samples give."""
+    """Return the fields of a variant's row that follow from its samples."""
     if name not in samples:
         return {}
     own = _slowest(samples[name])
@@ -344,7 +345,7 @@ def numbers(name: str, case: Case, ranks: Ranks, samples: Samples) -> dict[str, 
         "tokens_per_s": world_size * case.tokens_per_step / times.median * 1e3,
         "samples_ms": own,
     }
-    if name in SOLO:  # with all others, ranks wait for one another
+    if name in SOLO:  # in other variants ranks wait for one another, so their times are equal
         of_ranks = zip(*samples[name], strict=True)
         fields["rank_ms"] = [median([sample.step_ms for sample in of_rank]) for of_rank in of_ranks]
     if ranks.device.type == "cuda":
@@ -361,12 +362,12 @@ def numbers(name: str, case: Case, ranks: Ranks, samples: Samples) -> dict[str, 
 
 
 def _slowest(rounds: Sequence[Sequence[Sample]]) -> list[float]:
-    """Return the slowest rank's time of each round: a step of all ends when its does."""
+    """Return the slowest rank's time of each round: that rank ends the step of all."""
     return [max(sample.step_ms for sample in of_rank) for of_rank in rounds]
 
 
 def compare_with_expected(rows: Rows, case: Case) -> None:
-    """Add the peak over that of one rank with the same weights, and the bytes of the formula."""
+    """Add the peak relative to one rank's with the same weights, and the bytes that the formula expects."""
     peaks = {row["variant"]: row.get("peak_bytes") for row in rows}
     for row in rows:
         alone = peaks.get(baseline_of(row["variant"]))
@@ -381,14 +382,14 @@ def compare_with_expected(rows: Rows, case: Case) -> None:
 # One step on the GPU, from a trace
 
 Timeline = dict[str, list[tuple[float, float]]]
-"""Compute and communication: when kernels ran, (start, end) in ms since the step's start, joined where they touch."""
+""""compute" or "communication" -> when its kernels ran: (start, end) in ms since the step's start, merged."""
 
 
 def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
     """Trace steps (every rank calls this, on GPUs) and return the last but one; None on ranks other than 0.
 
-    Rank 0 alone is traced. That slows down its host, so the others wait for it: the time of its own collectives is
-    not spent waiting.
+    Only rank 0 is traced. Tracing slows down its host, so the other ranks wait for rank 0, and the traced time of its
+    collectives contains no waiting.
     """
     import torch
 
@@ -415,7 +416,7 @@ def read_step(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline | Non
     """Return the last but one of `steps` steps in the events of a Chrome trace (times in us); None without
     collectives (the profiler may not be allowed to see kernels).
 
-    A step goes from the end of the last collective of the step before to the end of its own.
+    A step begins at the end of the previous step's last collective and ends at the end of its own.
 
     Raises:
         ValueError: the steps did not make equally many collectives.

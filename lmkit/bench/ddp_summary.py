@@ -35,11 +35,11 @@ WIDE = (
     Column("peak_gb", "peak GB", ".2f"),
 )
 NOTES = (
-    "ms/step: median of the slowest rank's samples, for one rank too, which every rank is by itself; spread: (p90 - "
-    "p10) / median; scaling: one rank's step time over this one's, same rows per rank; exposed: step time minus that "
-    "of `none`; memory: peak over one rank's",
-    "MB sent (10^6 bytes): of a rank in a step; formula: 2 (W-1)/W of the gradients, and (W-1)/W of the weights that "
-    "PyTorch's ZeRO broadcasts",
+    "ms/step: median of the slowest rank's samples; under `one rank` every rank trains alone; spread: "
+    "(p90 - p10) / median; scaling: step time of one rank / step time of the variant, same rows per rank; "
+    "exposed: step time - step time of `none`; memory: peak relative to one rank's",
+    "MB sent: 10^6 bytes per rank and step; formula: 2 (W-1)/W of the gradients' bytes; for PyTorch's ZeRO also "
+    "(W-1)/W of the weights' bytes",
 )
 BUCKET_MB = re.compile(r"bucketed ([\d.e+-]+) MB")
 
@@ -103,8 +103,7 @@ def findings(rows: Rows) -> list[str]:
         best = min(full_precision, key=lambda row: row["step_ms"])
         scaling = f", {best['scaling']:.1%} of linear scaling" if best.get("scaling") else ""
         found.append(
-            f"Fastest of those without bf16 weights or bf16 gradients: {best['variant']}, {best['step_ms']:.2f} ms a "
-            f"step{scaling}."
+            f"Fastest without a bf16 option: {best['variant']}, {best['step_ms']:.2f} ms a step{scaling}."
         )
     for sharded in (False, True):
         found += _against_pytorch([row for row in synced if is_sharded(row["variant"]) is sharded])
@@ -192,7 +191,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             title=f"Step time over bucket size: {case}",
             x_label="bucket size (MiB)",
             y_label="ms per step",
-            from_zero=True,  # sizes differ by percents, and should look it
+            from_zero=True,  # differences of a few percent should look small
         )
     if traced := next((row["timeline"] for row in rows if row.get("timeline")), None):
         kinds = ("compute", "communication")

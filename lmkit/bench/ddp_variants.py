@@ -39,7 +39,7 @@ NAMED: dict[str, dict[str, Any]] = {
         )
     },
 }
-"""Variants whose name is not a strategy followed by options -> their keys of [parallel]."""
+"""Variant whose name is not a strategy with options -> its keys of [parallel]."""
 OPTION = re.compile(
     r"(?:(?P<reduce_dtype>bf16) wire|(?P<weights>bf16)|(?P<gather>collective)"
     r"|(?P<bucket_mb>\d*\.?\d+(?:e[+-]?\d+)?) MB)(?: |$)"
@@ -65,12 +65,12 @@ class RanksOptions(Table):
     rounds: PositiveInt = 10
     """Interleaved samples of each variant; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 4
-    """Training steps that one sample times; half as many, untimed, lead into it."""
+    """Timed training steps of a sample; half as many untimed steps precede them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what one rank feeds it per step."""
+    """A model and one rank's batch per step."""
 
     name: str
     model: ModelConfig
@@ -132,8 +132,8 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
 
     Args:
-        parallel: the recipe's; a variant without a size has its `bucket_mb`.
-        bench: whose table names the variant, for the error.
+        parallel: the recipe's table; a variant whose name gives no size takes `bucket_mb` from it.
+        bench: the bench whose table names the variant, for the error.
 
     Raises:
         UsageError: no such variant.
@@ -157,7 +157,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
 
 
 def _named_options(detail: str) -> dict[str, Any] | None:
-    """Return the keys of [parallel] that "100 MB bf16 wire" names; None if it says something else, or one twice."""
+    """Return the keys of [parallel] that a name such as "100 MB bf16 wire" sets; None if it is malformed."""
     named: dict[str, Any] = {}
     while detail:
         found = OPTION.match(detail)
@@ -174,12 +174,12 @@ def _named_options(detail: str) -> dict[str, Any] | None:
 def expected_link_bytes(
     name: str, parameter_bytes: int, world_size: int, parallel: ParallelConfig, precision: str = "fp32"
 ) -> float:
-    """Return what a rank must send per step, without flags and padding.
+    """Return the bytes that a rank must send per step, without flags and padding.
 
-    An all-reduce of the gradients costs 2 (W-1)/W of their bytes, and so do a reduce-scatter and an all-gather
-    together (of gradients and weights). Gradients of fp32 weights that are reduced as bf16 count half. Weights that
-    are sharded are gathered a second time (the last layer's are not, which this leaves out). PyTorch's ZeRO-1 reduces
-    whole gradients everywhere and then broadcasts the weights, which costs (W-1)/W of their bytes on top.
+    An all-reduce of the gradients costs 2 (W-1)/W of their bytes. A reduce-scatter of gradients and an all-gather of
+    weights together cost the same. Gradients of fp32 weights that are reduced as bf16 count half. Sharded weights are
+    gathered a second time; the last layer's are not, but this formula counts them. PyTorch's ZeRO-1 all-reduces whole
+    gradients and then broadcasts the weights, which costs another (W-1)/W of the weights' bytes.
     """
     if name == "none":
         return 0.0
@@ -214,7 +214,7 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
         # PyTorch's ZeRO keeps no masters of bf16 weights.
         precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
         parallel=parallel_of(name, case.parallel),
-        cuda_graph="off",  # "auto" captures one rank's steps only, which would then be compared with those of several
+        cuda_graph="off",  # "auto" would capture only the steps of one rank, the others' baseline
         make_optimizer=_torch_zero if name == TORCH_ZERO else None,
     )
     if name == TORCH_ZERO:
@@ -223,7 +223,7 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
 
 
 def _torch_zero(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make PyTorch's ZeRO-1: whole parameters dealt out to the ranks, broadcast after the step."""
+    """Make PyTorch's ZeRO-1: each rank updates some whole parameters and broadcasts them after the step."""
     import torch
 
     # Its package compiles deprecated TorchScript when it is imported, with a warning.
@@ -240,7 +240,7 @@ def _torch_zero(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _count_broadcasts(traffic: Any, optimizer: Any, *_: Any) -> None:
-    """Count what PyTorch's ZeRO-1 sent in its step: the parameters dealt to each rank, one tensor a rank."""
+    """Count the bytes of PyTorch's ZeRO-1: each rank broadcasts its parameters as one tensor."""
     for of_device in optimizer._buckets:
         for of_rank in of_device:
             traffic.count_broadcast(of_rank.nbytes, optimizer.world_size)

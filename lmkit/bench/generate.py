@@ -1,7 +1,7 @@
 """`lmkit bench generate`: a decode step of several texts beside Hugging Face transformers.
 
-The step is the one that `lmkit generate` runs. A step is timed with this many tokens in the cache of every text; the
-least that it reads is all weights but the embedding, and the filled part of the cache. Weights are random.
+It times the step that `lmkit generate` runs, with random weights and `context` tokens in the cache of every text. A
+step reads at least all weights but the embedding, and the filled part of the cache (`least_bytes`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lmkit.generation import Decoder
     from lmkit.model.transformer import TransformerLM
 
-FEW = 5  # samples of what is not compared
-FIRST_STEPS = 3  # compile
+FEW = 5  # samples of quantities that are not compared between variants
+FIRST_STEPS = 3  # untimed; they compile
 
 
 class Options(Table):
@@ -58,25 +58,25 @@ class Options(Table):
         "lmkit",
         "transformers",
     )
-    """lmkit (with its kernels where they run, or PyTorch's operations), and transformers' Llama with a static cache,
-    eager or compiled. The first is compared with others."""
+    """lmkit (with its kernels if they run here), lmkit_torch (with PyTorch's operations), and transformers' Llama
+    with a static cache, eager or compiled. The first is compared with the others."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Dtype of weights and cache."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature of lmkit; 0 is greedy, as transformers is measured."""
+    """Sampling temperature of lmkit; 0 is greedy. transformers is always greedy."""
     rounds: PositiveInt = 12
     """Interleaved samples of each variant; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 16
-    """Steps that one sample times; half as many, untimed, lead into it."""
+    """Timed steps of a sample; half as many untimed steps precede them."""
     max_seconds: PositiveFloat = 60.0
     """Seconds of timing per case; whole rounds only."""
     queue: Count = 0
-    """Texts of a queue that lmkit writes, prompts of 1 to `context` tokens and `context` more each, so that the cache
-    holds `context` tokens of a text on average; 0: none."""
+    """Texts in a queue that lmkit also writes; 0: no queue. Each has a prompt of 1 to `context` tokens and gets
+    `context` more, so the cache holds `context` tokens of a text on average."""
 
 
 class Writer(Protocol):
-    """What is timed."""
+    """A variant whose decode steps are timed."""
 
     context: int
 
@@ -140,7 +140,7 @@ class OwnWriter:
         self.decoder.newest().read()
 
     def queue_seconds(self, texts: int) -> float:
-        """Return how long `generate` takes for a queue, beyond loading."""
+        """Return the seconds that `generate` takes for a queue of texts, without loading the model."""
         from lmkit.generation import GenerateConfig, generate
         from lmkit.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def check(recipe: Any) -> None:
 
     options = recipe.bench.table("generate")
     largest = max(options.contexts)
-    # The first steps, those of `first_token` (a prompt is read into one row only) and of `host_ms` are not timed.
+    # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
     steps = max(2 * options.steps_per_sample, FIRST_STEPS + 2 * FEW)
     room = max(largest + steps, 2 * largest if options.queue else 0)
     if room > options.capacity:
@@ -206,7 +206,7 @@ def generate(context: Context) -> Rows:
     rows: Rows = []
     for done, case in enumerate(cases):
         context.progress("models", done, len(cases))
-        torch.compiler.reset()  # or a rival's graph of another batch size would be made again for all sizes
+        torch.compiler.reset()  # else a rival would recompile with dynamic sizes for the next batch size
         writers: dict[str, Writer] = {}
         for filled in options.contexts:
             found = _measure(*case, filled, context, limits, writers)
@@ -231,7 +231,7 @@ def least_bytes(config: ModelConfig, batch_size: int, context: int, element_byte
 def _measure(
     size: str, batch_size: int, filled: int, context: Context, limits: Limits, writers: dict[str, Writer]
 ) -> Rows:
-    """Return one row per variant of one case; `writers` keeps what other contexts can use, too."""
+    """Return one row per variant of one case; `writers` keeps variants for other contexts."""
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
     config = config.model_copy(
@@ -323,7 +323,7 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
 
 
 def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -> float:
-    """Return the time until `work` returns, and with `wait` until the device has done it."""
+    """Return the ms until `work` returns, or with `wait` until the device has finished it."""
     import torch
 
     def synchronize() -> None:
@@ -379,10 +379,10 @@ def summarize(rows: Rows) -> Summary:
             if row.get("first_is") is not None
         ],
         notes=(
-            "bandwidth: the least bytes of a step (weights and filled cache) over its time, as a share of the copy "
-            "bandwidth of this run; first ms: reading one prompt as long as the context, and its first token; host "
+            "bandwidth: the least bytes of a step (weights and filled cache) / its time, as a share of this run's "
+            "copy bandwidth; first ms: reading one prompt as long as the context and writing its first token; host "
             "ms: until a step returns to the host; queue: tokens/s of a queue of prompts, reading included, as a "
-            "share of the step's",
+            "share of the tokens/s of steps alone",
             f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
             "(p90 - p10) / median",
         ),

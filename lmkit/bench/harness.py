@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 JOURNAL = "rows.jsonl.partial"
 NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
-"""The `status` of a row without a measurement; its `detail` says why."""
+"""Values of `status` in rows without a measurement; `detail` says why."""
 REASONS_SHOWN = 3
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
@@ -70,7 +70,7 @@ Result = TypeVar("Result")
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a bench; its text says where the rows of finished rounds are."""
+    """Ctrl-C in a bench; the message says where the rows of finished rounds are."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run_bench(
 
     Raises:
         UsageError: the recipe asks for something that does not exist, or the bench needs several ranks.
-        LmkitError: another bench is at work in this folder.
+        LmkitError: another bench is running in this folder.
         Interrupted: in place of KeyboardInterrupt, on the first rank.
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
@@ -140,7 +140,7 @@ def run_bench(
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
-    """Refuse a folder that cannot be written to, or that was asked for and holds files like those of a bench.
+    """Refuse a folder that cannot be written to, or an `output` that already holds results.
 
     Raises:
         UsageError: nothing can be written there, or it has results and `force` is false.
@@ -173,7 +173,7 @@ def _place(folder: Path) -> Iterator[Journal]:
 def _on_several_ranks(
     name: str, recipe: Recipe, journal: Journal, progress: Progress, nproc: int
 ) -> Measured | None:
-    """Start ranks; start them again after one ran out of memory, if the journal has something new."""
+    """Start ranks; start them again after one ran out of memory, unless the journal gained no row."""
     from lmkit.parallel.launch import relayed, spawn_ranks
 
     while True:
@@ -182,7 +182,7 @@ def _on_several_ranks(
             with relayed(progress) as from_ranks:
                 return spawn_ranks(nproc, _on_rank, (name, recipe, journal, from_ranks))
         except RankOutOfMemory:
-            if len(journal.rows()) == known:  # it would happen again
+            if len(journal.rows()) == known:  # a new start would run out of memory at the same row
                 raise
 
 
@@ -217,14 +217,14 @@ def bench_module(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """What rows say: the table and the sentences of terminal, report and write-up.
+    """The table and the sentences of a terminal, a report or a write-up.
 
     Attributes:
-        columns: of the table; those for which no row has a value are left out.
-        rows: of the table.
+        columns: columns of the table; a column without any value is left out.
+        rows: rows of the table.
         about: one line on the case: sizes, dtype.
         findings: sentences that the rows support, the most important first.
-        tables: heading -> Markdown of what else there is, for reports.
+        tables: heading -> further Markdown for reports.
         notes: what the columns mean.
         wide: further columns for reports; a terminal has no room for them.
     """
@@ -249,7 +249,7 @@ class Summary:
         return [column for column in columns if column.key in keys or column.instead in keys]
 
     def reasons(self) -> dict[str, list[str]]:
-        """Return `status: detail` of rows without a measurement -> those rows, by the columns before the status."""
+        """Return `status: detail` -> the rows without a measurement that have it, named by their first columns."""
         named = [column.instead for column in self.columns]
         names = self.columns[: named.index("status")] if "status" in named else ()
         found: dict[str, list[str]] = {}
@@ -279,7 +279,7 @@ def _all_keys(name: str, rows: Rows) -> Summary:
 
 
 def terminal_text(summary: Summary) -> str:
-    """Return the table, below it why rows have no measurement, and the notes; at most 100 columns."""
+    """Return the table, the reasons of rows without a measurement, and the notes; at most 100 characters wide."""
     reasons = list(summary.reasons())
     more = len(reasons) - REASONS_SHOWN
     reasons = reasons[:REASONS_SHOWN] + ([f"and {more} more of these: see the report"] if more > 0 else [])
@@ -312,7 +312,7 @@ def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    """Return one line on what was measured on, as far as `environment.json` says."""
+    """Return one line that names the machine, as far as `environment.json` does."""
     gpus = [gpu.get("name", "") for gpu in environment.get("gpus", ())]
     cpu = environment.get("cpu", {}).get("name", "")
     parts = [f"{len(gpus)} x {gpus[0]}" if gpus else f"a CPU ({cpu})" if cpu else "an unnamed machine"]
@@ -361,7 +361,7 @@ def out_of_memory_is_a_row(row: dict[str, Any], device: torch.device | str) -> I
 
 
 def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
-    """Return the status of what does not fit; of an error, its first sentence."""
+    """Return the status and detail of a row that does not fit; the detail of an error is its first sentence."""
     return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
 
 
@@ -370,7 +370,7 @@ def build_what_fits(
     build: Callable[[Key, dict[str, Any]], Result | None],
     device: torch.device | str,
 ) -> dict[Key, Result]:
-    """Return variant -> what `build(variant, row)` returns; None from it, or out of memory: only the row is left."""
+    """Return variant -> result of `build(variant, row)`, without variants that returned None or ran out of memory."""
     built: dict[Key, Result] = {}
     for name, row in rows.items():
         with out_of_memory_is_a_row(row, device):
@@ -385,10 +385,10 @@ def time_what_fits(
     device: torch.device | str,
     time_together: Callable[[dict[Key, Callable[..., Any]]], dict[Key, Result]],
 ) -> dict[Key, Result]:
-    """Time variants in turns. What fits alone may not fit with the others: then the largest becomes a row.
+    """Time variants in turns. If they do not fit together, the largest becomes an out-of-memory row.
 
     Args:
-        rows: of all variants; `peak_gb` is what each needs.
+        rows: rows of all variants; `peak_gb` is the memory that a variant needs.
         time_together: times some of the calls.
     """
     left = dict(calls)
@@ -403,7 +403,7 @@ def time_what_fits(
 
 
 def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:
-    """Return the fields of a row that say what its samples are; `name` is the median's."""
+    """Return the fields of a row that describe its samples; `name` is the key of the median."""
     times = spread(samples_ms)
     return {
         name: times.median,
@@ -423,7 +423,7 @@ def ratio_fields(ratio: PairedRatio, name: str = "speedup", verdict: str = "verd
 def mfu_fields(
     flops_per_s: float, device: torch.device, precision: str, limits: Limits | None
 ) -> dict[str, Any]:
-    """Return the utilization of one device and what it is a share of; {} on ranks that measured no limits."""
+    """Return the MFU of one device and the peak that it is a share of; {} on ranks that measured no limits."""
     if limits is None:
         return {}
     mfu = model_flops_utilization(flops_per_s, device, precision, limits)
@@ -431,14 +431,14 @@ def mfu_fields(
 
 
 def mfu_notes(rows: Rows) -> list[str]:
-    """Return what the MFU of the rows is a share of."""
+    """Return sentences that name the peaks of which the MFU is a share."""
     bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
     return [f"MFU: share of the {basis}" for basis in bases]
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch Python's collector off: with many models alive, a pause takes longer than what is compared."""
+    """Switch Python's garbage collector off: with many models alive, its pauses exceed the differences measured."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

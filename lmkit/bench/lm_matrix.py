@@ -1,8 +1,8 @@
 """`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
 
-All strategies of a kernel are alive at once and take turns, one epoch each per round, so that their epochs pair.
-Every training starts from the same weights and sees the same batches: their loss curves can be compared, too. "one
-rank" is the same training on one GPU, with the whole batch, while the other ranks wait.
+All strategies of a kernel are alive at once and take turns, one epoch each per round, so that epochs of a round form
+pairs. Every training starts from the same weights and sees the same batches, so loss curves can be compared, too.
+"one rank" is the same training on one GPU with the whole batch; the other ranks wait meanwhile.
 
 A training that does not fit in memory becomes a row. On several ranks the harness then starts the ranks again,
 without that cell.
@@ -60,7 +60,7 @@ EVAL_BATCHES = 20
 
 
 def _single(name: str) -> str:
-    """Return the name of the variant that other projects call so; here `none` has a replica on every rank."""
+    """Return our name of a variant. "Local No DDP" is one rank: our `none` has a replica on every rank."""
     return ONE_RANK if name == "Local No DDP" else name
 
 
@@ -87,7 +87,7 @@ class Options(Table):
     context_length: PositiveInt = 64
     """Tokens per sequence."""
     vocab_size: PositiveInt = NUM_BYTES
-    """Vocabulary; at least that of the tokens. Generated stories are bytes: 256."""
+    """Vocabulary size, at least that of the tokens; 256 for generated stories, which are bytes."""
     tie_embeddings: bool = False
     """As in [model]."""
     compile: Literal["none", "block", "whole"] = "none"
@@ -97,9 +97,9 @@ class Options(Table):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """As in [train]."""
     batch_size: PositiveInt = 8
-    """Sequences per step over all ranks; of "one rank", on its one."""
+    """Sequences per step over all ranks; "one rank" takes them all."""
     steps_per_epoch: PositiveInt = 5
-    """Steps of an epoch, which is what one sample times."""
+    """Steps of an epoch. One sample times one epoch."""
     warmup_epochs: Count = 1
     """Untimed epochs before the first sample."""
     timed_epochs: PositiveInt = 6
@@ -107,7 +107,7 @@ class Options(Table):
     bucket_mb: PositiveFloat = 50.0
     """Bucket size in MiB (`bucketed`, `torch_ddp`, `zero1`)."""
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
-    """A token file (.npy), or a text, whose bytes are the tokens; left out: generated stories."""
+    """A token file (.npy), or a text file whose bytes are the tokens; by default generated stories."""
     lr: PositiveFloat = 3e-4
     """Constant learning rate."""
 
@@ -171,7 +171,7 @@ def lm_matrix(context: Context) -> Rows:
 
 
 def _tokens(options: Options, seed: int) -> np.ndarray:
-    """Return the token file, memory-mapped, or the bytes of a text, or of stories: something to learn, offline."""
+    """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
     import numpy as np
 
     from lmkit.data.synth import generate_stories
@@ -224,7 +224,7 @@ def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
 def _train_kernel(
     kernel: str, strategies: Sequence[str], context: Context, tokens: np.ndarray, held_out: np.ndarray
 ) -> Rows:
-    """Return one row per strategy. Their epochs are interleaved, in an order that turns from round to round."""
+    """Return one row per strategy. Epochs are interleaved; each round begins with another strategy."""
     from lmkit.model.accounting import count_parameters
     from lmkit.parallel.collectives import agree
     from lmkit.parallel.failures import StepWatch
@@ -250,7 +250,7 @@ def _train_kernel(
     trainings: dict[str, _Training] = {}
 
     def give_up(strategy: str) -> None:
-        """After a row has become "out of memory": drop the training; on several ranks, end."""
+        """Drop the training of an "out of memory" row; on several ranks, end all ranks."""
         trainings.pop(strategy, None)
         if trainings:
             rows[strategy]["detail"] += f", with {len(trainings)} other trainings in memory"
@@ -263,7 +263,7 @@ def _train_kernel(
                 hint="lower batch_size, leave it out, or let --nproc start the ranks",
             )
 
-    with StepWatch(ranks) as watch:  # if another rank gives up, this one says that it lost it
+    with StepWatch(ranks) as watch:  # reports a rank that gives up as lost
         for strategy in strategies:
             try:
                 with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(0):
@@ -352,7 +352,7 @@ class _Training:
 
         num_steps = self._options.steps_per_epoch
         _settle(self._ranks)
-        agree(self._all_ranks)  # nobody computes beside the training of one rank
+        agree(self._all_ranks)  # the other ranks are idle while one rank trains
         if self.step is None:
             return
         with track_peak(self._ranks.device) as peak:
@@ -360,14 +360,14 @@ class _Training:
             losses = [self.step.run() for _ in range(num_steps)]
             _synchronize(self._ranks)
             elapsed_ms = (time.perf_counter() - began) * 1e3
-        # What the other trainings keep on the device does not count.
+        # Leave out what the other trainings keep on the device.
         self._peak_bytes = max(self._peak_bytes, self._own_bytes + peak.extra_bytes)
         self._losses += [loss.item() for loss in losses]
         if timed:
             self.samples_ms.append(elapsed_ms / num_steps)
 
     def end(self, held_out: np.ndarray) -> None:
-        """Evaluate; make the losses those of all ranks. Collective."""
+        """Evaluate, and average the losses over the ranks. Collective."""
         import torch
         import torch.distributed as dist
 
@@ -375,7 +375,7 @@ class _Training:
 
         if self.step is None:
             return
-        # Their memory would be given back while the next kernel is being measured.
+        # Otherwise their memory would be freed while the next kernel is measured.
         self.step.wait_for_weights()
         if self._ranks.world_size > 1:
             losses = torch.tensor(self._losses, dtype=torch.float64)
@@ -389,7 +389,7 @@ class _Training:
         self._valid_loss = None if found is None else found.loss
 
     def fields(self, config: ModelConfig) -> dict[str, Any]:
-        """Return what was measured."""
+        """Return the measured fields of the row."""
         from lmkit.model.accounting import flops_per_token
 
         length = self._options.context_length
@@ -414,7 +414,7 @@ def _allocated(ranks: Ranks) -> int:
 
 
 def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
-    """Return what a training keeps from step to step.
+    """Return the bytes that a training keeps from step to step.
 
     On a CPU the resident set would count what earlier trainings left in the allocator, so weights and optimizer state
     are added up instead; a strategy's own buffers are missing there.
@@ -429,8 +429,8 @@ def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
 
 
 def _settle(ranks: Ranks) -> None:
-    """Wait, and let backend and allocator notice: until then, buffers of a finished collective count as allocated and
-    would be charged to another training."""
+    """Wait until backend and allocator have freed the buffers of finished collectives, which would otherwise count
+    as memory of another training."""
     import torch
 
     from lmkit.parallel.ranks import release_collectives

@@ -15,9 +15,9 @@ from lmkit.registry import ATTENTION
 
 ONE_RANK = SOLO[0]
 HEADLINE = (ONE_RANK, "naive", "bucketed")
-"""The strategies of the headline picture, which show what each idea is worth."""
+"""The strategies of the headline picture."""
 SAME_CURVE = 0.005
-"""Loss curves closer than this share of the loss are drawn as one: the eye could not tell them apart."""
+"""Largest relative difference of loss curves that are drawn as one."""
 COLUMNS = (
     Column("kernel", "kernel"),
     Column("strategy", "strategy"),
@@ -93,7 +93,7 @@ def _apart(losses: Sequence[float], others: Sequence[float]) -> float:
 def findings(rows: Rows) -> list[str]:
     """Return the sentences that the rows support."""
     ran = [row for row in rows if row["status"] == "ok"]
-    # On several ranks `none` leaves every rank with a model of its own: a bound for the others, and no training.
+    # On several ranks `none` trains a separate model on each rank: a bound for the others' speed, not a training.
     trained = [row for row in ran if row["ranks"] == 1 or row["strategy"] != "none"]
     if not trained:
         only_none = (
@@ -118,7 +118,7 @@ def findings(rows: Rows) -> list[str]:
 
 
 def _of_kernel(rows: Mapping[str, dict[str, Any]]) -> str:
-    """Return what one rank, naive and the best strategy are to each other."""
+    """Compare one rank, naive and the best strategy of a kernel, in one sentence."""
     parts = []
     naive, alone, none = (rows.get(name) for name in ("naive", ONE_RANK, "none"))
     together = {name: row for name, row in rows.items() if row["ranks"] > 1 and name != "none"}
@@ -191,7 +191,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         )
         cells = [[column.text(row) for column in columns] for row in chosen]
         table = table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")
-        # Similar projects call some kernels otherwise, and their users look for files of those names.
+        # Write the table under the kernel's aliases, too: users of similar projects look for those names.
         for name in (kernel, *(alias for alias, ours in ATTENTION.aliases.items() if ours == kernel)):
             files[f"{name}_lm_matrix_throughput.png"] = picture
             files[f"lm_matrix_table_{name}.png"] = table

@@ -1,7 +1,7 @@
 """`lmkit bench model`: forward, forward + backward and whole steps over sizes, lengths, precisions and compilation.
 
-The variants of one model (how much of a step x precision) begin with the same weights and are timed in interleaved
-rounds, on the wall clock: what a user waits for, dispatch included. What does not fit becomes a row.
+The variants of one model (part of a step x precision) begin with the same weights and are timed in interleaved rounds
+by the wall clock, dispatch included. A variant that does not fit becomes a row.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Options(Table):
     modes: tuple[Mode, ...] = MODES
     """Parts of a step; `step` is forward, backward, clipping and AdamW."""
     attention: AttentionName = "sdpa"
-    """The attention kernel, one for all."""
+    """The attention kernel of all variants."""
     operations: OperationsName = "auto"
     """As in [model]."""
     activation_checkpointing: Checkpointing = "none"
@@ -112,7 +112,7 @@ def model(context: Context) -> Rows:
         _refuse_fp16()
     limits = context.limits(options.precisions)
     rows: Rows = []
-    # The study comes first: a warm-up of zero steps is about a process that has run nothing.
+    # The study comes first: a warm-up of zero steps needs a process that has run nothing.
     for compiled in options.compile if options.warmup_study else ():
         config = _config(options.sizes[0], options.lengths[0], compiled, options)
         rows += [_study_warmup(config, warmup, context) for warmup in options.warmup_study]
@@ -181,7 +181,7 @@ def _build(config: ModelConfig, precision: str, context: Context) -> TrainingSte
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
     """Return one row per mode and precision of one model."""
     options = context.options
-    # Cheap modes first: the optimizer's state must not count in what a forward pass needs.
+    # Cheap modes first: the memory of a forward pass must not include the optimizer's state.
     rows: dict[Variant, dict[str, Any]] = {
         (mode, precision): _row(config, options, "model", mode, precision)
         for mode in MODES
@@ -287,7 +287,7 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
 
 
 def too_large_for_host(config: ModelConfig, context: Context) -> str:
-    """Return why a model does not fit on a CPU: Linux kills the process instead of raising, so bytes are added up."""
+    """Return why a model does not fit on a CPU, or "". Bytes are added up, because Linux kills instead of raising."""
     from lmkit.model.memory import training_memory
 
     if context.device.type == "cuda":

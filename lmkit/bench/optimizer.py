@@ -1,6 +1,6 @@
-"""`lmkit bench optimizer`: whole against sharded optimizer state: memory at each point of a step, and speed.
+"""`lmkit bench optimizer`: memory and speed of a step with whole and with sharded optimizer state.
 
-What is timed is the step that `lmkit train` runs.
+It times the step that `lmkit train` runs.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def check(recipe: Any) -> None:
 def optimizer(context: Context) -> Rows:
     """Return one row per variant.
 
-    Each is built, measured and dropped before the next: no round of one pairs with a round of another (`bench ddp` is
-    for that). Bytes are this rank's: `state_bytes` is what the optimizer holds (without masters), `state_share` that
-    over the first variant whose state is whole; the rest is what the CUDA allocator has handed out (None on a CPU)
-    after model and optimizer were made, before the optimizer's step, after it, and at most. Times are the slowest
-    rank's, per round.
+    Each variant is built, measured and dropped before the next, so rounds of variants do not pair; `bench ddp` pairs
+    them. Bytes are this rank's. `state_bytes` is the optimizer's state without masters; `state_share` divides it by
+    that of the first variant with whole state. The other bytes are those allocated by CUDA (None on a CPU): after
+    model and optimizer were made, before the optimizer's step, after it, and at the peak. Times are the slowest
+    rank's, in ms.
     """
     from lmkit.model.accounting import flops_per_token
     from lmkit.parallel.collectives import agree
@@ -179,7 +179,7 @@ COLUMNS = (
 
 
 def summarize(rows: Rows) -> Summary:
-    """Say what share of the state and of the peak is left."""
+    """Say what share of the state and of the peak memory each variant holds."""
     shown = []
     for row in rows:
         keys = [key for key, value in row.items() if key.endswith("_bytes") and value is not None]

@@ -30,10 +30,10 @@ def bars(
     A row without a value shows its status. A series without any value is left out.
 
     Args:
-        value: key of the height.
-        group, series: a key, or a function of a row; without `series` there is one.
+        value: key of the bars' height.
+        group, series: a key, or a function of a row; without `series` all rows are one series.
         whisker: the lengths of a row's whisker, below and above.
-        look: of `grouped_bars`.
+        look: further arguments of `grouped_bars`.
     """
     group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
     groups = list(dict.fromkeys(group_of(row) for row in rows))

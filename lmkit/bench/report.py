@@ -1,4 +1,4 @@
-"""`lmkit report`: find the rows of benches and profiles on disk and write what they say into four documents."""
+"""`lmkit report`: find the rows of benches and profiles on disk and summarize them in four documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARTIFACTS, PARTS = Path("artifacts"), ("benches", "profiles")
 """Where benches and profiles write by default."""
 PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memory": ("phase", "peak_gib")}
 OLD_NAMES = {"one rank, bf16 weights": "one rank bf16"}
-"""Variants as older rows and recipes spell them -> today's names."""
+"""Name of a variant in older rows and recipes -> its present name."""
 
 
 # Rows on disk
@@ -99,7 +99,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
-    """Return every file of rows below a folder, in the order of their paths. Rows of no bench are passed over.
+    """Return every file of rows below a folder, in the order of their paths. Files of other JSON lines are skipped.
 
     Args:
         parts: folders in `root` to look in; not all need exist.
@@ -192,7 +192,7 @@ WRITE_UPS = {
 
 @dataclass(frozen=True)
 class Reported:
-    """What `lmkit report` did.
+    """The result of `lmkit report`.
 
     Attributes:
         written: paths of the write-ups; none with `--check`.
@@ -317,7 +317,7 @@ def _picture_of(stem: str) -> str:
 
 
 def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
-    """Return what `read` makes of rows that were read from files.
+    """Return the result of `read`, which works on rows from files.
 
     Raises:
         LmkitError: a row lacks a key or has a value of another type.

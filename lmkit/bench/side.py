@@ -1,8 +1,8 @@
 """Run the bench of one of two versions of lmkit that take turns: `python side.py SOCKET bench NAME ...`.
 
-`lmkit bench --against` starts this file twice (`against.Side`), with the lmkit of either version on the import path:
-it uses nothing of its own version. In place of `measure.timing.time_variants`, the bench calls `time_in_turns`, which
-says what there is to sample and takes samples when told to.
+`lmkit bench --against` starts this file once for each version (`against.Side`), with that version's lmkit on the
+import path. In place of `measure.timing.time_variants`, the bench calls `time_in_turns`, which announces its variants
+and takes samples when told to.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def time_in_turns(
 ) -> Any:
     """Return what `time_variants` returns, with samples taken when the other side takes none.
 
-    Samples on one thread of a CPU are of CPU time, on a CPU that both sides use: other processes, which make a sample
-    wait, hardly change it.
+    With one thread on a CPU, samples are CPU time, and both sides use the same CPU. So other processes, which make a
+    sample wait, hardly change it.
 
     Args:
         alone: the `time_variants` of this version, for cases that the other side does not have.
-        options: of `time_variants`. How many samples are taken is not ours to say.
+        options: options of `time_variants`; those for the number of samples are ignored.
     """
     import torch
 

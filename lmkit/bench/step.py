@@ -1,7 +1,7 @@
-"""`lmkit bench step`: the whole training step beside what others would train with, and where its milliseconds go.
+"""`lmkit bench step`: compare the whole training step with rivals, and show which kernels take its time.
 
-The step is the one that `lmkit train` runs. All variants of a size are alive at once and take turns: a sample is a
-few steps of a loop in steady state. A variant whose loss is not finite or does not fall is not timed.
+It times the step that `lmkit train` runs. All variants of a size are alive at once and take turns. A sample is a few
+steps of a loop in steady state. A variant whose loss is not finite or does not fall is not timed.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Options(Table):
         ...,
     ] = ("lmkit", "nanogpt", "plain", "plain_eager")
     """lmkit's step (eager, compiled, or eager with fp8 products), nanoGPT's model compiled, and our architecture in
-    PyTorch's modules compiled and eager; after `lmkit:`, what is taken out of lmkit's step: the CUDA graph, all fused
-    operations or one, our attention, working ahead, bf16 weights. The others are compared with the first."""
+    PyTorch's modules compiled and eager. `lmkit:NAME` is lmkit's step without one idea: the CUDA graph, fused
+    operations (all or one), our attention, working ahead, or bf16 weights. All are compared with the first."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of lmkit, as in [train]; of the rivals, by autocast."""
     attention: AttentionName = "sdpa"
@@ -101,7 +101,7 @@ class Options(Table):
     rounds: PositiveInt = 12
     """Interleaved samples of each variant; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 10
-    """Training steps that one sample times; half as many, untimed, lead into it."""
+    """Timed training steps of a sample; half as many untimed steps precede them."""
     profiled_steps: Count = 3
     """Steps that are recorded for the table of kernel classes; 0: no table."""
     max_seconds: PositiveFloat = 120.0
@@ -109,7 +109,7 @@ class Options(Table):
 
 
 class Training(Protocol):
-    """What is timed."""
+    """A variant whose training steps are timed."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -121,7 +121,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True)
 class FewBatches:
-    """Give a few batches again and again: their loss has to fall."""
+    """Repeat a few batches, so that the loss must fall."""
 
     batches: tuple[Batch, ...]
 
@@ -262,7 +262,7 @@ def _build(size: str, variant: str, context: Context, shared: dict[str, Training
             )
         return Ablated(variant, shared[precision])
     if variant in COMPILED:
-        # As [train] has it by default: a step that is not finite is the last.
+        # The default of [train]: stop at a step that is not finite.
         if precision == "fp8":
             check_fp8(context.device)
         return TrainingStep(config, context.ranks, batches, precision=precision, max_skips=0, seed=seed)
@@ -270,10 +270,10 @@ def _build(size: str, variant: str, context: Context, shared: dict[str, Training
 
 
 def _why_wrong(losses: list[float], *, falls: bool) -> str:
-    """Return why losses over the same batches twice are not those of a training, or "".
+    """Return what is wrong with the losses of two passes over the same batches, or "".
 
     Args:
-        falls: they have to; what trains weights that others have trained need only stay finite.
+        falls: require that the losses fall; False for weights that other variants have trained: only finite.
     """
     first, second = fmean(losses[:BATCHES]), fmean(losses[BATCHES:])
     if second < (first if falls else math.inf):  # false for NaN
@@ -282,7 +282,7 @@ def _why_wrong(losses: list[float], *, falls: bool) -> str:
 
 
 def _host_ms(training: Training, device: torch.device) -> float:
-    """Return the median time until a step that nothing delays returns to the host; waits inside it count."""
+    """Return the median ms until a step on an idle GPU returns to the host; waits inside the step count."""
     import torch
 
     found = []

@@ -1,12 +1,12 @@
 """lmkit's training step with one idea taken out, to measure what it brings: variants of `lmkit bench step`.
 
-* `no_graph` takes no CUDA graph, and neither do the others: compare them with it;
-* `plain` has all operations around the matrix products by PyTorch, `plain_norm` and so on one of them;
-* `sdpa` attends by PyTorch's kernels;
+* `no_graph` uses no CUDA graph; the variants below use none either, so compare them with `no_graph`;
+* `plain` runs all operations around the matrix products with PyTorch, `plain_norm` and so on one of them;
+* `sdpa` runs PyTorch's attention kernels;
 * `waits` lets the host wait for every step;
-* `autocast` has float32 weights, which are cast in every pass.
+* `autocast` keeps float32 weights and casts them in every pass.
 
-All but `autocast` train one model in turns, so that they need no memory of their own.
+All but `autocast` take turns training one model, so that they need no further memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS = {
     "lmkit:plain_swiglu": "swiglu",
     "lmkit:plain_loss": "linear_cross_entropy",
 }
-"""Variant -> the method of `Operations` that PyTorch's takes the place of."""
+"""Variant -> the method of `Operations` that PyTorch's form replaces."""
 
 
 class Ablated:

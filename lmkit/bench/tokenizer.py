@@ -1,8 +1,8 @@
 """`lmkit bench tokenizer`: training and encoding, compared with Hugging Face tokenizers, rustbpe and tiktoken.
 
-Every sample is a process of its own (`tokenizer_jobs`), the variants of a case take turns, and round i of one is
-compared with round i of another. Before anything is timed, each variant runs once: its memory is watched, and the ids
-of all encoders must be the same. (Trainers break ties differently, so their merges are not compared here.)
+Every sample is a process of its own (`tokenizer_jobs`). The variants of a case take turns, and the same round of two
+variants is compared. Before anything is timed, each variant runs once to measure its memory and to check that all
+encoders return the same ids. (Trainers break ties differently, so their merges are not compared here.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Options(Table):
     synth_mb: PositiveFloat = 20.0
     """Size of the generated stories, in 10^6 bytes."""
     tasks: tuple[Literal["train", "encode"], ...] = ("train", "encode")
-    """What is timed."""
+    """The jobs to time."""
     vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
     """256 bytes + merges + `<|endoftext|>`."""
     workers: tuple[PositiveInt, ...] = (1, 2)
@@ -66,7 +66,7 @@ class Case:
 
     Attributes:
         name: what the table calls the text.
-        vocab_size: of the tokenizer that is trained, or encoded with.
+        vocab_size: of the tokenizer that is trained or that encodes.
     """
 
     task: str

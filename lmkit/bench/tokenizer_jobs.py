@@ -30,12 +30,12 @@ from lmkit.tokenizer.pretokenize import SpecialTokens
 
 IDS_AT_ONCE = 1 << 20
 Timed = Callable[[], Any]
-"""What is timed; everything that it needs is ready."""
+"""The timed part of a job; everything that it needs is prepared."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do.
+    """A job: one task for one tokenizer.
 
     Attributes:
         task: "train" or "encode".
@@ -207,7 +207,7 @@ def _cpu_seconds() -> float:
 
 
 def _hash_of_ids(job: Job) -> str:
-    """Return the same for the same ids, whoever wrote them and in however many parts; "" for training."""
+    """Return a hash of the ids that does not depend on variant or number of files; "" for training."""
     if job.task == "train":
         return ""
     digest = hashlib.sha256()
