@@ -64,7 +64,6 @@ class ShuffledBatches(Sampler):
     def _drawn(self, epoch: int) -> tuple[int, np.ndarray]:
         """Return the tokens before the first window of an epoch, and the order of its windows."""
         numbers = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.per_epoch + 1)
-        shifts = (
-            len(self.tokens) - self.per_epoch * self.context_length
-        )  # the last window has a target to follow
+        # The last window of an epoch, too, is followed by a target.
+        shifts = len(self.tokens) - self.per_epoch * self.context_length
         return int(numbers[0] % np.uint64(shifts)), np.argsort(numbers[1:], kind="stable")

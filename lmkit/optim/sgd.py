@@ -31,12 +31,11 @@ def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.op
             f"optimizer.{key}: sgd has no such weight decay",
             hint="use adamw or muon",
         )
+    lowest = "above 0 with nesterov" if own["nesterov"] else "0 or more"
     if not 0 <= own["momentum"] < 1 or (own["nesterov"] and own["momentum"] == 0):
         raise UsageError(
             "optimizer.momentum",
-            f"optimizer.options.momentum: {own['momentum']} is not in [0, 1)"
-            if not 0 <= own["momentum"] < 1
-            else "optimizer.options.nesterov: needs momentum",
+            f"optimizer.options.momentum: {own['momentum']} is not {lowest} and below 1",
             hint="the default is 0.9",
         )
     return torch.optim.SGD(groups, lr=options.lr, **own)

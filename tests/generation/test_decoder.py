@@ -31,16 +31,7 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
     torch.manual_seed(1)
     prompts = [torch.randint(260, (length,)).tolist() for length in (5, 1, 9)[:rows]]
     decoder.start(range(rows), prompts, seeds=[0] * rows)
-    for _ in range(7):
-        texts = texts_of(decoder)
-        with torch.inference_mode():
-            logits = decoder._step.logits(max(map(len, texts)))
-        for row, text in enumerate(texts):
-            exact = model(torch.tensor([text]))[0, -1]
-            # float64; matrix products of other shapes sum in another order.
-            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
-        decoder.step(max(map(len, texts)))
-        assert [text[:-1] for text in texts_of(decoder)] == texts
+    check_next_logits(decoder, model)
 
 
 SWITCHES = {
@@ -54,8 +45,8 @@ SWITCHES = {
 
 
 def check_next_logits(decoder, model):
-    """Take five steps, before each of which the logits are those of the model over the whole text."""
-    for _ in range(5):
+    """Take seven steps of a token each; before it, the logits are those of the model over the whole text."""
+    for _ in range(7):
         texts = texts_of(decoder)
         with torch.inference_mode():
             logits = decoder._step.logits(max(map(len, texts)))
@@ -64,6 +55,7 @@ def check_next_logits(decoder, model):
             # float64; matrix products of other shapes sum in another order.
             torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
         decoder.step(max(map(len, texts)))
+        assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
 @pytest.mark.parametrize("switch", [*SWITCHES, "all"])

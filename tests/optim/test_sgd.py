@@ -35,7 +35,7 @@ def test_steps_are_those_of_the_formula():
         (
             {"options": {"momentum": 0.0, "nesterov": True}},
             "optimizer.momentum",
-            "optimizer.options.nesterov",
+            "optimizer.options.momentum",
         ),
     ],
 )
