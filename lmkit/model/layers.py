@@ -16,6 +16,9 @@ Device = torch.device | str | None
 DType = torch.dtype | None
 Product = Callable[..., Tensor]
 
+PIECE = 1 << 25
+"""Elements of a weight whose first values are drawn at a time."""
+
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) along `dim`. The maximum is subtracted first, so that exp cannot overflow.
@@ -66,10 +69,15 @@ class Linear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator."""
+        for rows in pieces(self.weight):
+            self.draw_rows(rows)
+
+    def draw_rows(self, rows: Tensor) -> None:
+        """Draw the first values of the next rows of the weight, (number, in_features), in place."""
         if self.zeros:
-            nn.init.zeros_(self.weight)
+            nn.init.zeros_(rows)
         else:
-            draw_weights(self.weight)
+            _draw_rows(rows, self.in_features + self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
@@ -79,10 +87,18 @@ class Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}"
 
 
-def draw_weights(weight: Tensor) -> None:
-    """Draw the first values of a `Linear`'s weight, in place."""
-    std = (2 / sum(weight.shape)) ** 0.5
-    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+def pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return a weight's rows in order, as views of at most `PIECE` elements, or of one row.
+
+    First values are drawn piece by piece, so that a sharded weight gets the same values without ever being whole.
+    """
+    return weight.detach().split(max(1, PIECE // weight.shape[1]))
+
+
+def _draw_rows(rows: Tensor, features: int) -> None:
+    """Draw the first values of rows of a linear map, in place. `features`: in and out together."""
+    std = (2 / features) ** 0.5
+    nn.init.trunc_normal_(rows, std=std, a=-3 * std, b=3 * std)
 
 
 class JoinedLinear(nn.Module):
@@ -166,7 +182,8 @@ class Part(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator; set biases to zero."""
-        draw_weights(self.weight.detach())
+        for rows in pieces(self.weight):
+            _draw_rows(rows, sum(self.weight.shape))
         if self.joined.bias is not None:
             self.joined.bias.detach()[self.rows].zero_()
 
@@ -234,10 +251,15 @@ class Embedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new vectors from torch's default generator."""
+        for rows in pieces(self.weight):
+            self.draw_rows(rows)
+
+    def draw_rows(self, rows: Tensor) -> None:
+        """Draw the next vectors, (number, d_model), in place."""
         if self.zeros:
-            nn.init.zeros_(self.weight)
+            nn.init.zeros_(rows)
         else:
-            nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+            nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
 
     def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(batch, seq) -> (batch, seq, d_model)"""

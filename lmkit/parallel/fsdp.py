@@ -29,7 +29,7 @@ from lmkit.parallel.buckets import at_end_of_pass, on_gradient
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.fsdp_links import Links, link, reads_peers
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
-from lmkit.parallel.fsdp_shards import FlatParameters, draw, leave_meta
+from lmkit.parallel.fsdp_shards import FlatParameters, draw_into, leave_meta
 from lmkit.parallel.protocol import (
     MakeOptimizer,
     Strategy,
@@ -61,8 +61,9 @@ class Fsdp(Strategy):
     gathered and freed together. Every rank must call the same layers in the same order, also without gradients.
     Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
 
-    A model on the device "meta" is initialised layer by layer, with the same values as a whole model. `state_dict` is
-    collective: on rank 0 it has the exact weights, in host memory; on other ranks it has their shapes.
+    A model on the device "meta" is initialised layer by layer, embeddings and heads some rows at a time, with the
+    values of a whole model. `state_dict` is collective: on rank 0 it has the exact weights, in host memory; on other
+    ranks it has their shapes.
 
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
@@ -124,11 +125,7 @@ class Fsdp(Strategy):
             links.gathers.reserve(max(flat.sent_bytes for flat in self._flats))
         if is_on_meta:
             for layer, flats in self._flats_of.items():
-                for flat in flats:
-                    flat.lend()
-                draw(layer)
-                for flat in flats:
-                    flat.take_back(of_first=True)
+                draw_into(layer, flats)
         else:
             for flat in self._flats:
                 flat.lend()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.model.layers import pieces
 from lmkit.optim.muon import MatrixShard, maps_of
 from lmkit.parallel.collectives import Averager, PendingMean, Work
 from lmkit.parallel.fsdp_gather import ShardGather
@@ -231,6 +232,17 @@ class FlatParameters:
         self._show(self._absent)
 
     @torch.no_grad()
+    def take_rows(self, rows: torch.Tensor, begin: int) -> None:
+        """Copy this rank's elements of rank 0's `rows` of the only parameter, which begin at its element `begin`.
+        Collective."""
+        if self._gathers is not None or self._replicas is not None:
+            dist.broadcast(rows.view(torch.uint8), src=0)
+        own, flat = self._ranks.rank * self.shard_size, rows.flatten()
+        start, stop = max(begin, own), min(begin + len(flat), own + self.shard_size)
+        if start < stop:
+            self.shard[start - own : stop - own] = flat[start - begin : stop - begin]
+
+    @torch.no_grad()
     def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements from whole weights by name."""
         for position, shapes in enumerate(self.shapes):
@@ -314,6 +326,27 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: absent(tensor.shape, tensor.dtype, device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def draw_into(layer: nn.Module, flats: Sequence[FlatParameters]) -> None:
+    """Draw initial values of a layer on "meta" into its shards, with rank 0's values. Collective.
+
+    A layer of one large matrix, as an embedding is, is drawn some rows at a time. Others are whole for a moment.
+    """
+    matrices, draw_rows = list(layer.parameters()), getattr(layer, "draw_rows", None)
+    if draw_rows is not None and len(matrices) == 1:
+        begin = 0
+        for piece in pieces(matrices[0]):
+            rows = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+            draw_rows(rows)
+            flats[0].take_rows(rows, begin)
+            begin += rows.numel()
+        return
+    for flat in flats:
+        flat.lend()
+    draw(layer)
+    for flat in flats:
+        flat.take_back(of_first=True)
 
 
 def draw(module: nn.Module) -> None:

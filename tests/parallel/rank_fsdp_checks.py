@@ -148,21 +148,29 @@ def check_fsdp_zeroed_gradients(ranks: Ranks) -> None:
 def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> None:
     """Bit for bit, from the same stream of random numbers, of which as many are left; rank 0's count."""
     config = TINY.model_copy(update={"tie_embeddings": tied})
-    torch.manual_seed(7)
-    whole = TransformerLM(config, device=ranks.device)
-    left = torch.rand(3, device=ranks.device)
-    longest = []
+    longest, pieces = [], []
 
     def lend(original: Callable, flat: FlatParameters, *given: Any) -> None:
         original(flat, *given)
+        assert torch.Size((64, 32)) not in [parameter.shape for parameter in flat.parameters]
         longest.append(sum(lent is not None for lent in [f._lent for f in sync._flats]))
 
-    with around(FlatParameters, "lend", lend):
+    def take_rows(original: Callable, flat: FlatParameters, rows: torch.Tensor, begin: int) -> None:
+        original(flat, rows, begin)
+        pieces.append(len(rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmkit.model.layers.PIECE", 300)
+        torch.manual_seed(7)
+        whole = TransformerLM(config, device=ranks.device)
+        left = torch.rand(3, device=ranks.device)
         torch.manual_seed(7 if ranks.is_first else 8)
         model = TransformerLM(config, device="meta")
         sync = Fsdp(ranks, ParallelConfig(strategy="fsdp"))
-        sync.attach(model)
+        with around(FlatParameters, "lend", lend), around(FlatParameters, "take_rows", take_rows):
+            sync.attach(model)
     assert max(longest) == 1, "one layer at a time is whole"
+    assert pieces == 2 * [*7 * [9], 1], "64 rows of 32, no more than 300 elements at a time"
     if ranks.is_first:
         assert torch.equal(torch.rand(3, device=ranks.device), left)
     drawn = sync.whole_weights(ranks.device)
