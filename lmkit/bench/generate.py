@@ -27,7 +27,7 @@ from lmkit.bench.step import config_of
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
-from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.statistics import median_interval, paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
 
 FEW = 5  # samples of quantities that are not compared between variants
+PROMPTS = 25  # samples of the time to read a prompt
 FIRST_STEPS = 3  # untimed; they compile
 
 
@@ -260,7 +261,11 @@ def _measure(
         writer.refill()
         for _ in range(FIRST_STEPS):
             writer.step()
-        row["prefill_ms"] = median(_wall_ms(writer.read_prompt, context) for _ in range(FEW))
+        prompts_ms = [_wall_ms(writer.read_prompt, context) for _ in range(FEW + PROMPTS)][
+            FEW:
+        ]  # the first compile
+        row["prefill_ms"] = median(prompts_ms)
+        row["prefill_low_ms"], row["prefill_high_ms"] = median_interval(prompts_ms)
         row["first_ms"] = median(_wall_ms(writer.first_token, context) for _ in range(FEW))
         if device.type == "cuda":
             row["host_ms"] = median(_wall_ms(writer.step, context, wait=False) for _ in range(FEW))
