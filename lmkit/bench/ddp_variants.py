@@ -93,7 +93,7 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
     from lmkit.recipe.load import required
 
     command = f"bench {bench}"
-    model = required(recipe.model, "model", command=command)
+    model = required(recipe.model, "model", recipe, command=command)
     if model.vocab_size is None:
         if recipe.tokenizer is None:
             raise UsageError(

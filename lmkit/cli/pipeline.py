@@ -23,6 +23,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import follow, leading
 from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
 from lmkit.cli.stages import STAGES, summary
+from lmkit.data.corpora import check_room
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.recipe.changes import is_under, refused, without_effect
@@ -150,10 +151,10 @@ class Pipeline:
         force: bool = False,
     ) -> None:
         self.recipe = recipe
-        self.corpus = required(recipe.corpus, "corpus", command="run")
-        self.tokenizer = required(recipe.tokenizer, "tokenizer", command="run")
-        required(recipe.model, "model", command="run")
-        required(recipe.train, "train", command="run")
+        self.corpus = required(recipe.corpus, "corpus", recipe, command="run")
+        self.tokenizer = required(recipe.tokenizer, "tokenizer", recipe, command="run")
+        required(recipe.model, "model", recipe, command="run")
+        required(recipe.train, "train", recipe, command="run")
         can_start = self.tokenizer.path is not None or END_OF_TEXT in self.tokenizer.special_tokens
         if "" in recipe.generate.prompts and not can_start:  # noticed before the training, not after it
             raise UsageError(
@@ -197,6 +198,10 @@ class Pipeline:
 
             check_before_data(self.recipe, nproc=self.nproc)
         refuse_unwritable(self.folder, option="--set run.folder=...")
+        corpus = self.folder / "corpus"
+        is_made = self.skip_data or ("corpus" not in self.redone and self.record.is_finished("corpus"))
+        if not (is_made or (self.force and corpus.exists())):  # --force deletes the old one first
+            check_room(self.corpus, corpus)
 
     def _refuse_to_skip(self) -> None:
         redone = [stage for stage in self.redone if stage in DATA_STAGES]
@@ -221,7 +226,8 @@ class Pipeline:
             known = [dotted for dotted in FILES if self.record.knows(dotted)]  # their content counts
             changed = differences(load_recipe(path), self.recipe, ignore=(*FREE, *known))
             hint = f"to continue it: lmkit run {shlex.quote(str(path))}; or {OTHERWISE}"
-            trained, table = self._trained_steps(), required(self.recipe.train, "train", command="run")
+            trained = self._trained_steps()
+            table = required(self.recipe.train, "train", self.recipe, command="run")
             wrong = refused(changed) + [line for line in changed if is_under(line, ("corpus", "tokenizer"))]
             if trained is None:  # the checkpoints are gone: what they were made with is all that is left
                 wrong = list(changed)
@@ -349,7 +355,8 @@ class Pipeline:
         assert table is not None
         if trained is None or trained <= table.steps or table.epochs or self.redone or not path.exists():
             return self.recipe
-        longer = required(load_recipe(path).train, "train", command="run").steps
+        before = load_recipe(path)
+        longer = required(before.train, "train", before, command="run").steps
         log.warning("train.steps = %d: the run was trained to step %d, which it keeps", table.steps, trained)
         train = table.model_copy(update={"steps": max(longer, trained)})
         return self.recipe.model_copy(update={"train": train})

@@ -26,6 +26,7 @@ from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
+from lmkit.storage.outputs import refuse_too_large
 from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
@@ -101,6 +102,12 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
             _join("corpus.train", table.train, table, partial, progress)
             _hold_out(partial, valid, table)
     return CorpusFiles((train,), (valid,))
+
+
+def check_room(table: CorpusConfig, folder: Path) -> None:
+    """Refuse generated text that is larger than what is free on the disk of `folder` ("output.too_large")."""
+    if table.source == "synth":
+        refuse_too_large(folder, table.size_mb * (1 + table.valid_fraction) * 1e6)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Workload:
         Raises:
             UsageError: the recipe has no [model], or does not say how many tokens there are.
         """
-        model = required(self.recipe.model, "model", command="profile")
+        model = required(self.recipe.model, "model", self.recipe, command="profile")
         tokenizer = self.recipe.tokenizer
         vocab_size = model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
         if vocab_size is None:
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def train(self) -> TrainConfig:
-        required(self.recipe.train, "train", command="profile")
+        required(self.recipe.train, "train", self.recipe, command="profile")
         return cast(TrainConfig, with_precision(self.recipe, self.ranks.device).train)
 
     @property

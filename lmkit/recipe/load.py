@@ -79,8 +79,8 @@ def load_recipe(
     return validate(raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe")
 
 
-def required(table: T | None, name: str, *, command: str) -> T:
-    """Return the table.
+def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
+    """Return the table `name` of a recipe.
 
     Raises:
         UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
@@ -88,7 +88,7 @@ def required(table: T | None, name: str, *, command: str) -> T:
     if table is None:
         raise UsageError(
             "recipe.missing_table",
-            f"the recipe has no [{name}] table, which `lmkit {command}` needs",
+            f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs",
             hint=f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}",
         )
     return table
@@ -298,7 +298,9 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
         if len({code for code, _ in mistakes}) == 1:
             refusal.code = mistakes[0][0]
         raise refusal
-    return Recipe(**tables)  # type: ignore[arg-type]
+    recipe = Recipe(**tables)  # type: ignore[arg-type]
+    recipe._origin = origin
+    return recipe
 
 
 def _refuse_dates(value: object) -> Any:

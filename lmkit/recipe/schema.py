@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_args
 
-from pydantic import Field, SerializeAsAny, create_model
+from pydantic import Field, PrivateAttr, SerializeAsAny, create_model
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.model_table import kernels_with_first
@@ -73,6 +73,15 @@ class Recipe(Table):
     generate: GenerateConfig = GenerateConfig()
     wandb: WandbConfig = WandbConfig()
     bench: SerializeAsAny[BenchConfig] = Field(default_factory=lambda: bench_config()())
+    _origin: str = PrivateAttr("the recipe")
+
+    @property
+    def origin(self) -> str:
+        """The file it came from, for errors."""
+        return self._origin
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # whatever their files
 
 
 def table_type(parent: type[Table], key: str) -> type[Table] | None:

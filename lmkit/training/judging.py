@@ -33,6 +33,7 @@ from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_o
 from lmkit.training.model_state import plain_model
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
+from lmkit.training.run_data import refuse_changed_file
 
 # For a text named on the command line, where no option replaces invalid bytes or names another key.
 _HINTS_OF_TEXT = {
@@ -184,6 +185,8 @@ def _opened_text(
         if known is None and trained.tokenizer is not None:
             known = trained.open_tokenizer().sha256
         opened = open_tokens(file, tokenizer_sha256=known)
+        if tokens is None:
+            refuse_changed_file(file, other="--tokens FILE.npy")
         trained.refuse_more_ids(opened.meta.vocab_size, file)
         yield opened, str(file)
         return

@@ -187,8 +187,8 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
 
 def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
     """Return [model] with the vocabulary that the tokenizer is asked for, and [train]."""
-    config = required(recipe.model, "model", command="plan")
-    train = required(recipe.train, "train", command="plan")
+    config = required(recipe.model, "model", recipe, command="plan")
+    train = required(recipe.train, "train", recipe, command="plan")
     if config.vocab_size is None:
         if recipe.tokenizer is None:
             raise UsageError(

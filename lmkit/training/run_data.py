@@ -75,8 +75,9 @@ def open_data(recipe: Recipe) -> Data:
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe without its tables or its token files; reads none of these."""
-    required(recipe.model, "model", command="train")
-    table, tokenizer = required(recipe.train, "train", command="train"), _tokenizer_path(recipe)
+    required(recipe.model, "model", recipe, command="train")
+    table = required(recipe.train, "train", recipe, command="train")
+    tokenizer = _tokenizer_path(recipe)
     if table.sample_interval and not tokenizer.exists():
         raise UsageError(
             "train.no_tokenizer",
@@ -106,7 +107,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def refuse_changed(recipe: Recipe) -> None:
-    """Refuse token files that are not as `lmkit run` made them; reads only what has another size or time than then.
+    """Refuse token files that are not as `lmkit run` made them.
 
     Raises:
         UsageError: names the file ("data.changed").
@@ -114,18 +115,28 @@ def refuse_changed(recipe: Recipe) -> None:
     if recipe.data.source == "random":
         return
     for key, tokens in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
-        made, noted = made_files(tokens.parent.parent)
-        for path in (tokens, sidecar_path(tokens), mask_path(tokens)):
-            if path not in made:
-                continue
-            is_there = path.is_file()
-            if not is_there or noted_digest(path, noted.get(str(path.absolute()), ()))[-1] != made[path]:
-                again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
-                raise UsageError(
-                    "data.changed",
-                    f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it (key {key})",
-                    hint=f"{again} makes it again; other tokens have to lie elsewhere: --set {key}=FILE.npy",
-                )
+        refuse_changed_file(tokens, f" (key {key})", other=f"--set {key}=FILE.npy")
+
+
+def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
+    """Refuse a token file that is not as `lmkit run` made it; read only what has another size or time than then.
+
+    Args:
+        key: is added to the error.
+        other: how another file is named.
+    """
+    made, noted = made_files(tokens.parent.parent)
+    for path in (tokens, sidecar_path(tokens), mask_path(tokens)):
+        if path not in made:
+            continue
+        is_there = path.is_file()
+        if not is_there or noted_digest(path, noted.get(str(path.absolute()), ()))[-1] != made[path]:
+            again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
+            raise UsageError(
+                "data.changed",
+                f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it{key}",
+                hint=f"{again} makes it again; other tokens have to lie elsewhere: {other}",
+            )
 
 
 def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:

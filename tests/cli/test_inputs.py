@@ -137,6 +137,17 @@ def test_fault_159_train_refuses_token_files_that_changed(begin: str, name: str,
     terminal("train fish.toml --steps 3")
 
 
+@pytest.mark.parametrize("form", ["", "--by-document"])
+def test_evaluate_refuses_a_held_out_file_that_changed(form: str, run: Path, terminal) -> None:
+    held_out = run / "tokens/valid.npy"
+    content = bytearray(held_out.read_bytes())
+    content[-2] ^= 1  # another token of the vocabulary, and the same size
+    held_out.write_bytes(content)
+    refused = terminal.refuses(f"evaluate {run} {form}", code="data.changed", says=[str(held_out)])
+    assert "--tokens" in refused.hint
+    terminal(f"evaluate {run} {form} --tokens {held_out}")  # meant
+
+
 def test_fault_159_token_files_are_read_only_if_size_or_times_changed(
     run: Path, terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

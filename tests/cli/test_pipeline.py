@@ -39,6 +39,12 @@ def refused(code: str, recipe: Recipe, by: Callable[..., Any] | None = None, **o
     return caught.value
 
 
+def test_a_corpus_larger_than_the_disk_is_refused(recipe: Recipe) -> None:
+    large = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "corpus.size_mb=1e12"])
+    assert str(large.run.path / "corpus") in refused("output.too_large", large).message
+    assert not large.run.path.exists()
+
+
 def states(recipe: Recipe, **options: Any) -> set[str]:
     return set(pipeline.plan(recipe, **options).fields["stages"].values())
 

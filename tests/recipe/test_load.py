@@ -237,9 +237,14 @@ def test_a_small_vocabulary_is_right_for_other_tokens() -> None:
 
 
 def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it() -> None:
+    recipe = load_recipe("quickstart", ["run.seed=1"])
+    assert recipe == load_recipe(None, [f"run.seed={seed}" for seed in (2, 1)]).model_copy(
+        update=dict(recipe)
+    )
     with pytest.raises(UsageError) as caught:
-        required(Recipe().bench.ddp, "bench.ddp", command="bench ddp")
+        required(recipe.bench.ddp, "bench.ddp", recipe.model_copy(), command="bench ddp")
     assert caught.value.code == "recipe.missing_table"
+    assert "quickstart" in caught.value.message
     assert "[bench.ddp]" in caught.value.message
     assert "bench_ddp, bench_ddp_cpu" in caught.value.hint
     for name in TABLES:
