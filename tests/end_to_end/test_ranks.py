@@ -18,8 +18,10 @@ import pytest
 from sessions import PATIENCE_S, TORCHRUN, members, start, wait_for_all
 from tiny import RANDOM_TOKENS, tiny_recipe
 
+from lmkit.recipe.run_folder import METRICS
 from lmkit.training.atomic_checkpoint import newest_valid
 from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.metrics import read_metrics
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., "subprocess.Popen[str]"]
@@ -200,9 +202,9 @@ def children(pid: int) -> list[int]:
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(
-    strategy: str, recipe: Path, tmp_path: Path
+    strategy: str, lmkit: Lmkit, recipe: Path, tmp_path: Path
 ) -> None:
-    """From the newest checkpoint. Of torchrun, the agents of two machines."""
+    """From the newest checkpoint, as the same run. Of torchrun, the agents of two machines."""
     chosen = ["--set", f"parallel.strategy={strategy}"]
     machines = Machines(tmp_path, ["-m", "lmkit", "train", str(recipe), *chosen])
     with closing(machines):
@@ -214,6 +216,19 @@ def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(
         machines.start("third")
         step = int(machines.wait_for(r"resuming from \S*step-0*(\d+)\n"))
         assert step >= 50
-        assert int(machines.wait_for(r"resuming from .*?\nstep (\d+)/")) > step
+        last = int(machines.wait_for(r"resuming from .*?\nstep (\d+)/"))
+        assert last > step
+    whole = [*chosen, "--set", "run.name=whole", "--nproc", "2", "--stop-at-step", str(last)]
+    assert lmkit("train", recipe, *whole).returncode == 0
+    resumed, uninterrupted = (
+        [
+            (record["step"], record["loss"])
+            for record in read_metrics(tmp_path / "runs" / name / METRICS)
+            if record["kind"] == "train"
+        ]
+        for name in ("run", "whole")
+    )
+    assert resumed[:last] == uninterrupted
+    assert len(uninterrupted) == last
     choice = newest_valid(recipe.parent / "runs" / "run" / "checkpoints")
     assert choice.skipped == ()

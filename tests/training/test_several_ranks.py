@@ -262,6 +262,8 @@ def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
     assert "Traceback" not in fleet.said()
     assert fleet.train(settings(*sharded), ranks=2) == [0, 0], fleet.said()
     assert newest(tiny(*sharded)).state.step == 10
+    assert fleet.train(settings(*sharded, "run.name=whole"), ranks=2) == [0, 0], fleet.said()
+    assert losses(tiny()) == losses(tiny("run.name=whole"))
 
 
 @full
