@@ -118,13 +118,19 @@ class Options(Table):
 
 
 def check(recipe: Any) -> None:
-    """Refuse a vocabulary without room for bytes, before ranks start."""
+    """Refuse a vocabulary without room for the tokens, before ranks start."""
     options = recipe.bench.table("lm_matrix")
-    if options.tokens is None and options.vocab_size < NUM_BYTES:
+    needed, whose = NUM_BYTES, f"the {NUM_BYTES} byte values"
+    if options.tokens is not None and options.tokens.suffix == ".npy":
+        from lmkit.data.token_files import open_tokens
+
+        needed = open_tokens(options.tokens).meta.vocab_size
+        whose = f"the vocabulary of {options.tokens}, {needed}"
+    if options.vocab_size < needed:
         raise UsageError(
             "bench.small_vocabulary",
-            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than the {NUM_BYTES} byte values",
-            hint=f"give {NUM_BYTES} or more, or a token file",
+            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than {whose}",
+            hint=f"give {needed} or more: --vocab-size {needed}",
         )
 
 

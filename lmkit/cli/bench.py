@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -26,6 +26,8 @@ from lmkit.cli.options import (
 )
 from lmkit.errors import UsageError
 from lmkit.registry import BENCHES, PLUGINS, load_plugin
+
+_LONGEST_METAVAR = 60  # characters; help has lines of 80
 
 OutputOption = Annotated[
     Path | None,
@@ -220,7 +222,8 @@ def _flags(name: str) -> Iterator[_Flag]:
         if several:
             text = f"{text.rstrip('.')} (comma-separated, or repeat the option)."
         typed: Any = list[str] if several else kind
-        annotation = Annotated[typed | None, option(text, *declared)]
+        shown = _words(field.annotation) or (f"<{kind.__name__},...>" if several else None)
+        annotation = Annotated[typed | None, option(text, *declared, metavar=shown)]
         empties = tuple(extra.keys for extra in field.metadata if isinstance(extra, Empties))
         yield _Flag(key, key, annotation, items=kind if several else None, empties=empties)
         for extra in field.metadata:
@@ -232,6 +235,14 @@ def _flags(name: str) -> Iterator[_Flag]:
 def _scalar(annotation: Any) -> type:
     """Return int, float or bool if a key takes one, else str."""
     return next((part for part in (annotation, *get_args(annotation)) if part in (int, float, bool)), str)
+
+
+def _words(annotation: Any) -> str | None:
+    """Return `<fp32|bf16>` for a key, or an array, of a few known words; else None."""
+    if get_origin(annotation) is Literal:
+        words = "|".join(map(str, get_args(annotation)))
+        return f"<{words}>" if len(words) <= _LONGEST_METAVAR else None
+    return next(filter(None, map(_words, get_args(annotation))), None)
 
 
 def _number(word: str) -> int | float | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import matrix_ranks
 import numpy as np
@@ -14,7 +13,7 @@ from lmkit.bench import harness
 from lmkit.bench.harness import report_text
 from lmkit.bench.harness import run_bench as run_on_ranks
 from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, pictures, summarize, with_ratios
-from lmkit.data import token_files
+from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.registry import ATTENTION
@@ -159,16 +158,19 @@ def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complet
     assert [len(rows) for rows in added] == [0, 3, 3]  # sdpa was not trained again
 
 
-def test_it_trains_on_a_token_file(run_bench, monkeypatch):
-    asked = []
-
-    class File:
-        tokens = np.zeros(1000, dtype=np.uint16)
-
-    monkeypatch.setattr(token_files, "open_tokens", lambda path: asked.append(path) or File)
-    result = run_bench("lm_matrix", kernels=["sdpa"], tokens="corpus/train.npy", **SMALL)
-    assert asked == [Path("corpus/train.npy")]
+def test_it_trains_on_a_token_file(run_bench, tmp_path):
+    path = tmp_path / "train.npy"
+    with TokenFileWriter(path, vocab_size=300, tokenizer_sha256="a" * 64) as writer:
+        writer.append(np.full(1000, 299))
+        writer.finish(num_documents=1, num_bytes=1000, source_sha256="b" * 64)
+    result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(path), vocab_size=300, **SMALL)
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
+    with pytest.raises(UsageError) as refused:
+        measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)
+    assert refused.value.code == "bench.small_vocabulary"
+    assert "bench.lm_matrix.vocab_size" in refused.value.message
+    assert str(path) in refused.value.message
+    assert "300" in refused.value.hint
 
 
 def test_it_trains_on_the_bytes_of_a_text(run_bench, tmp_path):
