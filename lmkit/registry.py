@@ -316,6 +316,7 @@ class OptimizerFacts(Facts):
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
         moments: float32 numbers of state for each weight, masters not counted; if it is not elementwise, for each
             weight of the blocks' matrices, and all other weights have two.
+        on_host: whether state and masters lie in the host's memory, where the step is made.
         options: name -> default of its own options, the table [optimizer.options].
     """
 
@@ -323,6 +324,7 @@ class OptimizerFacts(Facts):
     takes_shards: bool = False
     keeps_masters: bool = False
     moments: int = 2
+    on_host: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 

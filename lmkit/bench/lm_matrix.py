@@ -120,18 +120,15 @@ class Options(Table):
 def check(recipe: Any) -> None:
     """Refuse a vocabulary without room for the tokens, before ranks start."""
     options = recipe.bench.table("lm_matrix")
-    needed, whose = NUM_BYTES, f"the {NUM_BYTES} byte values"
+    needed = NUM_BYTES
     if options.tokens is not None and options.tokens.suffix == ".npy":
         from lmkit.data.token_files import open_tokens
 
         needed = open_tokens(options.tokens).meta.vocab_size
-        whose = f"the vocabulary of {options.tokens}, {needed}"
     if options.vocab_size < needed:
-        raise UsageError(
-            "bench.small_vocabulary",
-            f"bench.lm_matrix.vocab_size: {options.vocab_size} is smaller than {whose}",
-            hint=f"give {needed} or more: --vocab-size {needed}",
-        )
+        ids = f"{needed} ids of {options.tokens or 'bytes'}"
+        message = f"bench.lm_matrix.vocab_size: {options.vocab_size} is less than the {ids}"
+        raise UsageError("bench.small_vocabulary", message, hint=f"--vocab-size {needed} or more")
 
 
 @BENCHES.register(
@@ -435,8 +432,7 @@ def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
 
 
 def _settle(ranks: Ranks) -> None:
-    """Wait until backend and allocator have freed the buffers of finished collectives, which would otherwise count
-    as memory of another training."""
+    """Wait until buffers of finished collectives are freed, which would count as memory of another training."""
     import torch
 
     from lmkit.parallel.ranks import release_collectives

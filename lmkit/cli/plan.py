@@ -181,10 +181,10 @@ def _speed(made: Plan) -> list[str]:
         f"a step on each rank: {flops / 1e12:,.2f} TFLOP on tensor cores, {moved / GB:,.2f} GB moved beside"
     ]
     if made.seconds is None or made.least_seconds is None:
-        return [
-            *lines,
-            f"no time is predicted: {made.card.name}'s limits in {made.train.precision} are not known",
-        ]
+        why = f"{made.card.name}'s limits in {made.train.precision} are not known"
+        if made.on_host:
+            why = "the host makes the optimizer's step, and its speed is not known"
+        return [*lines, f"no time is predicted: {why}"]
     assert made.tokens_per_s is not None
     assert made.mfu is not None
     lines.append(

@@ -170,11 +170,12 @@ def _option_mistakes(
 
 def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
     parallel, optimizer = tables.get("parallel"), tables.get("optimizer")
-    if not parallel or not optimizer or OPTIMIZERS.facts(optimizer.name).elementwise:
+    if not parallel or not optimizer or "optimizer" not in STRATEGIES.facts(parallel.strategy).shards:
         return
-    strategy, takes_shards = parallel.strategy, OPTIMIZERS.facts(optimizer.name).takes_shards
-    facts = STRATEGIES.facts(strategy)
-    if "optimizer" in facts.shards and not (facts.gives_shards and takes_shards):
+    strategy, updates = parallel.strategy, OPTIMIZERS.facts(optimizer.name)
+    if updates.on_host:
+        yield f'parallel.strategy: "{strategy}" keeps shards on the GPUs, but "{optimizer.name}" all on the host'
+    elif not updates.elementwise and not (STRATEGIES.facts(strategy).gives_shards and updates.takes_shards):
         yield f'parallel.strategy: "{strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
 
 

@@ -150,7 +150,8 @@ class OptimizerConfig(Table):
     """`[optimizer]`: the optimizer and its learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    """`adamw` (Loshchilov and Hutter 2019), `muon` (Jordan 2024), `sgd`, or a registered optimizer of your own."""
+    """`adamw` (Loshchilov and Hutter 2019), `adamw_host` (with its state in the host's memory), `muon` (Jordan 2024),
+    `sgd`, or a registered optimizer of your own."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)

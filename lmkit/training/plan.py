@@ -46,10 +46,12 @@ class Plan:
         most_rows: with this context; most_context: with these rows, a multiple of 64. 0: not even one fits.
         kv_cache: bytes for [generate], beside the weights, which then take `generating`.
         work: class of kernels -> what a step does on one rank.
-        seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype.
+        seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype,
+            and for an optimizer on the host.
         host_seconds: in which the host launches the step, if no CUDA graph does; `seconds` is at least that.
         least_seconds: at the data sheet's FLOP/s and bytes/s.
         documents: whether documents do not see one another; attention is counted as if they did.
+        on_host: whether the optimizer's state lies in the host's memory.
     """
 
     card: Card
@@ -71,6 +73,7 @@ class Plan:
     least_seconds: float | None
     host_seconds: float = 0.0
     documents: bool = False
+    on_host: bool = False
 
     @property
     def fits(self) -> bool:
@@ -134,7 +137,8 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         work = with_fp8(config, work, tokens, train.accumulation)
     peak = known_peak(card.name, _peak_of(train.precision))
     limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
-    known = all(limits.values())
+    on_host = OPTIMIZERS.facts(recipe.optimizer.name).on_host
+    known = all(limits.values()) and not on_host
     host = 0.0
     if train.cuda_graph == "off" or (ranks > 1 and train.cuda_graph != "on"):
         sharded = "optimizer" in STRATEGIES.facts(parallel.strategy).shards
@@ -167,6 +171,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         else None,
         host_seconds=host,
         documents=recipe.data.sampling == "packed" or config.document_token is not None,
+        on_host=on_host,
     )
 
 
@@ -226,7 +231,7 @@ def held_by(
         "other_moments": updates.moments if updates.elementwise else 2,
         "of_weights": share.get("parameters", 1.0),
         "of_gradients": share.get("gradients", 1.0),
-        "of_state": share.get("optimizer", 1.0),
+        "of_state": 0.0 if updates.on_host else share.get("optimizer", 1.0),
         "is_shared": sharing == ranks > 1 and "gather" in facts.uses and parallel.gather == "auto",
     }
     if "parameters" in facts.shards:  # the shards are the masters

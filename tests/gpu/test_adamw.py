@@ -145,3 +145,22 @@ def test_a_step_in_a_cuda_graph(optimizer):
     for param, other in zip(params, expected, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
         assert optimizer.state[param]["step"].item() == twin.state[other]["step"].item()
+
+
+def test_state_on_the_host_makes_the_same_steps():
+    from lmkit.optim.host import HostAdamW
+
+    sizes = [(50, 70), (3,)]
+    made = []
+    for kind in (checks.AdamW, HostAdamW):
+        params = checks.parameters("cuda", sizes)
+        optimizer = kind(params, **checks.SETTINGS)
+        optimizer.keep_masters({param: param.detach().float() for param in params})
+        checks.steps(optimizer, range(3), sizes)
+        made.append(params_of(optimizer))
+    state = optimizer.state_dict()
+    assert {value.device.type for values in state["state"].values() for value in values.values()} == {"cpu"}
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert {value.device.type for values in optimizer.state.values() for value in values.values()} == {"cpu"}
+    for ours, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # a few roundings of float32

@@ -1,0 +1,63 @@
+"""AdamW whose state lies in the host's memory: a GPU then holds weights and gradients alone (ZeRO-Offload, Ren et al.
+2021, on one GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lmkit.optim.adamw import MASTER, AdamW, settings_of
+from lmkit.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lmkit.recipe.tables import OptimizerConfig
+
+
+class HostAdamW(AdamW):
+    """`AdamW`, updated by the CPU from state in the host's memory: float32 weights and moments, 12 bytes a parameter.
+
+    A step copies the gradients to the host and the weights back, and waits for both. So it pays where the state does
+    not fit beside the rest, and costs least where many micro-batches share a step.
+
+    State per parameter as that of `AdamW` with masters, all on the CPU; each loads the other's.
+    """
+
+    captured: Any = property()  # there is none: no CUDA graph can capture a step of the host
+
+    def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Keep float32 weights of these parameters, in the host's memory."""
+        super().keep_masters({param: _on_host(master) for param, master in masters.items()})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an AdamW, without a detour over the GPU."""
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        saved = [index for group in groups for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            if state := state_dict["state"].get(index):
+                self.state[param] = {name: _on_host(value) for name, value in state.items()}
+
+    def _updates(self, params: list[Tensor]) -> Any:
+        for param in params:
+            if param.grad is not None and MASTER not in self.state[param]:
+                self.state[param][MASTER] = _on_host(param)
+        by_kind = super()._updates(params)
+        return {
+            kind: [update._replace(grad=update.grad.to("cpu")) for update in updates]
+            for kind, updates in by_kind.items()
+        }
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a float32 copy in the host's memory."""
+    return x.detach().to("cpu", torch.float32, copy=True)
+
+
+@OPTIMIZERS.register("adamw_host", order=4, keeps_masters=True, on_host=True)
+def make_host_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> HostAdamW:
+    """Make the optimizer of the recipe's table `[optimizer]`."""
+    return HostAdamW(groups, **settings_of(options))

@@ -1,0 +1,84 @@
+"""The optimizer `adamw_host`: AdamW's steps, its state in the host's memory, and what a plan counts of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from lmkit.errors import UsageError
+from lmkit.measure.limits import CARDS
+from lmkit.optim import AdamW
+from lmkit.optim.host import HostAdamW
+from lmkit.recipe.load import load_recipe
+from lmkit.training.plan import plan
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def weights(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((5, 3), (3,))]
+
+
+def make_steps(optimizer, params, count):
+    torch.manual_seed(1)
+    for _ in range(count):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.gradient_factor = torch.tensor(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_are_adamws(dtype):
+    results = []
+    for kind in (AdamW, HostAdamW):
+        params = weights(dtype)
+        optimizer = kind(params, lr=0.1)
+        optimizer.keep_masters({param: param.detach().float() for param in params})
+        make_steps(optimizer, params, 5)
+        results.append((params, [optimizer.state[param]["master"] for param in params]))
+    (ours, our_masters), (theirs, their_masters) = results
+    assert all(map(torch.equal, our_masters, their_masters))
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("kinds", [(HostAdamW, AdamW), (AdamW, HostAdamW), (HostAdamW, HostAdamW)])
+def test_state_loads_both_ways(kinds):
+    saver, loader = kinds
+    params = weights()
+    optimizer = saver(params, lr=0.1)
+    make_steps(optimizer, params, 3)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    loaded = loader(twins, lr=1.0)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    make_steps(optimizer, params, 3)
+    make_steps(loaded, twins, 3)
+    assert all(map(torch.equal, params, twins))
+
+
+def test_a_step_on_the_host_is_not_captured():
+    assert hasattr(AdamW(weights()), "captured")
+    assert not hasattr(HostAdamW(weights()), "captured")
+
+
+def test_a_plan_counts_no_state_on_the_gpu_and_predicts_no_time():
+    ours, theirs = (
+        plan(load_recipe("llama_1b", [f"optimizer.name={name}"]), CARDS["H200"])
+        for name in ("adamw_host", "adamw")
+    )
+    assert ours.memory.optimizer == 0
+    assert theirs.memory.peak - ours.memory.peak == pytest.approx(theirs.memory.optimizer, rel=0.01)
+    assert ours.seconds is None
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_sharded_state_stays_on_the_gpus(strategy):
+    given = ["optimizer.name=adamw_host", f"parallel.strategy={strategy}"]
+    with pytest.raises(UsageError) as caught:
+        load_recipe("quickstart", given)
+    assert caught.value.code == "recipe.conflict"
+    assert "parallel.strategy" in caught.value.message
