@@ -16,6 +16,7 @@ from typing import Any
 from lmkit.cli import first_edition
 from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
+from lmkit.recipe.load import shipped_recipes
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECORD
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
@@ -123,11 +124,11 @@ class StageRecord:
         if is_corpus:
             refuse_directory(key, path)
         if not path.is_file():
-            raise UsageError(
-                "run.missing_file",
-                f"{path}: no such file (key {key})",
-                hint="paths in a recipe are relative to the current folder",
-            )
+            yours = '["FILE"]' if is_corpus else "FILE"
+            hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
+            if path.parent.name in shipped_recipes():  # a run that has not been made
+                hint = f"make it: lmkit run {path.parent.name}; or {hint}"
+            raise UsageError("run.missing_file", f"{path}: no such file (key {key})", hint=hint)
         return self._digest(path)
 
     def _digest(self, path: Path) -> str:

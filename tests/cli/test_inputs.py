@@ -170,3 +170,12 @@ def test_fault_159_other_tokens_can_be_named(run: Path, terminal) -> None:
     content[-2] ^= 1
     Path("mine.npy").write_bytes(content)
     terminal("train fish.toml --steps 3 --set data.train=mine.npy")
+
+
+def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run: Path, terminal) -> None:
+    unmade = "run fish.toml --set run.name=new --set tokenizer.path=runs/quickstart/tokenizer.json"
+    refused = terminal.refuses(unmade, code="run.missing_file", says=["tokenizer.path"])
+    assert "lmkit run quickstart" in refused.hint
+    os.unlink("corpus.txt")
+    refused = terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])
+    assert "--set 'corpus.train=" in refused.hint
