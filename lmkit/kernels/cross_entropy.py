@@ -25,7 +25,9 @@ from lmkit.kernels.operators import define
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0, not NaN
-BLOCK_BYTES = 8192  # of the row that a program holds at a time
+BLOCK_BYTES = 16384  # of the row that a program holds at a time
+GROUP = 8  # logits
+REGISTERS = 40  # a thread, at most: so three programs of 16 warps fit an SM
 SCALED_BLOCK = 2048  # elements that a program of `scale_kernel` multiplies
 ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
 
@@ -77,6 +79,7 @@ def cross_entropy_kernel(
     vocab_size,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,  # logits that share a maximum, so that it changes once for all of them
 ):
     """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, so that the
     second pass begins where the row is still in the cache. A row is padding from vocab_size to stride: that may be
@@ -89,38 +92,46 @@ def cross_entropy_kernel(
     beyond = float("nan")
     of_target = tl.load(logits + target, mask=counts & (target < vocab_size), other=beyond).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
-    # A maximum and a sum for each lane; one reduction at the end.
-    largest = tl.full((BLOCK,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        columns = start + lanes
-        z = tl.load(logits + columns, mask=columns < stride, other=0.0).to(tl.float32)
-        z = tl.where(columns < vocab_size, z, LOWEST)
-        new_largest = tl.maximum(largest, z)
-        total = total * tl.exp2((largest - new_largest) * LOG2_E) + tl.exp2((z - new_largest) * LOG2_E)
+    last = vocab_size // BLOCK * BLOCK  # of the one block that may not be full
+    inside = last + lanes < stride
+    # A maximum and a sum for each group; one reduction at the end.
+    z = tl.load(logits + last + lanes, mask=inside, other=0.0).to(tl.float32)
+    z = tl.reshape(tl.where(last + lanes < vocab_size, z, LOWEST), (BLOCK // GROUP, GROUP))
+    largest = tl.max(z, 1)
+    total = tl.sum(tl.exp2((z - largest[:, None]) * LOG2_E), 1)
+    for start in range(0, last, BLOCK):
+        z = tl.load(logits + start + lanes).to(tl.float32)
+        z = tl.reshape(z, (BLOCK // GROUP, GROUP))
+        new_largest = tl.maximum(largest, tl.max(z, 1))
+        part = tl.sum(tl.exp2((z - new_largest[:, None]) * LOG2_E), 1)
+        total = total * tl.exp2((largest - new_largest) * LOG2_E) + part
         largest = new_largest
     most = tl.max(largest)
     sum_exp = tl.sum(total * tl.exp2((largest - most) * LOG2_E))
     tl.store(losses_pointer + row, tl.where(counts, most - of_target + tl.log2(sum_exp) * LN_2, 0.0))
     if GRADIENT:
+        kind: tl.constexpr = logits_pointer.dtype.element_ty
         scale = tl.where(counts, tl.load(scale_pointer), 0.0)
-        inverse_sum = 1.0 / sum_exp
-        last = (tl.cdiv(vocab_size, BLOCK) - 1) * BLOCK
-        for back in range(0, vocab_size, BLOCK):
-            columns = last - back + lanes
-            z = tl.load(logits + columns, mask=columns < stride, other=0.0).to(tl.float32)
-            p = tl.exp2((z - most) * LOG2_E) * inverse_sum
-            gradient = tl.where(columns == target, p - 1.0, p) * scale
-            kind: tl.constexpr = logits_pointer.dtype.element_ty
-            # Evicted first, so that the rows that are still to be read again stay in the cache.
-            tl.store(logits + columns, gradient.to(kind), mask=columns < stride, cache_modifier=".cs")
+        factor = scale / sum_exp
+        # Evicted first, so that the rows that are still to be read again stay in the cache.
+        for back in range(BLOCK, last + BLOCK, BLOCK):
+            places = logits + (last - back) + lanes
+            gradient = tl.exp2((tl.load(places).to(tl.float32) - most) * LOG2_E) * factor
+            tl.store(places, gradient.to(kind), cache_modifier=".cs")
+        z = tl.load(logits + last + lanes, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.exp2((z - most) * LOG2_E) * factor
+        tl.store(logits + last + lanes, gradient.to(kind), mask=inside, cache_modifier=".cs")
+        tl.debug_barrier()  # what was stored there comes first
+        of_target = tl.exp2((of_target - most) * LOG2_E) * factor - scale
+        tl.store(logits + target, of_target.to(kind), mask=counts & (target < vocab_size))
 
 
 def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     logits, *_ = tensors
     rows, vocab_size = logits.shape
     block = min(BLOCK_BYTES // logits.element_size(), triton.next_power_of_2(vocab_size))
-    constants = {"GRADIENT": options[0], "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+    constants = {"GRADIENT": options[0], "BLOCK": block, "GROUP": min(GROUP, block)}
+    constants |= {"num_warps": min(max(block // 256, 1), 16), "maxnreg": REGISTERS}
     numbers = (logits.stride(0), vocab_size)
     return prepare_launch(cross_entropy_kernel, (rows, 1), tensors, numbers, constants)
 

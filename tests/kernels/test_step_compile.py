@@ -25,7 +25,7 @@ SINGLE = {
     "rope_kernel": (0, 0),
     "swiglu_kernel": (0, 0),
     "swiglu_gradient_kernel": (0, 0),
-    "cross_entropy_kernel": (3, 1),
+    "cross_entropy_kernel": (3, 2),
     "scatter_add_kernel": (1, 0),
 }
 D_FF = {128: 352, 512: 1376, 768: 2048, 1024: 2752, 2048: 5504, 4096: 11008}
