@@ -73,6 +73,7 @@ Ablation = Literal[
     "lmkit:sdpa",
     "lmkit:waits",
     "lmkit:autocast",
+    "lmkit:none",
 ]
 """See `lmkit.bench.step_ablations`."""
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
@@ -93,7 +94,8 @@ class Options(Table):
     ] = ("lmkit", "nanogpt", "plain", "plain_eager")
     """lmkit's step (eager, compiled, or eager with fp8 products), nanoGPT's model compiled, and our architecture in
     PyTorch's modules compiled and eager. `lmkit:NAME` is lmkit's step without one idea: the CUDA graph, fused
-    operations (all or one), our attention, working ahead, or bf16 weights. All are compared with the first."""
+    operations (all or one), our attention, working ahead, or bf16 weights; or with none of them. All are compared
+    with the first."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of lmkit, as in [train]; of the rivals, by autocast."""
     attention: AttentionName = "sdpa"
@@ -236,7 +238,8 @@ def _row(size: str, variant: str, options: Options) -> dict[str, Any]:
 
 
 def _precision(variant: str, options: Options) -> str:
-    return {"lmkit_fp8": "fp8", "lmkit:autocast": "bf16-autocast"}.get(variant, options.precision)
+    autocast = ("lmkit:autocast", "lmkit:none")
+    return "bf16-autocast" if variant in autocast else "fp8" if variant == "lmkit_fp8" else options.precision
 
 
 def _build(size: str, variant: str, context: Context, shared: dict[str, TrainingStep]) -> Training:

@@ -4,9 +4,10 @@
 * `plain` runs all operations around the matrix products with PyTorch, `plain_norm` and so on one of them;
 * `sdpa` runs PyTorch's attention kernels;
 * `waits` lets the host wait for every step;
-* `autocast` keeps float32 weights and casts them in every pass.
+* `autocast` keeps float32 weights and casts them in every pass;
+* `none` is all of these at once.
 
-All but `autocast` take turns training one model, so that they need no further memory.
+Those with float32 weights take turns training one model, the others another.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class Ablated:
 
     def run(self) -> torch.Tensor:
         """Make one step; return its loss."""
-        with _swapped(self.model, self._operations, self._variant == "lmkit:sdpa"):
-            return self._training.run(wait=self._variant == "lmkit:waits")
+        with _swapped(self.model, self._operations, self._variant in ("lmkit:sdpa", "lmkit:none")):
+            return self._training.run(wait=self._variant in ("lmkit:waits", "lmkit:none"))
 
 
 def operations_of(variant: str, full: Operations) -> Operations:
     """Return the operations of a variant, given those of the whole step."""
-    if variant == "lmkit:plain":
+    if variant in ("lmkit:plain", "lmkit:none"):
         return PLAIN
     if (method := METHODS.get(variant)) is None:
         return full

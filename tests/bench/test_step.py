@@ -163,13 +163,13 @@ def test_an_ablation_takes_out_what_it_says_and_puts_it_back(monkeypatch, varian
     left_out = set(METHODS.values()) - Counted.called
     assert left_out == (
         set(METHODS.values())
-        if variant == "lmkit:plain"
+        if variant in ("lmkit:plain", "lmkit:none")
         else {METHODS[variant]}
         if variant in METHODS
         else set()
     )
-    assert attended == ["sdpa"] * (2 if variant == "lmkit:sdpa" else 0)
-    assert waited == [variant == "lmkit:waits"]
+    assert attended == ["sdpa"] * (2 if variant in ("lmkit:sdpa", "lmkit:none") else 0)
+    assert waited == [variant in ("lmkit:waits", "lmkit:none")]
     assert training.model.operations is whole
     assert [block.attn.attention for block in training.model.layers] == attention
 
@@ -182,10 +182,10 @@ def test_ablations_share_weights_but_those_of_another_precision(run_bench, monke
         return TrainingStep(config, ranks, batches, **options)
 
     monkeypatch.setattr("lmkit.training.setup.TrainingStep", build)
-    variants = ("lmkit", "lmkit:no_graph", "lmkit:plain", "lmkit:autocast")
+    variants = ("lmkit", "lmkit:no_graph", "lmkit:plain", "lmkit:autocast", "lmkit:none")
     rows = run_bench("step", **{**EAGER, "variants": variants, "precision": "bf16"}).rows
     assert built == [("bf16", "auto"), ("bf16", "off"), ("bf16-autocast", "off")]
-    assert [row["status"] for row in rows] == ["ok"] * 4
+    assert [row["status"] for row in rows] == ["ok"] * 5
 
 
 @pytest.mark.parametrize(
