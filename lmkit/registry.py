@@ -304,6 +304,11 @@ class StrategyFacts(Facts):
     gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph may hold its collectives, if they are NCCL's: they end with the step."""
+        return not self.shards and not self.rival
+
 
 @dataclass(frozen=True)
 class OptimizerFacts(Facts):

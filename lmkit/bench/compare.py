@@ -24,6 +24,7 @@ RESULT_KEYS = {
         "epochs",
         "calls_per_sample",
         "calls_per_step",
+        "graph",
         "clock",
         "mfu_basis",
     ),

@@ -214,7 +214,7 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
         # PyTorch's ZeRO keeps no masters of bf16 weights.
         precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
         parallel=parallel_of(name, case.parallel),
-        cuda_graph="off",  # "auto" would capture only the steps of one rank, the others' baseline
+        cuda_graph="off",  # only some variants could be captured
         make_optimizer=_torch_zero if name == TORCH_ZERO else None,
     )
     if name == TORCH_ZERO:

@@ -98,8 +98,12 @@ class Options(Table):
     """As in [train]."""
     batch_size: PositiveInt = 8
     """Sequences per step over all ranks; "one rank" takes them all."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """As in [train]."""
     steps_per_epoch: PositiveInt = 5
     """Steps of an epoch. One sample times one epoch."""
+    untimed_steps: Count = 0
+    """Steps before each epoch: "one rank" leaves the other GPUs idle, and idle GPUs are faster for a while."""
     warmup_epochs: Count = 1
     """Untimed epochs before the first sample."""
     timed_epochs: PositiveInt = 6
@@ -319,6 +323,7 @@ class _Training:
         self.samples_ms: list[float] = []
         self._losses: list[float] = []
         self._valid_loss: float | None = None
+        self._graph = ""
         self._own_bytes = self._peak_bytes = 0
         if strategy == ONE_RANK and not context.ranks.is_first:
             return
@@ -342,8 +347,7 @@ class _Training:
             ),
             seed=seed,
             lr=self._options.lr,
-            # NCCL's watchdog, which looks at events, would break the capture of one rank's steps.
-            cuda_graph="auto" if context.ranks.world_size == 1 else "off",
+            cuda_graph=self._options.cuda_graph,
         )
         self._losses.append(self.step.run().item())  # the optimizer's state exists from here on
         _settle(ranks)
@@ -359,8 +363,10 @@ class _Training:
         if self.step is None:
             return
         with track_peak(self._ranks.device) as peak:
+            losses = [self.step.run() for _ in range(self._options.untimed_steps)]
+            _synchronize(self._ranks)
             began = time.perf_counter()
-            losses = [self.step.run() for _ in range(num_steps)]
+            losses += [self.step.run() for _ in range(num_steps)]
             _synchronize(self._ranks)
             elapsed_ms = (time.perf_counter() - began) * 1e3
         # Leave out what the other trainings keep on the device.
@@ -378,6 +384,8 @@ class _Training:
 
         if self.step is None:
             return
+        if (graph := self.step.step.graph) is not None:
+            self._graph, self.step.step.graph = graph.note, None
         # Otherwise their memory would be freed while the next kernel is measured.
         self.step.wait_for_weights()
         if self._ranks.world_size > 1:
@@ -398,6 +406,7 @@ class _Training:
         length = self._options.context_length
         fields = time_fields(self.samples_ms)
         return fields | {
+            "graph": self._graph,
             "epochs": len(self.samples_ms),
             "epoch_s": fields["median_ms"] * self._options.steps_per_epoch / 1e3,
             "tokens_per_s": self._options.batch_size * length / (fields["median_ms"] * 1e-3),

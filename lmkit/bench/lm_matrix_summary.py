@@ -34,6 +34,7 @@ WIDE = (
     Column("speedup_high", "to", ".3f"),
     Column("scaling", "scaling", ".1%"),
     Column("overhead", "memory over none", "+.1%"),
+    Column("captured", "graph"),
     Column("epoch_s", "s per epoch", ".3f"),
     Column("final_loss", "last loss", ".4f"),
 )
@@ -51,6 +52,7 @@ def summarize(rows: Rows) -> Summary:
         notes.append(
             f"scaling: the speed of all ranks / ranks x that of {ONE_RANK}, with the same batch of all ranks"
         )
+    notes += graph_notes(rows)
     if "epoch_s" in has:
         notes.append("valid loss: after all epochs, on held-out text")
     return Summary(
@@ -65,7 +67,8 @@ def summarize(rows: Rows) -> Summary:
 
 
 def with_ratios(rows: Rows) -> Rows:
-    """Add scaling (against one rank) and memory overhead (against `none`) within each kernel."""
+    """Add scaling (against one rank), memory overhead (against `none`), both within each kernel, and whether a CUDA
+    graph launched the steps."""
     found = {(row["kernel"], row["strategy"]): row for row in rows if row["status"] == "ok"}
     told = []
     for row in rows:
@@ -76,8 +79,29 @@ def with_ratios(rows: Rows) -> Rows:
                 more["scaling"] = paired_ratio(row["samples_ms"], alone["samples_ms"]).speedup / row["ranks"]
             if bare is not None:
                 more["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
+        if row.get("graph"):
+            more["captured"] = "yes" if row["graph"].startswith("CUDA graph: on") else "no"
         told.append(row | more)
     return told
+
+
+def graph_notes(rows: Rows) -> list[str]:
+    """Say why steps were not in a CUDA graph, if some were."""
+    captured = [row for row in rows if row.get("captured")]
+    if all(row["captured"] == "no" for row in captured):
+        return []
+    why = grouped([row for row in captured if row["captured"] == "no"], lambda row: _why(row["graph"]))
+    reasons = "; ".join(
+        f"{', '.join(dict.fromkeys(row['strategy'] for row in of_reason))}: {reason}"
+        for reason, of_reason in why.items()
+    )
+    return ["graph: whether a CUDA graph launched the steps" + (f". Not of {reasons}" if reasons else "")]
+
+
+def _why(note: str) -> str:
+    """Return the reason of a graph's note, without the shares, which differ from row to row."""
+    reason = note.partition(", ")[2]
+    return "the GPU sets the pace" if reason.startswith("the host is busy") else reason
 
 
 def _ranks(rows: Rows) -> str:

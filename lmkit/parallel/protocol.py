@@ -202,9 +202,8 @@ class Strategy(GradientSync):
 
     @property
     def can_be_captured(self) -> bool:  # type: ignore[override]
-        facts = STRATEGIES.facts(self.config.strategy)
         on_nccl = self.ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config())
-        return on_nccl and not facts.shards and not facts.rival
+        return on_nccl and STRATEGIES.facts(self.config.strategy).is_captured
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lmkit.measure.environment import LAUNCH_QUEUES_VARIABLE
 RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
 """The environment variable with the address that `hosted_store` yields."""
 _POLL_S = 0.02
+_graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,25 @@ def process_group(
     try:
         yield Ranks(rank, world_size, local_rank, place, timeout_s, store)
     except BaseException:
+        _free_graphs()
         # Destroying a group would wait for kernels that wait for a lost rank. Abort all groups, also of strategies.
         for group in list(dist.distributed_c10d._world.pg_map) if place.type == "cuda" else ():
             group.abort()
         raise
     finally:
+        _free_graphs()
         dist.destroy_process_group()
+
+
+def free_before_leaving(graph: torch.cuda.CUDAGraph) -> None:
+    """Free a CUDA graph, if it still exists, before `process_group` ends: NCCL would wait for it forever."""
+    _graphs.add(graph)
+
+
+def _free_graphs() -> None:
+    for graph in list(_graphs):
+        graph.reset()
+    _graphs.clear()
 
 
 def _read_environment() -> tuple[int, int, int]:

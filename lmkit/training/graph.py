@@ -10,6 +10,7 @@ import torch
 
 from lmkit.measure.ranges import range_
 from lmkit.parallel.collectives import agree
+from lmkit.parallel.ranks import free_before_leaving
 from lmkit.training.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class StepGraph:
     are copied to tensors that the graph reads. Batches of another shape are worked on without the graph.
 
     Args:
-        always: capture any step; False: only one whose host is busy for more than `HOST_SHARE` of it.
+        always: capture any step; False: only one whose host is busy for more than `HOST_SHARE` of it, on any rank.
 
     Attributes:
         note: what was decided, and why, in one line; empty while nothing is.
@@ -45,21 +46,18 @@ class StepGraph:
         self._steps = 0
         self._host_s: list[float] = []
         self._total_s: list[float] = []
-        if why := self._refusal(always):
+        if why := self._refusal():
             self._decide(False, why)
         elif always:
             self._decide(True, "as train.cuda_graph says")
 
-    def _refusal(self, always: bool) -> str:
+    def _refusal(self) -> str:
         """Return why the step cannot be captured; empty if it can."""
         step, name = self._step, type(self._step.optimizer).__name__
         if step.ranks.device.type != "cuda":
             return "there is no GPU"
-        if step.ranks.world_size > 1:
-            if not always:
-                return 'with several ranks only as train.cuda_graph = "on"'
-            if not step.sync.can_be_captured:
-                return "the collectives of this strategy or backend cannot be captured"
+        if step.ranks.world_size > 1 and not step.sync.can_be_captured:
+            return "the collectives of this strategy or backend cannot be captured"
         if not step.runs_ahead:
             return f"the host waits for the GPU before {name} makes its step"
         if not hasattr(step.optimizer, "captured"):
@@ -104,13 +102,19 @@ class StepGraph:
         if self._captures is None and self._steps > WARM_UPS:
             outcome = self._measured(make)
             if len(self._host_s) == MEASURED:
-                share = min(self._host_s) / min(self._total_s)
-                self._decide(share > HOST_SHARE, f"the host is busy for {share:.0%} of a step")
+                self._decide_by_host(min(self._host_s) / min(self._total_s))
         else:
             outcome = make()
         if self._captures and self._steps >= WARM_UPS:
             self._capture(inputs, targets)
         return outcome
+
+    def _decide_by_host(self, share: float) -> None:
+        """Capture if the host of this rank or of another, for which all wait, is busy for too large a share."""
+        is_busy = share > HOST_SHARE
+        captures = agree(self._step.ranks, stop=is_busy)
+        other = ", that of another rank for more" if captures and not is_busy else ""
+        self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
 
     def _measured(self, make: Callable[[], Outcome]) -> Outcome:
         """Measure how long the host and the GPU are busy with a step; waits for the GPU."""
@@ -127,6 +131,7 @@ class StepGraph:
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
         graph = torch.cuda.CUDAGraph()
+        free_before_leaving(graph)
         generator = torch.cuda.default_generators[inputs.device.index]
         before = generator.clone_state()
         try:

@@ -140,7 +140,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     on_host = OPTIMIZERS.facts(recipe.optimizer.name).on_host
     known = all(limits.values()) and not on_host
     host = 0.0
-    if train.cuda_graph == "off" or (ranks > 1 and train.cuda_graph != "on"):
+    if train.cuda_graph == "off" or (ranks > 1 and not STRATEGIES.facts(parallel.strategy).is_captured):
         sharded = "optimizer" in STRATEGIES.facts(parallel.strategy).shards
         host = host_seconds(
             config,

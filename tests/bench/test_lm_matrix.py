@@ -43,12 +43,13 @@ def measure(nproc=1, output=None, progress=None, **keys):
 
 def test_kernels_train_alike_and_every_file_is_there(run_bench):
     kernels = ["reference", "vectorized", "flash_torch", "sdpa"]
-    result = run_bench("lm_matrix", kernels=kernels, strategies=["none", "flat"], **SMALL)
+    result = run_bench("lm_matrix", kernels=kernels, strategies=["none", "flat"], untimed_steps=1, **SMALL)
     assert [(row["kernel"], row["strategy"]) for row in result.rows] == [
         (kernel, strategy) for kernel in kernels for strategy in ("none", "flat")
     ]
     first = result.rows[0]["losses"]
-    assert len(first) == 1 + 2 * (1 + 6)  # the first step, then warm-up and timed epochs
+    # The first step, then warm-up and timed epochs, each after an untimed step.
+    assert len(first) == 1 + (1 + 2) * (1 + 6)
     assert first[-1] < first[0] - 0.5  # it learns
     for row in result.rows:
         assert row["status"] == "ok"
@@ -241,6 +242,20 @@ def test_scaling_is_against_one_rank_and_overhead_against_no_communication():
     assert (none["scaling"], naive["scaling"]) == pytest.approx((18 / 8 / 2, 18 / 12 / 2), rel=0.01)
     assert (none["overhead"], naive["overhead"]) == (0, 0.25)
     assert "scaling" not in with_ratios(rows[1:])[1]
+
+
+def test_the_report_says_which_steps_were_not_in_a_graph_and_why():
+    captured, sharded, slow = cell("one rank", 9.0, ranks=1), cell("zero1", 60.0), cell("naive", 8.0)
+    captured["graph"] = "CUDA graph: on, the host is busy for 93% of a step"
+    sharded["graph"] = "CUDA graph: off, the collectives cannot be captured"
+    assert [row.get("captured") for row in with_ratios([captured, sharded, slow])] == ["yes", "no", None]
+    report = report_text(summarize([captured, sharded, slow]), {}, ())
+    assert "Not of zero1: the collectives cannot be captured" in report
+    slow["graph"] = "CUDA graph: off, the host is busy for 20% of a step"
+    assert "naive: the GPU sets the pace" in report_text(summarize([captured, slow]), {}, ())
+    del slow["graph"]
+    assert "graph" not in report_text(summarize([slow]), {}, ())
+    assert "whether" not in report_text(summarize([sharded]), {}, ())
 
 
 def test_the_headline_is_drawn_where_there_is_something_to_compare():

@@ -256,10 +256,13 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("strategy", ["flat", "bucketed"])
-def test_a_graph_holds_the_collectives_of_two_ranks(strategy, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "wish"),
+    [("flat", "on"), ("bucketed", "on"), ("bucketed", "auto"), ("naive", "auto"), ("overlap", "auto")],
+)
+def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy,))
+    note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy, wish))
     assert note.startswith("CUDA graph: on"), note
     assert graph == eager
     assert same

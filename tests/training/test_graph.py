@@ -9,6 +9,7 @@ import torch
 
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
+from lmkit.training import graph
 from lmkit.training.graph import MEASURED, WARM_UPS, StepGraph
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
@@ -34,7 +35,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def replay(self: StepGraph, *batch: Any) -> torch.Tensor:
         return torch.tensor([0, 0, 0, 1, 5, 5], dtype=torch.int32)
 
-    monkeypatch.setattr(StepGraph, "_refusal", lambda self, always: "")
+    monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
     monkeypatch.setattr(StepGraph, "_capture", capture)
     monkeypatch.setattr(StepGraph, "replay", replay)
     return captured
@@ -80,6 +81,20 @@ def test_a_step_whose_gpu_sets_the_pace_is_not(pretend: list[int], monkeypatch: 
     assert step.graph is not None
     assert step.graph.note.startswith("CUDA graph: off")
     assert "69%" in step.graph.note
+
+
+@pytest.mark.parametrize("other_is_busy", [True, False])
+def test_the_ranks_decide_together(
+    other_is_busy: bool, pretend: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
+    asked: list[bool] = []
+    monkeypatch.setattr(graph, "agree", lambda ranks, *, stop: asked.append(stop) or other_is_busy)
+    step = make_step(always=False)
+    assert steps(step, 5)[-1] == other_is_busy
+    assert asked == [False]
+    assert step.graph is not None
+    assert ("another rank" in step.graph.note) == other_is_busy
 
 
 def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(pretend: list[int]) -> None:
