@@ -49,12 +49,12 @@ class GradientSync(Protocol):
         traffic: counts the calls and bytes sent; see `Traffic`.
         gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
-        can_be_captured: whether a CUDA graph may capture a step: its collectives are NCCL's and end with the step.
+        not_captured: why a CUDA graph may not capture a step; empty if it may.
     """
 
     traffic: Traffic
     gather: str | None
-    can_be_captured: bool
+    not_captured: str
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
@@ -201,9 +201,14 @@ class Strategy(GradientSync):
         self._ever_accumulated = False
 
     @property
-    def can_be_captured(self) -> bool:  # type: ignore[override]
-        on_nccl = self.ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config())
-        return on_nccl and STRATEGIES.facts(self.config.strategy).is_captured
+    def not_captured(self) -> str:  # type: ignore[override]
+        facts = STRATEGIES.facts(self.config.strategy)
+        if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
+            return "the ranks do not communicate by NCCL"
+        if not facts.is_captured:
+            beyond = "is PyTorch's" if facts.rival else "communicates beyond the end of a step"
+            return f"{self.config.strategy} {beyond}"
+        return ""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)

@@ -56,8 +56,8 @@ class StepGraph:
         step, name = self._step, type(self._step.optimizer).__name__
         if step.ranks.device.type != "cuda":
             return "there is no GPU"
-        if step.ranks.world_size > 1 and not step.sync.can_be_captured:
-            return "the collectives of this strategy or backend cannot be captured"
+        if step.ranks.world_size > 1 and step.sync.not_captured:
+            return step.sync.not_captured
         if not step.runs_ahead:
             return f"the host waits for the GPU before {name} makes its step"
         if not hasattr(step.optimizer, "captured"):
