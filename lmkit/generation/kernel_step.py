@@ -22,7 +22,7 @@ from lmkit.kernels.decode.products import (
     tile_of,
 )
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
-from lmkit.kernels.launch import capability, selected
+from lmkit.kernels.launch import capability, recording, selected
 from lmkit.kernels.norm import add_rms_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
 
@@ -90,7 +90,7 @@ class KernelStep:
         run()  # before the capture, so that libraries initialise
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recording(graph):
             run()
         for x, before in zip(changed, kept, strict=True):
             x.copy_(before)

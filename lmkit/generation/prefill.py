@@ -172,10 +172,12 @@ class Prefill:
             return
         recorded = self._graphs[key]
         if recorded is None:
+            from lmkit.kernels.launch import recording
+
             graph, static = torch.cuda.CUDAGraph(), packed.clone()
             torch.cuda.synchronize()
             # All graphs share one pool, because nothing in it outlives a replay.
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, pool=self._pool):
                 self._read(static)
             self._pool = graph.pool()
             recorded = self._graphs[key] = graph, static

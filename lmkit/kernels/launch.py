@@ -7,8 +7,9 @@ for them; a warm call only encodes the TMA descriptors for its pointers and call
 Triton's profiler do not see these calls.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -81,6 +82,22 @@ def prepare_launch(
         launch(current_stream(device), arguments)
 
     return start
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None) -> Iterator[None]:
+    """Record the launches of the block as a CUDA graph.
+
+    No garbage is collected meanwhile: where it holds another graph, to free it would end the recording with an error.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class LaunchCache:

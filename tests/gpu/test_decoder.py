@@ -3,6 +3,7 @@
 `kernels` is True (the kernels' step, for any number of rows) or False (PyTorch's operations).
 """
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -123,3 +124,16 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated():
     assert " GB" in caught.value.message
     assert 0 < int(caught.value.hint.split()[-1]) < 65_536
     assert torch.cuda.max_memory_allocated() - before < 1e9
+
+
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_old_graphs_are_not_collected_while_another_is_recorded(batch_size):
+    """A decoder and its step refer to each other, so only the garbage collector frees their graphs."""
+    model, prompts = checks.model_of("cuda"), checks.prompts_of((40,) * 3)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        made = [texts(model, prompts, max_new_tokens=20, batch_size=batch_size) for _ in range(6)]
+    finally:
+        gc.set_threshold(*thresholds)
+    assert all(some == made[0] for some in made)
