@@ -91,11 +91,13 @@ def graph_notes(rows: Rows) -> list[str]:
     if all(row["captured"] == "no" for row in captured):
         return []
     why = grouped([row for row in captured if row["captured"] == "no"], lambda row: _why(row["graph"]))
-    reasons = "; ".join(
-        f"{', '.join(dict.fromkeys(row['strategy'] for row in of_reason))}: {reason}"
-        for reason, of_reason in why.items()
-    )
-    return ["graph: whether a CUDA graph launched the steps" + (f". Not of {reasons}" if reasons else "")]
+    reasons = []
+    for reason, of_reason in why.items():
+        names = tuple(dict.fromkeys(str(row["strategy"]) for row in of_reason))
+        reasons.append(reason if reason.startswith(names) else f"{', '.join(names)}: {reason}")
+    return [
+        "graph: whether a CUDA graph launched the steps" + (f"; no: {'; '.join(reasons)}" if reasons else "")
+    ]
 
 
 def _why(note: str) -> str:
