@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "AdamW": "adamw",
         "decay_groups": "adamw",
+        "HostAdamW": "host",
         "Muon": "muon",
         "orthogonalize": "muon",
         "clip_gradients": "clipping",

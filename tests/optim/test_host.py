@@ -9,8 +9,7 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.limits import CARDS
-from lmkit.optim import AdamW
-from lmkit.optim.host import HostAdamW
+from lmkit.optim import AdamW, HostAdamW
 from lmkit.recipe.load import load_recipe
 from lmkit.training.plan import plan
 
