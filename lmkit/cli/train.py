@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 from lmkit.cli.console import Result
@@ -16,7 +15,6 @@ from lmkit.cli.options import (
     key_option,
     option,
 )
-from lmkit.errors import UsageError
 
 app = Commands()
 
@@ -61,12 +59,6 @@ def train(
     from lmkit.generation import write_samples
     from lmkit.training import session
 
-    try:
-        if dry_run:
-            return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
-        return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_texts=write_samples)
-    except UsageError as error:
-        if error.code == "data.no_tokens":  # the library does not know what the recipe was called
-            hint = error.hint.replace("lmkit run RECIPE", f"lmkit run {shlex.quote(recipe)}")
-            raise UsageError("data.no_tokens", error.message, hint=hint) from error
-        raise
+    if dry_run:
+        return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
+    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_texts=write_samples)

@@ -76,7 +76,12 @@ def load_recipe(
             raw[name] = {key: value for key, value in before.items() if key != "options"}
     _merge(raw, typed)
     origin = [str(source)] if source is not None else []
-    return validate(raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe")
+    recipe = validate(
+        raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe"
+    )
+    if source is not None:
+        recipe._source = str(source)
+    return recipe
 
 
 def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:

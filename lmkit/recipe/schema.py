@@ -74,11 +74,17 @@ class Recipe(Table):
     wandb: WandbConfig = WandbConfig()
     bench: SerializeAsAny[BenchConfig] = Field(default_factory=lambda: bench_config()())
     _origin: str = PrivateAttr("the recipe")
+    _source: str = PrivateAttr("RECIPE")
 
     @property
     def origin(self) -> str:
-        """The file it came from, for errors."""
+        """What gave its values, for errors: "quickstart and the command line"."""
         return self._origin
+
+    @property
+    def source(self) -> str:
+        """The file or name that a command takes for it, for hints."""
+        return self._source
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # whatever their files

@@ -33,7 +33,7 @@ from lmkit.training.atomic_checkpoint import (
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
 from lmkit.training.given_weights import weights_of
 from lmkit.training.metrics import read_metrics
-from lmkit.training.run_data import made_files, open_data, resolve, resolved_tables, token_paths
+from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
 
 
@@ -209,6 +209,7 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     Raises:
         UsageError: the recipe cannot be trained.
     """
+    check_recipe(recipe)  # here its token files have the names that the user knows
     table = required(recipe.train, "train", recipe, command="verify resume")
     if table.epochs is not None:
         table = resolved_tables(resolve(recipe, open_data(recipe)))[1]

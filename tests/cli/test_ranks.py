@@ -52,6 +52,9 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
         command = f"train quickstart --set run.name=two{ranks_}"
         refusal = terminal.refuses(command, code="data.no_tokens", says=[file, "data.train"])
         assert "lmkit run quickstart --set run.name=two" in refusal.hint
+    command = "verify quickstart --resume --set run.name=two"
+    refusal = terminal.refuses(command, code="data.no_tokens", says=[file, "data.train"])
+    assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
 def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal) -> None:
