@@ -85,7 +85,7 @@ def tinystories() -> Dataset:
     )
 
 
-@DATASETS.register("owt", order=2)
+@DATASETS.register("owt", order=2, aliases=("openwebtext",))
 def owt() -> Dataset:
     """Return the sample of OpenWebText that Stanford's CS336 hands out."""
     return Dataset(
