@@ -49,6 +49,41 @@ def test_the_recipe_decides_while_the_block_runs_also_if_it_fails() -> None:
         assert settings() == (2, False, True)
 
 
+FAULTS = """
+import resource
+import torch
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import RunConfig
+from lmkit.training.process import numerics
+
+def faults_of_steps():
+    def step():
+        return [torch.zeros(1 << 20) for _ in range(8)]  # 32 MB, more than glibc keeps
+
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(30):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with numerics(RunConfig(threads=1), Ranks()):
+    print(faults_of_steps())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted: bool, monkeypatch) -> None:
+    for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(variable, raising=False)
+        if not wanted:
+            monkeypatch.setenv(variable, str(1 << 17))
+    done = subprocess.run([sys.executable, "-c", FAULTS], stdout=subprocess.PIPE, text=True, check=True)
+    # Thirty times 32 MB are 245,760 pages of 4 KB.
+    assert (int(done.stdout) < 20_000) == wanted
+
+
 @pytest.mark.parametrize(
     ("world_size", "threads", "device", "given", "expected"),
     [
