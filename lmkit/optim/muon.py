@@ -186,7 +186,10 @@ class Muon(AdamW):
         for (rows, columns), alike in by_shape.items():
             for part in alike:
                 part.mean.lerp_(part.gradient, new)
-            directions = torch.stack([part.gradient.lerp(part.mean, self.momentum) for part in alike])
+            kind = _dtype_of_products(alike[0].gradient)
+            directions = torch.stack(
+                [part.gradient.lerp(part.mean, self.momentum).to(kind) for part in alike]
+            )
             changes = orthogonalize(directions, iterations=self.iterations)
             for part, change in zip(alike, changes, strict=True):
                 _move(part.weight, change, rate * max(1.0, rows / columns) ** 0.5, rate, group)
@@ -267,7 +270,16 @@ def _move(
 ) -> None:
     """Decay a weight by `decay` times the group's decay, and move it against an orthogonalised direction."""
     decayed = weight * (weight * direction > 0) if group["cautious"] else weight
-    weight.sub_(decayed * (decay * decay_of(group, group["lr"]))).sub_(direction * rate)
+    _subtract(weight, decayed, decay * decay_of(group, group["lr"]))
+    _subtract(weight, direction, rate)
+
+
+def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
+    """Subtract factor * change, multiplied in the weight's dtype, in one pass over memory."""
+    if isinstance(factor, Tensor) and factor.device == weight.device:
+        weight.addcmul_(change, factor, value=-1)
+    else:
+        weight.sub_(change, alpha=float(factor))
 
 
 @OPTIMIZERS.register(
