@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -39,14 +39,19 @@ COLUMNS = (
 )
 
 
-def table(recipes: Sequence[Recipe], *, steps: int) -> tuple[Rows, str, dict[str, bytes | str]]:
-    """Profile recipes; return a row of each, the table for a terminal, and the files, most of them in folders.
+def table(
+    recipes: Sequence[Recipe], *, steps: int, write: Callable[[Mapping[str, bytes | str]], None]
+) -> tuple[Rows, str]:
+    """Profile recipes; return a row of each, and the table for a terminal. What does not fit is a row.
 
-    What does not fit is a row.
+    Args:
+        write: takes files, most of them in folders: after each recipe its own and those of the table so far, so that a
+            run that is cut short leaves what it measured.
     """
-    files: dict[str, bytes | str] = {}
     rows: Rows = []
+    text = ""
     for recipe in recipes:
+        files: dict[str, bytes | str] = {}
         works = {mode: Workload(recipe, mode, steps, warmup=0) for mode in MODES}
         model, train = works["step"].model, works["step"].train
         row: dict[str, Any] = {
@@ -66,6 +71,13 @@ def table(recipes: Sequence[Recipe], *, steps: int) -> tuple[Rows, str, dict[str
                 files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
             release_memory(work.ranks.device)
         rows.append(row)
+        text, of_table = _summarized(rows)
+        write(files | of_table)
+    return rows, text
+
+
+def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
+    """Return the table for a terminal, and its files."""
     summary = Summary(
         "Memory by context and precision",
         COLUMNS,
@@ -78,13 +90,12 @@ def table(recipes: Sequence[Recipe], *, steps: int) -> tuple[Rows, str, dict[str
         ),
     )
     environment = describe_environment()
-    files |= {
+    return terminal_text(summary), {
         PICTURE: picture(rows),
         "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
         "memory_contexts_report.md": report_text(summary, environment, [PICTURE]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return rows, terminal_text(summary), files
 
 
 def growth(rows: Rows) -> list[str]:

@@ -98,9 +98,13 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
     """Record the memory of a forward pass and of training steps of each recipe, and compare them."""
     from lmkit.profile.contexts import table
 
-    rows, text, files = table(recipes, steps=steps)
-    _write(files, output)
-    return Profiled(str(output), tuple(name for name in files if "/" not in name), {"rows": rows}, text)
+    written: dict[str, None] = {}
+
+    def write(files: Mapping[str, bytes | str]) -> None:
+        written.update(dict.fromkeys(name for name in _write(files, output) if "/" not in name))
+
+    rows, text = table(recipes, steps=steps, write=write)
+    return Profiled(str(output), tuple(written), {"rows": rows}, text)
 
 
 def _run_under_nsys(

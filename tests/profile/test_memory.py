@@ -95,7 +95,11 @@ def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square():
         return WORK.recipe.model_copy(update={"model": model})
 
     recipes = [recipe(kernel, context) for kernel in ("reference", "flash_torch") for context in (256, 512)]
-    rows, text, files = table(recipes, steps=1)
+    files = {}
+    kept = []
+    rows, text = table(recipes, steps=1, write=lambda more: (files.update(more), kept.append(len(files))))
+    assert len(kept) == 4
+    assert kept == sorted(set(kept))  # a run that is cut short leaves what it measured
     naive, flash = (rows[i + 1]["step_computed_gib"] / rows[i]["step_computed_gib"] for i in (0, 2))
     assert naive > 3.0  # scores and probabilities grow four times, the rest twice
     assert flash < 2.2  # what every token keeps grows twice, the tiles not at all
@@ -114,7 +118,8 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(contexts, "run_profile", full)
-    rows, text, files = table([WORK.recipe], steps=1)
+    files = {}
+    rows, text = table([WORK.recipe], steps=1, write=files.update)
     assert rows[0]["status"] == "out of memory"
     assert "out of memory" in text
     assert "memory_contexts.png" in files
