@@ -45,8 +45,8 @@ def table(
     """Profile recipes; return a row of each, and the table for a terminal. What does not fit is a row.
 
     Args:
-        write: takes files, most of them in folders: after each recipe its own and those of the table so far, so that a
-            run that is cut short leaves what it measured.
+        write: takes files, most of them in folders: after each recipe its own and those of the table so far. So a run
+            that is cut short leaves what it measured.
     """
     rows: Rows = []
     text = ""
