@@ -173,6 +173,8 @@ class Fsdp(Strategy):
             self._flats.append(flat)
             for layer in layers_of:
                 self._flats_of.setdefault(layer, []).append(flat)
+        for flat in self._flats:
+            flat.make_shard()
         self._flats_of = {layer: self._flats_of[layer] for layer in layers if layer in self._flats_of}
         self._shared = {flat for flat in self._flats if len(owners[flat.parameters[0]]) > 1}
         in_order = list(self._flats_of)

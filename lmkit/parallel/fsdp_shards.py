@@ -72,7 +72,7 @@ class FlatParameters:
         self._offsets = [sum(self._sizes[:index]) for index in range(len(parameters))]
         self.shard_size = shard_size_of(sum(self._sizes), ranks.world_size)
         self._given_dtype = first.dtype
-        self.shard = torch.zeros(self.shard_size, dtype=state_dtype, device=first.device)
+        self._state_dtype = state_dtype
         self._weights = torch.empty(
             self.shard_size * ranks.world_size, dtype=compute_dtype, device=first.device
         )
@@ -85,9 +85,13 @@ class FlatParameters:
         self._pending: PendingMean | None = None
         self._is_replicating = False
         self._lent: torch.Tensor | None = None
+
+    def make_shard(self) -> None:
+        """Allocate the shard, as zeros. Call it when all layers have flat tensors, which are whole for a moment."""
+        self.shard = torch.zeros(self.shard_size, dtype=self._state_dtype, device=self._weights.device)
         self.slices: dict[nn.Parameter, nn.Parameter] = {}
         self._where: dict[nn.Parameter, slice] = {}  # in the shard
-        for position, parameter in enumerate(parameters):
+        for position, parameter in enumerate(self.parameters):
             in_shard, _ = self.own_part(position)
             if self.trains and in_shard.start < in_shard.stop:
                 self.slices[parameter] = nn.Parameter(self.shard[in_shard])

@@ -7,7 +7,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -148,7 +148,12 @@ def check_fsdp_zeroed_gradients(ranks: Ranks) -> None:
 def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> None:
     """Bit for bit, from the same stream of random numbers, of which as many are left; rank 0's count."""
     config = TINY.model_copy(update={"tie_embeddings": tied})
-    longest, pieces = [], []
+    longest, pieces, made = [], [], []
+
+    def make_shard(original: Callable, flat: FlatParameters) -> None:
+        assert flat._weights.untyped_storage().nbytes() == 0
+        made.append(len(sync._flats))
+        original(flat)
 
     def lend(original: Callable, flat: FlatParameters, *given: Any) -> None:
         original(flat, *given)
@@ -167,8 +172,12 @@ def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> N
         torch.manual_seed(7 if ranks.is_first else 8)
         model = TransformerLM(config, device="meta")
         sync = Fsdp(ranks, ParallelConfig(strategy="fsdp"))
-        with around(FlatParameters, "lend", lend), around(FlatParameters, "take_rows", take_rows):
+        spies = {"make_shard": make_shard, "lend": lend, "take_rows": take_rows}
+        with ExitStack() as stack:
+            for name, spy in spies.items():
+                stack.enter_context(around(FlatParameters, name, spy))
             sync.attach(model)
+    assert made == [len(made)] * len(made), "no flat tensor is whole beside the shards"
     assert max(longest) == 1, "one layer at a time is whole"
     assert pieces == 2 * [*7 * [9], 1], "64 rows of 32, no more than 300 elements at a time"
     if ranks.is_first:
