@@ -5,6 +5,7 @@ the way brings a good kernel to 2.0e-3 to 2.8e-3 on normal inputs, cuDNN as well
 fails zeros (1), a scale 2% off (1e-2 and more), a mask one off (1e-2 at these lengths) and a skipped tile.
 """
 
+import importlib
 import math
 
 import pytest
@@ -268,6 +269,80 @@ def test_fast_backward_repeats_dk_and_dv(hopper, length, head_dim, causal):
         for _ in range(20)
     ]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+def bounds_of(kind, batch, length):
+    """(batch, length) int32: the first key that each query sees, other documents in every text."""
+    place = torch.arange(length, device="cuda").expand(batch, -1)
+    if kind == "window":
+        return (place - 199).clamp_min(0).to(torch.int32)
+    sizes = torch.arange(batch, device="cuda")[:, None] + (150 if kind == "documents" else 7)
+    return (place // sizes * sizes).to(torch.int32)
+
+
+@pytest.mark.parametrize("kind", ["window", "documents", "short documents"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("length", "heads", "key_heads"), [(1404, 16, 16), (5000, 8, 4), (130, 4, 2)])
+def test_tiles_that_ctas_draw(hopper, length, heads, key_heads, head_dim, kind):
+    # More tiles than SMs, and fewer; which CTA draws a tile shows in no bit but dQ's, which is added up
+    q, dout = draw(2, heads, length, head_dim), draw(2, heads, length, head_dim)
+    k, v = draw(2, length, 2 * key_heads, head_dim).transpose(1, 2).chunk(2, 1)
+    options = {"causal": True, "scale": head_dim**-0.5, "first": bounds_of(kind, 2, length)}
+    poison()
+    out, lse = hopper.forward(q, k, v, **options)
+    wrong = []
+    for batch in range(2):  # float64 scores of one text
+        own = [x[batch : batch + 1].double().requires_grad_() for x in (q, k, v)]
+        exact, _ = attention_forward(*own, True, options["scale"], options["first"][batch : batch + 1])
+        expected = torch.autograd.grad(exact, own, dout[batch : batch + 1].double())
+        wrong.append([exact.detach(), *expected])
+    exact, *expected = map(torch.cat, zip(*wrong, strict=True))
+    assert error(out, exact) < BUDGET
+    for deterministic in (False, True):
+        poison()
+        runs = [
+            hopper.backward(dout, q, k, v, out, lse, **options, deterministic=deterministic) for _ in range(5)
+        ]
+        assert max(map(error, runs[0], expected)) < BUDGET
+        for run in runs[1:]:
+            assert all(map(torch.equal, run[1:], runs[0][1:]))
+    assert all(torch.equal(hopper.forward(q, k, v, **options)[0], out) for _ in range(5))
+
+
+@pytest.mark.parametrize("stock", [True, False])
+@pytest.mark.parametrize("kind", ["window", "documents"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_graphs_that_run_at_once_draw_all_tiles(hopper, monkeypatch, head_dim, kind, stock):
+    # Two graphs of one stream, replayed on two: each call has a counter of its own, made before the capture or in it
+    forward = importlib.import_module("lmkit.kernels.hopper.forward")
+    graphs, results = [], []
+    first = bounds_of(kind, 1, 5000)
+    options = {"causal": True, "scale": 0.1, "first": first}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        q, k, v, dout = (draw(1, 8, 5000, head_dim) for _ in range(4))
+        out, lse = hopper.forward(q, k, v, **options)
+        eager = out, *hopper.backward(dout, q, k, v, out, lse, **options, deterministic=False)
+        if not stock:
+            monkeypatch.setattr(forward, "_STOCK", {q.device: []})
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                out, lse = hopper.forward(q, k, v, **options)
+                made = out, *hopper.backward(dout, q, k, v, out, lse, **options, deterministic=False)
+        graphs.append(graph)
+        results.append((eager, made, (q, k, v, dout, lse)))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for eager, made, _ in results:
+        assert torch.equal(made[0], eager[0])
+        assert all(map(torch.equal, made[2:], eager[2:]))
+        assert error(made[1], eager[1].double()) < BUDGET
 
 
 def test_more_than_2_to_31_elements(hopper):

@@ -123,9 +123,14 @@ def locate_work(unit, problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr
     """
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
-    key_tile, flat_key_head = schedule.locate_longest_first(
-        unit, problem.num_key_tiles, num_heads, problem.together
-    )
+    if FIRST:
+        key_tile, flat_key_head = schedule.locate_uneven(
+            unit, problem.num_key_tiles, num_heads, problem.together
+        )
+    else:
+        key_tile, flat_key_head = schedule.locate_longest_first(
+            unit, problem.num_key_tiles, num_heads, problem.together
+        )
     batch = flat_key_head // key_heads
     key_head = flat_key_head % key_heads
     first_head = key_head * problem.group
@@ -168,23 +173,30 @@ def allocate_barriers():
 
 
 @gluon.jit
-def stream_queries(descriptors, tiles, barriers, problem, work, before,
+def stream_queries(descriptors, tiles, barriers, problem, work,
                    QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
     """Load Q with lse and dO with delta, tile after tile, into slots that the consumers give back."""
     head = work.first_head
     tile = work.start
-    steps = before + gl.maximum(work.count * problem.group, 1)
-    for step in range(before, steps):
-        slot = step % STAGES
-        row = (work.batch * problem.heads + head) * problem.padded + tile * QUERIES
-        sync.await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
-        fetch_rows(descriptors.q, work.batch, head, tile * QUERIES, tiles.q,
-                   descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
-        sync.await_slot(DO_FREE, step, STAGES, 0)
-        fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
-                   descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
+    steps = gl.maximum(work.count * problem.group, 1)
+    for step in range(steps):
+        fetch_queries(descriptors, tiles, barriers, problem, work, head, tile, step, QUERIES, Q_FREE, DO_FREE)
         tile, head = next_query_tile(tile, head, work)
     return steps
+
+
+@gluon.jit
+def fetch_queries(descriptors, tiles, barriers, problem, work, head, tile, step,
+                  QUERIES: gl.constexpr, Q_FREE: gl.constexpr, DO_FREE: gl.constexpr):  # fmt: skip
+    """Load Q with lse and dO with delta of a step."""
+    slot = step % STAGES
+    row = (work.batch * problem.heads + head) * problem.padded + tile * QUERIES
+    sync.await_slot(Q_FREE, step, STAGES, 1)  # dK is waited for behind the next S
+    fetch_rows(descriptors.q, work.batch, head, tile * QUERIES, tiles.q,
+               descriptors.lse, row, tiles.lse, barriers.q_full, slot)  # fmt: skip
+    sync.await_slot(DO_FREE, step, STAGES, 0)
+    fetch_rows(descriptors.do, work.batch, head, tile * QUERIES, tiles.do,
+               descriptors.delta, row, tiles.delta, barriers.do_full, slot)  # fmt: skip
 
 
 @gluon.jit
@@ -204,7 +216,7 @@ def _producer(call, shape):
     key_box = [batch, work.key_head, work.key_tile * KEYS, 0]
     tma_load(descriptors.k, key_box, barriers.kv_full, tiles.k)
     tma_load(descriptors.v, key_box, barriers.kv_full, tiles.v)
-    steps = stream_queries(descriptors, tiles, barriers, problem, work, 0, shape.QUERIES, Q_FREE, DO_FREE)
+    steps = stream_queries(descriptors, tiles, barriers, problem, work, shape.QUERIES, Q_FREE, DO_FREE)
     await_all_slots(steps, Q_FREE, DO_FREE)
 
 

@@ -20,17 +20,18 @@ Every product is an asynchronous wgmma:
 
 Nothing is in flight where the loop closes: in every partition except the first, ptxas would serialise it (C7512).
 
-With `first`, where a tile of keys takes few steps, a CTA works through many (`schedule.draw_unit`): the producer
-loads K and V of the next into a second buffer, and its first Q and dO, while the consumers end this one. dK and dV
-leave through a buffer of dS, and `step` goes on counting. Without `first`, the registers that this takes cost more
-than it saves.
+With `first`, where a tile of keys takes few steps, a CTA works through many (`schedule.draw_unit`). Two steps into a
+tile the producer draws the next, loads its K and V into a second buffer and announces in shared memory what it is;
+then it loads the rest of this tile's Q and dO, and the first of the next. The consumers read what is announced before
+their last products. dK and dV leave through a buffer of dS, and `step` goes on counting. Without `first`, the
+registers that this takes cost more than it saves.
 
 Barriers. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES. `turn` counts tiles of keys.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
 | kv_full | the producer's `expect`, then TMA's bytes of K and V | both consumers, phase 0, once |
-| with `first`, kv_full [turn % 2] | the same, behind the tile's number | both consumers, (turn // 2) & 1 |
+| with `first`, kv_full [turn % 2] | the same, behind what is announced | both consumers, (turn // 2) & 1 |
 | the same, kv_empty [turn % 2] | both consumers, when they are done | the producer, ((turn // 2) & 1) ^ 1 |
 | q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both consumers, round & 1 |
 | do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
@@ -49,7 +50,7 @@ producer keeps 24. Without `first`, the spills lie outside of the loop or at its
 | variant | queries of a step | registers | shared memory, of 227 KiB | spilled bytes a thread |
 |-|-|-|-|-|
 | D = 64, bfloat16 | 128 | 168, 240 | 194 KiB | 28 to 36 |
-| D = 64, bfloat16, `first` | 128 | 168, 240 | 226 KiB | 184, a third of it loaded in each step |
+| D = 64, bfloat16, `first` | 128 | 168, 240 | 226 KiB | 168, a third of it loaded in each step |
 | D = 64, float16 | 128 | 168, 240 | 194 KiB | 36 to 64 |
 | D = 128, bfloat16, no mask | 64 | 168, 240 | 193 KiB | 16 to 20 |
 """
@@ -62,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
-from lmkit.kernels.hopper import schedule
+from lmkit.kernels.hopper import schedule, wgmma
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import (
     KEYS,
     STAGES,
@@ -70,7 +71,9 @@ from lmkit.kernels.hopper.backward_dqdkdv_lockstep import (
     Problem,
     allocate_barriers,
     await_all_slots,
+    fetch_queries,
     locate_work,
+    next_query_tile,
     stream_queries,
 )
 from lmkit.kernels.hopper.backward_staggered_tile import (
@@ -79,7 +82,9 @@ from lmkit.kernels.hopper.backward_staggered_tile import (
     Q_FREE,
     Tiles,
     add_up,
+    announced_work,
     begin_late,
+    next_tile,
 )
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, tma_load
@@ -109,33 +114,56 @@ def _producer(call, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
     """Load K and V of each tile with TMA, a box for each consumer, then Q and dO tile after tile."""
     descriptors, tiles, barriers, problem, _, _, last, drawn = call
     QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
-    unit = gl.program_id(0)
     if FIRST:
         units = problem.num_key_tiles * problem.batches * (problem.heads // problem.group)
         turn = 0
-        steps = 0
-        while unit < units:
-            buffer = turn & 1
-            mbarrier.wait(barriers.kv_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
-            work = locate_work(unit, problem, last, QUERIES, CAUSAL, FIRST)
-            schedule.announce_unit(tiles.units.index(buffer), unit)
-            schedule.announce_unit(tiles.units.index(2 + buffer), work.count)
-            _load_keys(descriptors, tiles, barriers.kv_full.index(buffer), work, buffer)
-            steps = stream_queries(
-                descriptors, tiles, barriers, problem, work, steps, QUERIES, Q_FREE, DO_FREE
-            )
-            unit = schedule.draw_unit(drawn, units)
+        before = 0
+        _announce_tile(call, gl.program_id(0), units, turn, QUERIES, CAUSAL)
+        key_tile = schedule.read_unit(tiles.units.index(0), 1)
+        while key_tile >= 0:
+            work = announced_work(tiles, key_tile, turn & 1, problem, QUERIES, 1)
+            head = work.first_head
+            tile = work.start
+            steps = before + gl.maximum(work.count * problem.group, 1)
+            for step in range(before, steps):
+                fetch_queries(
+                    descriptors, tiles, barriers, problem, work, head, tile, step, QUERIES, Q_FREE, DO_FREE
+                )
+                tile, head = next_query_tile(tile, head, work)
+                # Early enough for the next tile to be there in time, late enough to find its buffer free
+                if step == gl.minimum(before + 2, steps - 1):
+                    unit = schedule.draw_unit(drawn, units)
+                    _announce_tile(call, unit, units, turn + 1, QUERIES, CAUSAL)
+            before = steps
             turn += 1
-        buffer = turn & 1
-        mbarrier.wait(barriers.kv_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
-        schedule.announce_unit(tiles.units.index(buffer), -1)
-        mbarrier.arrive(barriers.kv_full.index(buffer), count=1)
-        await_all_slots(steps, Q_FREE, DO_FREE)
+            key_tile = schedule.read_unit(tiles.units.index(8 * (turn & 1)), 1)
+        await_all_slots(before, Q_FREE, DO_FREE)
     else:
-        work = locate_work(unit, problem, last, QUERIES, CAUSAL, FIRST)
+        work = locate_work(gl.program_id(0), problem, last, QUERIES, CAUSAL, FIRST)
         _load_keys(descriptors, tiles, barriers.kv_full, work, 0)
-        steps = stream_queries(descriptors, tiles, barriers, problem, work, 0, QUERIES, Q_FREE, DO_FREE)
+        steps = stream_queries(descriptors, tiles, barriers, problem, work, QUERIES, Q_FREE, DO_FREE)
         await_all_slots(steps, Q_FREE, DO_FREE)
+
+
+@gluon.jit
+def _announce_tile(call, unit, units, turn, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Load K and V of the tile of this turn, and tell the consumers what it is; -1: none is left."""
+    descriptors, tiles, barriers, problem, _, _, last, _ = call
+    buffer = turn & 1
+    full = barriers.kv_full.index(buffer)
+    mbarrier.wait(barriers.kv_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
+    if unit < units:
+        work = locate_work(unit, problem, last, QUERIES, CAUSAL, True)
+        first_cut = 1 + schedule.load_bound(last, work.batch, work.key_tile * KEYS, problem.num_keys)
+        schedule.announce_unit(tiles.units.index(8 * buffer), work.key_tile)
+        schedule.announce_unit(tiles.units.index(8 * buffer + 1), work.count)
+        schedule.announce_unit(tiles.units.index(8 * buffer + 2), work.batch)
+        schedule.announce_unit(tiles.units.index(8 * buffer + 3), work.key_head)
+        schedule.announce_unit(tiles.units.index(8 * buffer + 4), first_cut)
+        _load_keys(descriptors, tiles, full, work, buffer)
+    else:
+        schedule.announce_unit(tiles.units.index(8 * buffer), -1)
+        mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -152,22 +180,20 @@ def _load_keys(descriptors, tiles, full, work, buffer):
 def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):
     """Compute as warp group `index`, 0 or 1: dK and dV of its 64 keys of each tile, and its part of each step's
     dQ."""
-    _, tiles, barriers, _, _, _, _, _ = call
+    descriptors, _, barriers, _, _, _, _, _ = call
     if FIRST:
+        QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
+        ROW: gl.constexpr = gl.SliceLayout(1, wgmma.accumulator_layout(QUERIES, 4))
         turn = 0
         steps = 0
-        mbarrier.wait(barriers.kv_full.index(0), 0)
-        unit = schedule.read_unit(tiles.units.index(0))
+        key_tile, bounds = next_tile(index, call, turn, ROW)
         begin_late(index)
-        while unit >= 0:
-            count = schedule.read_unit(tiles.units.index(2 + (turn & 1)))
-            steps = add_up(index, call, unit, count, turn & 1, steps, CAUSAL, TAIL, FIRST)
+        while key_tile >= 0:
+            steps, key_tile, bounds = add_up(index, call, key_tile, bounds, turn, steps, CAUSAL, TAIL, FIRST)
             mbarrier.arrive(barriers.kv_empty.index(turn & 1), count=1)
             turn += 1
-            mbarrier.wait(barriers.kv_full.index(turn & 1), (turn >> 1) & 1)
-            unit = schedule.read_unit(tiles.units.index(turn & 1))
     else:
-        add_up(index, call, gl.program_id(0), 0, 0, 0, CAUSAL, TAIL, FIRST)
+        add_up(index, call, 0, 0, 0, 0, CAUSAL, TAIL, FIRST)
     tma.store_wait(0)
 
 
@@ -204,7 +230,7 @@ def dqdkdv_staggered_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_des
     dq_tiles = allocate_slots(dq_desc, 2)
     if FIRST:
         barriers = _allocate_barriers()
-        units = schedule.allocate_units(4)
+        units = schedule.allocate_units(16)
     else:
         barriers = allocate_barriers()
         units = q_tiles

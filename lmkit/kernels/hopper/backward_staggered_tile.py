@@ -25,8 +25,9 @@ from lmkit.kernels.hopper.backward_dqdkdv_lockstep import (
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import tma_add, tma_store
 
-# In shared memory; k and v: a tile for each buffer and consumer; units: with `first`, for each buffer a unit, then
-# for each its query tiles of a head
+# In shared memory; k and v: a tile for each buffer and consumer; units: with `first`, what is announced of the
+# key tile in each of two buffers: its number, its query tiles of a head, batch item, key head, first query that does
+# not see all of it
 Tiles = namedtuple("Tiles", ["q", "do", "k", "v", "lse", "delta", "ds", "dq", "units"])
 HALF = gl.constexpr(64)  # keys of a consumer, and queries and columns of its part of dQ
 LAST = gl.constexpr(7)  # named barriers: all from here to 15 (Triton's own are 0 to 3 with these partitions)
@@ -40,11 +41,12 @@ HEAD_START_NS = gl.constexpr(800)
 
 
 @gluon.jit
-def add_up(index: gl.constexpr, call, unit, count, buffer, before,
+def add_up(index: gl.constexpr, call, key_tile, bounds, turn, before,
             CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
-    """Compute dK and dV of a tile, and its steps' parts of dQ; return the number of steps so far, `before` at first.
+    """Compute dK and dV of a tile, and its steps' parts of dQ.
 
-    With FIRST, K and V are in this `buffer`, and `count` query tiles of a head see the tile of keys.
+    Return (steps so far, `before` at first; with FIRST also what `next_tile` returns, of which `key_tile` and
+    `bounds` are the last).
     """
     descriptors, tiles, barriers, problem, scale_log2, scale, last, _ = call
     DTYPE: gl.constexpr = descriptors.q.dtype
@@ -54,14 +56,17 @@ def add_up(index: gl.constexpr, call, unit, count, buffer, before,
     GRADIENT: gl.constexpr = wgmma.accumulator_layout(D, 4)
     OPERAND: gl.constexpr = wgmma.operand_layout(GRADIENT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     # Whether lse is loaded before the wait for S: where that makes ptxas spill less.
     LSE_FIRST: gl.constexpr = D == 128 or (gl.float16 == DTYPE and not CAUSAL)
-    work = locate_work(unit, problem, last, QUERIES, CAUSAL, False)
+    buffer = turn & 1
     if FIRST:
-        work = Work(work.batch, work.key_head, work.key_tile, work.first_head, work.lowest, count, work.start)
+        work = announced_work(tiles, key_tile, buffer, problem, QUERIES, 4)
+    else:
+        work = locate_work(gl.program_id(0), problem, last, QUERIES, CAUSAL, FIRST)
     k = tiles.k.index(2 * buffer + index).reshape([HALF, D])
     v = tiles.v.index(2 * buffer + index).reshape([HALF, D])
-    keys = work.key_tile * KEYS + index * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    keys = work.key_tile * KEYS + index * HALF + gl.arange(0, HALF, ROW)
     dv = gl.zeros([HALF, D], gl.float32, GRADIENT)
     dk = gl.zeros([HALF, D], gl.float32, GRADIENT)
     # The first step has none before it: its dK multiplies these zeros, its dQ is of no use and nobody adds it.
@@ -73,11 +78,9 @@ def add_up(index: gl.constexpr, call, unit, count, buffer, before,
     first_clear = (work.key_tile + 1) * KEYS  # causal: queries from here on see all keys of the tile
     if TAIL:
         first_clear = gl.where(first_clear > problem.num_keys, NEVER, first_clear)
-    bounds = keys
     first_cut = NEVER  # with `first`: queries from here on do not see all keys of the tile
     if FIRST:
-        bounds = schedule.load_bounds(last, work.batch, keys, problem.num_keys)
-        first_cut = 1 + schedule.load_bound(last, work.batch, work.key_tile * KEYS, problem.num_keys)
+        first_cut = schedule.read_unit(tiles.units.index(8 * buffer + 4), 4)
     head = work.first_head
     tile = work.start
     first_row = work.batch * problem.heads * problem.padded
@@ -129,6 +132,8 @@ def add_up(index: gl.constexpr, call, unit, count, buffer, before,
         dv, p_operand = warpgroup_mma_wait(0, deps=[dv_job, p_operand])
         sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
         tile, head = next_query_tile(tile, head, work)
+    if FIRST:  # of the next tile already: this wait is over, and its bounds arrive behind the products
+        key_tile, bounds = next_tile(index, call, turn + 1, ROW)
     dq_job = _issue_dq(index, tiles, steps + 1, buffer, True, FIRST)
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])
     dk_job = warpgroup_mma(fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND), last_q, dk, is_async=True)
@@ -157,7 +162,30 @@ def add_up(index: gl.constexpr, call, unit, count, buffer, before,
     key_box = [work.batch, work.key_head, work.key_tile * KEYS + index * HALF, 0]
     tma_store(descriptors.dv, key_box, dv_tile)
     tma_store(descriptors.dk, key_box, dk_tile)
-    return steps
+    return steps, key_tile, bounds
+
+
+@gluon.jit
+def next_tile(index: gl.constexpr, call, turn, ROW: gl.constexpr):
+    """Wait for the tile of keys of this turn; return its number, -1 if there is none, and the last queries of this
+    consumer's keys."""
+    _, tiles, barriers, problem, _, _, last, _ = call
+    buffer = turn & 1
+    mbarrier.wait(barriers.kv_full.index(buffer), (turn >> 1) & 1)
+    key_tile = schedule.read_unit(tiles.units.index(8 * buffer), 4)
+    batch = schedule.read_unit(tiles.units.index(8 * buffer + 2), 4)
+    keys = key_tile * KEYS + index * HALF + gl.arange(0, HALF, ROW)
+    return key_tile, schedule.load_bounds(last, batch, keys, problem.num_keys, key_tile >= 0)
+
+
+@gluon.jit
+def announced_work(tiles, key_tile, buffer, problem, QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """Return what `locate_work` found, as a partition of so many warps, from the numbers announced with K and V."""
+    count = schedule.read_unit(tiles.units.index(8 * buffer + 1), WARPS)
+    batch = schedule.read_unit(tiles.units.index(8 * buffer + 2), WARPS)
+    key_head = schedule.read_unit(tiles.units.index(8 * buffer + 3), WARPS)
+    lowest = gl.minimum(key_tile * (KEYS // QUERIES), problem.num_query_tiles - 1)
+    return Work(batch, key_head, key_tile, key_head * problem.group, lowest, count, lowest)
 
 
 @gluon.jit
@@ -177,9 +205,10 @@ def _hide_keys(exponent, keys, bounds, tile, clear, num_keys,
     QUERIES: gl.constexpr = exponent.shape[1]
     first_clear, first_cut = clear
     if FIRST:
-        if (tile * QUERIES < first_clear) | ((tile + 1) * QUERIES > first_cut):
+        if tile * QUERIES < first_clear:
             first_query = gl.where(keys < num_keys, keys - tile * QUERIES, NEVER)
             exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
+        if (tile + 1) * QUERIES > first_cut:
             exponent = fragments.keep_columns_up_to(exponent, bounds - tile * QUERIES, -float("inf"))
     elif CAUSAL:
         if tile * QUERIES < first_clear:

@@ -142,13 +142,13 @@ def _consumer(index: gl.constexpr, call, shape):
     if shape.FIRST:
         turn = 0
         mbarrier.wait(barriers.q_full.index(index), 0)
-        unit = schedule.read_unit(tiles.units.index(index))
+        unit = schedule.read_unit(tiles.units.index(index), 4)
         while unit >= 0:
             tile, flat_head = schedule.locate_unit(unit, problem.num_tiles, problem.num_heads)
             block = attend(index, call, shape, turn, tile, flat_head, block)
             turn += 1
             mbarrier.wait(barriers.q_full.index(index), turn & 1)
-            unit = schedule.read_unit(tiles.units.index(index))
+            unit = schedule.read_unit(tiles.units.index(index), 4)
     else:
         turns, pairs = schedule.count_turns(problem.num_tiles, problem.num_heads, shape.CAUSAL)
         for turn in range(turns):

@@ -162,6 +162,7 @@ def attend(index: gl.constexpr, call, shape, turn, tile, flat_head, block):
         unread = hides_all - hidden
         last_bound = schedule.load_bound(first, batch, first_row + ROWS - 1, problem.num_queries)
         clear -= gl.cdiv(last_bound, shape.KEYS)
+        bounds = schedule.load_bounds(first, batch, rows, problem.num_queries)
 
     nothing = gl.zeros([ROWS, shape.KEYS], gl.float32, SCORES)
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
@@ -200,10 +201,13 @@ def attend(index: gl.constexpr, call, shape, turn, tile, flat_head, block):
         scores = warpgroup_mma_wait(0, deps=[score_job])  # (64 queries, KEYS)
         mbarrier.arrive(barriers.k_empty.index(slot), count=1)
         first_key = (own_blocks - 1 - i) * shape.KEYS
-        scores = fragments.hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
         if shape.FIRST:
-            bounds = schedule.load_bounds(first, batch, rows, problem.num_queries)
-            scores = fragments.keep_columns_from(scores, bounds - first_key, -float("inf"))
+            if i == 0:
+                scores = fragments.hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
+            if i >= clear:
+                scores = fragments.keep_columns_from(scores, bounds - first_key, -float("inf"))
+        else:
+            scores = fragments.hide_keys(scores, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL)
         reference, factor = _raise_references(
             scores, scale_log2, reference, rows, first_key, num_keys, shape.CAUSAL, shape.TAIL
         )

@@ -5,14 +5,16 @@ same, so a causal unit is the PAIR of tiles (last - u, u) of one head: always nu
 number of tiles the middle ones are left over; they are dealt out singly after all pairs.
 
 Where `first` hides keys, tiles cost what documents make of them. A unit is one tile, the last tiles of all heads
-first, and CTAs draw units as they become free (`draw_unit`): a CTA loads the next one's operands while it ends one.
-Only the producer draws; it announces the unit to the consumers in shared memory.
+first (backward: `locate_uneven`), and CTAs draw units as they become free (`draw_unit`): a CTA loads the next one's
+operands while it ends one. Only the producer draws; it announces the unit to the consumers in shared memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lmkit.kernels.hopper.barriers import partition_barrier
+
+LAST_TOGETHER = gl.constexpr(24)  # tiles of a head, see `locate_uneven`
 
 
 @gluon.jit
@@ -70,9 +72,9 @@ def load_bound(bounds, batch, place, length):
 
 
 @gluon.jit
-def load_bounds(bounds, batch, places, length):
-    """Return `first` of these queries or `last` of these keys, as `load_bound`; 0 past the end."""
-    return gl.load(bounds + batch.to(gl.int64) * length + places, mask=places < length, other=0)
+def load_bounds(bounds, batch, places, length, wanted=True):
+    """Return `first` of these queries or `last` of these keys; 0 past the end, and if not `wanted`."""
+    return gl.load(bounds + batch.to(gl.int64) * length + places, mask=(places < length) & wanted, other=0)
 
 
 @gluon.jit
@@ -87,6 +89,21 @@ def locate_longest_first(unit, num_tiles, num_heads, together):
     heads = gl.minimum(together, num_heads - first_head)
     turn = unit - first_head * num_tiles
     return turn // heads, first_head + turn % heads
+
+
+@gluon.jit
+def locate_uneven(unit, num_tiles, num_heads, together):
+    """Return (place, head) as `locate_longest_first`, for work that windows and documents make.
+
+    The LAST_TOGETHER last places of all heads come in the end, place by place, the shortest last: so no SM is left
+    alone with a long document, nor many with nothing while the last few windows end.
+    """
+    early = gl.maximum(num_tiles - LAST_TOGETHER, 0)
+    is_late = unit >= early * num_heads
+    first_head = gl.where(is_late, 0, unit // gl.maximum(together * early, 1) * together)
+    heads = gl.where(is_late, num_heads, gl.minimum(together, num_heads - first_head))
+    turn = unit - gl.where(is_late, num_heads, first_head) * early
+    return gl.where(is_late, early, 0) + turn // heads, first_head + turn % heads
 
 
 UNIT_PTX = gl.constexpr(
@@ -131,9 +148,9 @@ def announce_unit(place, unit):
 
 
 @gluon.jit
-def read_unit(place):
-    """Read a unit from shared memory, as a warp group."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def read_unit(place, WARPS: gl.constexpr):
+    """Read a unit from shared memory, as a partition of so many warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     unit = gl.max(place.load(layout), 0)
     return agreed(unit)
 

@@ -1,7 +1,9 @@
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -18,6 +20,11 @@ def launcher(stand_in_gpu, monkeypatch):
         monkeypatch.setattr(module, "selected", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(module, "count_sms", lambda device: 132)
     monkeypatch.setattr(last_calls, "prepared", {})
+    for name in ("_COUNTERS", "_STOCK"):
+        monkeypatch.setattr(modules[0], name, {})
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None)
+    )
     yield hopper
     for module in modules:
         module._prepare.cache_clear()

@@ -23,14 +23,15 @@ KNOWN_SPILLS = {
 }
 # The same with `first`: numbers that are loaded once a step.
 KNOWN_SPILLS_OF_FIRST = {
-    ("dqdkdv_staggered_kernel", torch.bfloat16): 184,
-    ("dqdkdv_staggered_kernel", torch.float16): 208,
+    ("dqdkdv_staggered_kernel", torch.bfloat16): 168,
+    ("dqdkdv_staggered_kernel", torch.float16): 228,
     ("dqdkdv_lockstep_kernel", torch.bfloat16): 32,
     ("dqdkdv_lockstep_kernel", torch.float16): 36,
 }
 if INSTALLED_MINOR >= (3, 8):
     for dtype in (torch.bfloat16, torch.float16):
-        KNOWN_SPILLS["forward_kernel", dtype] = 16  # four arguments, at head_dim 256 with a causal mask
+        # four arguments, at head_dim 256 with a causal mask
+        KNOWN_SPILLS["forward_kernel", dtype] = KNOWN_SPILLS_OF_FIRST["forward_kernel", dtype] = 16
     KNOWN_SPILLS["dqdkdv_staggered_kernel", torch.float16] = 80
 
 
