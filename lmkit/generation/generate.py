@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,9 @@ def generate(
         Interrupted: in place of KeyboardInterrupt, with the texts so far.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    starts = [prompt_ids(model, tokenizer, prompt, allow_special=options.allow_special) for prompt in prompts]
+    starts = PromptIds(model, tokenizer, prompts, allow_special=options.allow_special)
+    if "" in prompts:
+        starts.of("")  # refused before anything is written
     streams = [TextStream(tokenizer) if on_text is not None else None for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -325,6 +328,22 @@ class TextStream:
     def finish(self) -> str:
         """Return U+FFFD if the text ended inside a character, else nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+class PromptIds(Sequence[list[int]]):
+    """The ids of prompts, encoded when they are asked for: a GPU need not wait until thousands are encoded."""
+
+    def __init__(
+        self, model: TransformerLM, tokenizer: Tokenizer, prompts: Sequence[str], *, allow_special: bool
+    ) -> None:
+        self._prompts = prompts
+        self.of = partial(prompt_ids, model, tokenizer, allow_special=allow_special)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.of(self._prompts[number])
 
 
 def prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allow_special: bool) -> list[int]:
