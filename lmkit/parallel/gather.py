@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from lmkit.errors import LmkitError
+from lmkit.measure.allocator import without_expandable_segments
 from lmkit.measure.memory import is_out_of_memory
 from lmkit.parallel.collectives import Averager, Traffic, Work
 from lmkit.parallel.ranks import Ranks
@@ -22,7 +22,6 @@ ALIGNMENT = 512
 FIRST_TORCH = "2.11"
 """The symmetric-memory interface of earlier versions differs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _USE_COLLECTIVES = 'set parallel.gather = "collective"'
 
 
@@ -144,22 +143,6 @@ class PeerMemory:
         time than a collective of the backend.
         """
         self._shared.barrier()
-
-
-@contextmanager
-def without_expandable_segments() -> Iterator[None]:
-    """Switch expandable segments off inside the block: PyTorch does not support them in pools like ours."""
-    name = next((name for name in _SETTINGS if name in os.environ), "")
-    settings = os.environ.get(name, "").replace(" ", "")
-    if "expandable_segments:True" not in settings:
-        yield
-        return
-    change: Callable[[str], None] = torch.cuda.memory._set_allocator_settings
-    change(settings.replace("expandable_segments:True", "expandable_segments:False"))
-    try:
-        yield
-    finally:
-        change(settings)
 
 
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:

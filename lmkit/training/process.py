@@ -8,17 +8,19 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.measure.allocator import expand_segments
 from lmkit.measure.environment import usable_cpus
 from lmkit.parallel.ranks import Ranks, absent_ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
+from lmkit.registry import STRATEGIES
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -31,8 +33,12 @@ _MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the 
 }
 
 
-def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
+@contextmanager
+def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     """Join the ranks with the device of [run], the backend and the timeout of [parallel].
+
+    Training on GPUs gets expandable segments, unless a CUDA graph may capture steps of several ranks: NCCL registers
+    the tensors of captured collectives, which must not lie in such segments.
 
     Raises:
         UsageError: as `process_group`, or NCCL is asked for between CPUs.
@@ -46,7 +52,11 @@ def ranks_of(recipe: Recipe) -> AbstractContextManager[Ranks]:
         )
     # On GPUs the group's own choice is NCCL, with gloo for CPU tensors.
     backend = None if table.backend in ("auto", "nccl") else table.backend
-    return process_group(device, backend=backend, timeout_s=table.timeout_s)
+    with process_group(device, backend=backend, timeout_s=table.timeout_s) as ranks:
+        registers = ranks.world_size > 1 and STRATEGIES.facts(table.strategy).is_captured
+        if recipe.train is not None and ranks.device.type == "cuda" and not registers:
+            expand_segments()
+        yield ranks
 
 
 @contextmanager

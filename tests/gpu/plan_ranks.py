@@ -8,10 +8,11 @@ import torch
 
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
-from lmkit.parallel.ranks import process_group
 from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
 from lmkit.training.plan import Plan, plan
 from lmkit.training.plan_check import Measured, measure_among
+from lmkit.training.process import ranks_of
 
 Setting = tuple[str, tuple[str, ...], str]
 """A recipe, keys that it changes, a strategy."""
@@ -24,27 +25,32 @@ def in_one_group(settings: Sequence[Setting]) -> list[tuple[Plan, Measured]]:
 
 def each(settings: Sequence[Setting]) -> Iterator[tuple[Plan, Measured]]:
     """Yield what was planned and measured as soon as it was."""
-    with process_group("cuda", timeout_s=120) as ranks:
-        for name, keys, strategy in settings:
-            recipe = load_recipe(name, [*keys, f"parallel.strategy={strategy}"])
+    recipes = [recipe_of(setting) for setting in settings]
+    with ranks_of(recipes[0]) as ranks:
+        for recipe in recipes:
             found = measure_among(ranks, recipe)
             torch.compiler.reset()
             release_memory(ranks.device)
             yield plan(recipe, card_here(), ranks=ranks.world_size), found
 
 
+def recipe_of(setting: Setting) -> Recipe:
+    name, keys, strategy = setting
+    return load_recipe(name, [*keys, f"parallel.strategy={strategy}", "parallel.timeout_s=120"])
+
+
 def at_edge(setting: Setting, factor: float) -> None:
-    """Make steps where the allocator may take only so much of what was planned.
+    """Make steps where the allocator may take as much as planned with its gaps, or only so much of the tensors.
 
     Raises:
         LmkitError: "memory.exhausted".
     """
-    name, keys, strategy = setting
-    recipe = load_recipe(name, [*keys, f"parallel.strategy={strategy}"])
-    with process_group("cuda", timeout_s=120) as ranks:
+    recipe = recipe_of(setting)
+    with ranks_of(recipe) as ranks:
         made = plan(recipe, card_here(), ranks=ranks.world_size)
         claim_workspaces(ranks.device)
         release_memory(ranks.device)
-        limit = memory_in_use(ranks.device) + factor * made.memory.peak
+        limit = memory_in_use(ranks.device)
+        limit += made.memory.most if factor > 1 else int(factor * made.memory.peak)
         torch.cuda.set_per_process_memory_fraction(limit / made.card.memory, ranks.device)
         measure_among(ranks, recipe)

@@ -52,21 +52,3 @@ def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatc
     monkeypatch.setattr(fsdp_links, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
     assert not reads_peers(model, ranks, "fp32")
     assert reads_peers(model, ranks, "bf16")
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-@pytest.mark.parametrize("value", ["True", "False"])
-def test_shared_memory_is_allocated_without_expandable_segments(monkeypatch, name, value):
-    """With all other settings as they are, and so that they are back whatever happens."""
-    set_to = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_to.append)
-    monkeypatch.setenv(name, f"max_split_size_mb:64, expandable_segments:{value}")
-
-    def allocate() -> None:
-        with gather.without_expandable_segments():
-            raise MemoryError(len(set_to))
-
-    with pytest.raises(MemoryError, match=str(int(value == "True"))):
-        allocate()
-    settings = [f"max_split_size_mb:64,expandable_segments:{now}" for now in ("False", "True")]
-    assert set_to == (settings if value == "True" else [])

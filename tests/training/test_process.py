@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,10 @@ from lmkit.errors import UsageError
 from lmkit.parallel import collectives
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import RunConfig
 from lmkit.training import process
-from lmkit.training.process import numerics
+from lmkit.training.process import numerics, ranks_of
 
 
 def settings() -> tuple[int, bool, bool]:
@@ -152,3 +154,26 @@ def test_training_does_not_import_the_compiler(settings: Callable[..., list[str]
     program = f"{imports}; train(load_recipe(None, {settings()!r})); print('torch._dynamo' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.stdout == "False\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "world_size", "device", "expected"),
+    [
+        ("quickstart", "fsdp", 2, "cuda", True),
+        ("quickstart", "zero1", 2, "cuda", True),
+        ("quickstart", "bucketed", 2, "cuda", False),  # a CUDA graph may capture it
+        ("quickstart", "fsdp", 1, "cuda", True),
+        ("quickstart", "fsdp", 2, "cpu", False),
+        ("bench_ddp", "fsdp", 2, "cuda", False),
+    ],
+)
+def test_training_on_gpus_gets_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, strategy: str, world_size: int, device: str, expected: bool
+) -> None:
+    place = Ranks(world_size=world_size, device=torch.device(device))
+    expanded: list[bool] = []
+    monkeypatch.setattr(process, "process_group", lambda *_, **__: nullcontext(place))
+    monkeypatch.setattr(process, "expand_segments", lambda: expanded.append(True))
+    with ranks_of(load_recipe(recipe, [f"parallel.strategy={strategy}"])) as ranks:
+        assert ranks is place
+    assert bool(expanded) == expected
