@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,7 +63,15 @@ def plan(
     if all_gpus:
         plans = {name: make_plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
         return Result(_table(plans), {"gpus": {name: _fields(made) for name, made in plans.items()}})
-    made = make_plan(loaded, CARDS[gpu] if gpu is not None else card_here(), ranks=ranks)
+    card = CARDS[gpu] if gpu is not None else card_here()
+    made = make_plan(loaded, card, ranks=ranks)
+    if made.host_seconds and gpu is None:
+        import torch
+
+        from lmkit.measure.host import host_pace
+
+        if torch.cuda.is_available():  # else it is another machine's host that will launch
+            made = make_plan(loaded, replace(card, host_pace=host_pace()), ranks=ranks)
     text, fields = _text(made), _fields(made)
     if check:
         from lmkit.training.plan_check import check as measure
@@ -103,7 +112,7 @@ def _fields(made: Plan) -> dict[str, Any]:
         "parameters": made.parameters,
         "peak_bytes": memory.peak,
         "peaks_at": memory.peaks_at,
-        "most_bytes": memory.most if made.ranks == 1 else None,
+        "most_bytes": memory.most,
         "bytes": {
             "weights": memory.weights,
             "optimizer": memory.optimizer,
@@ -152,12 +161,7 @@ def _text(made: Plan) -> str:
         "",
         table,
         f"peak: {memory.peak / GB:.2f} GB, in {memory.peaks_at}; not all of the above exists at that moment",
-        "with the allocator's gaps: "
-        + (
-            f"at most {memory.most / GB:.2f} GB"
-            if made.ranks == 1
-            else "more, with several ranks by more than 5%"
-        ),
+        f"with the allocator's gaps: at most {memory.most / GB:.2f} GB",
         f"{'fits' if made.fits else 'DOES NOT FIT'}: {made.usable / GB:.1f} GB are usable of the GPU's "
         f"{made.card.memory / GB:.1f} GB",
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
@@ -195,7 +199,10 @@ def _speed(made: Plan) -> list[str]:
         "by what fused kernels reach on an H200" + (", without communication" if made.ranks > 1 else "")
     )
     if made.seconds == made.host_seconds:
-        lines.append("the host sets the pace, as fast as one of an H200: no CUDA graph launches the kernels")
+        lines.append(
+            "the host sets the pace, because no CUDA graph launches the kernels; it takes "
+            f"{made.card.host_pace:.2f} times as long as that of an H200"
+        )
     if made.documents:
         lines.append("attention counts as if documents saw one another, and takes less")
     return lines

@@ -60,11 +60,13 @@ class Card:
         name: as torch calls it; `known_peak` knows it.
         memory: bytes, as torch reports them.
         bytes_per_s: of its memory, by the data sheet; None: not known.
+        host_pace: how many times as long as a reference its host takes to launch a step, see `lmkit.measure.host`.
     """
 
     name: str
     memory: int
     bytes_per_s: float | None
+    host_pace: float = 1.0
 
 
 # Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.
@@ -87,8 +89,8 @@ def card_here() -> Card:
     if not torch.cuda.is_available():
         return CARDS["H200"]
     found = torch.cuda.get_device_properties(0)
-    alike = [card.bytes_per_s for card in CARDS.values() if card.name == found.name]
-    return Card(found.name, found.total_memory, *(alike or [None]))
+    bytes_per_s = next((card.bytes_per_s for card in CARDS.values() if card.name == found.name), None)
+    return Card(found.name, found.total_memory, bytes_per_s)
 
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure import kernel_classes as classes
@@ -237,7 +237,22 @@ def recomputed_work(
     }
 
 
+ORTHOGONALIZING = "orthogonalization"
+"""A class of kernels of Muon, beside those of `measure.kernel_classes`."""
+
+
+def orthogonalization_work(config: ModelConfig, iterations: int) -> Work:
+    """Return what Muon does to the matrices of the blocks: two products of each Gram matrix, s x s, with the matrix,
+    s x l, and one with itself, in every iteration."""
+    d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
+    maps = [(d, d), (d, d), (d_kv, d), (d_kv, d), *[(d_ff, d)] * (config.mlp_inputs + 1)]
+    sides = [(min(shape), max(shape)) for shape in maps]
+    flops = sum(4 * short * short * long + 2 * short**3 for short, long in sides)
+    return Work(flops=config.num_layers * iterations * flops)
+
+
 REACHED = {
+    ORTHOGONALIZING: 0.35,
     classes.PRODUCTS: 0.70,
     FP8_PRODUCTS: 0.746,
     classes.CASTS: 0.83,
@@ -258,10 +273,13 @@ _REACHED_BY_ATTENTION = {
 _KERNEL_S = 3.2e-6
 """Seconds that a kernel takes at least, as a graph launches it."""
 _KERNELS_OF_A_BLOCK = 34
-_HOST_S_OF_A_BLOCK = {"whole": 2.2e-3, "gathered": 3.4e-3}
-_HOST_S_OF_MATRICES = 2.4e-3
-"""Seconds in which the host of two H200 launches a block's passes and update without a graph; where its weights are
-sharded; and beside, where its matrices are orthogonalised from shards. Fitted to ten recipes, which differ by 17%."""
+_KERNELS_OF_MATRICES = 48
+"""Of a block, beside, where its matrices are orthogonalized."""
+_HOST_S = {"alone": (3.2e-3, 1.24e-3), "whole": (5.0e-3, 2.0e-3), "gathered": (2.6e-3, 3.05e-3)}
+"""Seconds in which a host launches a step without a graph, and those of each block: of one rank, of several that hold
+whole weights, of several that gather weights. The host is as fast as that of `lmkit.measure.host`."""
+_HOST_S_OF_MATRICES = {"alone": (0.0, 1.39e-3), "whole": (2.5e-3, 0.5e-3), "gathered": (8.0e-3, 0.3e-3)}
+"""The same beside, where the matrices of the blocks are orthogonalized."""
 
 
 def reached(config: ModelConfig, name: str) -> float:
@@ -295,15 +313,28 @@ def step_seconds(
         / reached(config, name)
         for name, part in work.items()
     )
-    return busy + _KERNEL_S * _KERNELS_OF_A_BLOCK * (config.num_layers + 1)
+    kernels = _KERNELS_OF_A_BLOCK + _KERNELS_OF_MATRICES * (ORTHOGONALIZING in work)
+    return busy + _KERNEL_S * kernels * (config.num_layers + 1)
 
 
-def host_seconds(config: ModelConfig, *, micro_batches: int, gathers: bool, orthogonalizes: bool) -> float:
+def host_seconds(
+    config: ModelConfig,
+    *,
+    weights: Literal["alone", "whole", "gathered"],
+    micro_batches: int,
+    compiled: bool,
+    orthogonalizes: bool,
+) -> float:
     """Predict the seconds in which the host launches a step kernel by kernel: a step takes at least as long.
 
     Args:
-        gathers: whether weights are sharded.
-        orthogonalizes: whether the optimizer puts whole matrices together from shards.
+        weights: "alone" for one rank; "gathered" where several ranks share them.
+        compiled: whether the compiler fuses the operations of the blocks, and launches half as many.
+        orthogonalizes: whether the optimizer does so with the matrices of the blocks.
     """
-    of_block = _HOST_S_OF_A_BLOCK["gathered" if gathers else "whole"] * micro_batches
-    return (of_block + _HOST_S_OF_MATRICES * orthogonalizes) * (config.num_layers + 1)
+    of_step, of_block = _HOST_S[weights]
+    seconds = of_step + config.num_layers * of_block * micro_batches * (0.5 if compiled else 1.0)
+    if orthogonalizes:
+        of_step, of_block = _HOST_S_OF_MATRICES[weights]
+        seconds += of_step + config.num_layers * of_block
+    return seconds

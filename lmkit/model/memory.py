@@ -64,7 +64,7 @@ class Form:
         reuses_memory: the fact of the operations.
         device: "cuda" or "cpu".
         stream, product: bytes of an element of the residual stream, and of what matrix products read and write.
-        compiled: torch.compile makes the blocks.
+        compiled: torch.compile makes the blocks, of PyTorch's operations, whatever runs before and after the blocks.
     """
 
     reuses_memory: bool
@@ -72,6 +72,10 @@ class Form:
     stream: int
     product: int
     compiled: bool = False
+
+    @property
+    def blocks_reuse_memory(self) -> bool:
+        return self.reuses_memory and not self.compiled
 
 
 @cache
@@ -83,7 +87,7 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     what it kept on an H200 (`compile = "block"`, plain operations).
     """
     d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
-    fused = form.reuses_memory
+    fused = form.blocks_reuse_memory
     # The sum (PyTorch's operations on a CPU keep it normalised, in float32), and the inverse RMS.
     sums = max(form.stream, FLOAT) if form.device == "cpu" and not fused else form.stream
     attention = form.product * d + FLOAT * config.num_heads
@@ -296,7 +300,7 @@ def step_memory(
     wide_head = _head_gradient(form, of_sums) * table
     again = [_recomputed(config, form, keep) for keep in keeps]
     # A block's backward pass takes most at SwiGLU: gradients of the residual stream, around the result, and of w2.
-    at_swiglu = stream + tokens * product * config.d_ff * (1 if form.reuses_memory else 2)
+    at_swiglu = stream + tokens * product * config.d_ff * (1 if form.blocks_reuse_memory else 2)
     at_swiglu += gradients(d * config.d_ff)
     in_last, in_first = (tokens * part + at_swiglu for part in (again[-1], again[0]))
     head = gradients(table)
@@ -391,7 +395,7 @@ def _recomputed(config: ModelConfig, form: Form, keep: Keep) -> int:
     after = of[NORM] // 2 + of[INPUTS] // 2 + of[GATE_UP] + of[SWIGLU]
     before = of[NORM] // 2 + of[INPUTS] // 2 + of[QKV]
     return {
-        "input": sum(of.values()) - (x if form.reuses_memory or form.device == "cuda" else 0),
+        "input": sum(of.values()) - (x if form.blocks_reuse_memory or form.device == "cuda" else 0),
         "attention": max(before, after),
         "qkv": after,
         "products": of[SWIGLU],
@@ -412,12 +416,13 @@ def _loss(config: ModelConfig, form: Form, tokens: int) -> tuple[int, int]:
         logits = rows * -(-vocab_size // 16) * 16 * product
         return logits, logits + hidden + cast
     logits = rows * vocab_size * product
-    narrow = product < FLOAT
-    if form.compiled:  # as tinystories took it on an H200: the gradient overwrites the logits
-        return logits, min(slices, 2) * logits + hidden + cast
-    # Logits and their gradient, that of the slice before, log-probabilities in float32; later a product to add.
-    of_slice = logits * (2 if slices > 1 or narrow else 1) + rows * vocab_size * FLOAT
-    return logits, max(of_slice, 2 * logits + (product * table if narrow else 0)) + hidden + cast
+    earlier = min(slices, 2) - 1  # the gradient of the slice before
+    if form.compiled:
+        return logits, (2 + earlier) * logits + hidden + cast
+    # Logits, and log-probabilities in float32, with the float32 logits that they are made of; then a product to add.
+    wide = rows * vocab_size * FLOAT * (2 if product < FLOAT else 1)
+    adding = 2 * logits + (product * table if product < FLOAT else 0)
+    return logits, max((1 + earlier) * logits + wide, adding) + hidden + cast
 
 
 def tokens_per_slice(vocab_size: int, kind: str) -> int:

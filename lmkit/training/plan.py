@@ -9,10 +9,12 @@ from typing import Any
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Card, card_here, known_peak
 from lmkit.model.accounting import (
+    ORTHOGONALIZING,
     Work,
     count_parameters,
     flops_per_token,
     host_seconds,
+    orthogonalization_work,
     recomputed_work,
     seconds_at_limits,
     step_seconds,
@@ -137,16 +139,19 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         work = with_fp8(config, work, tokens, train.accumulation)
     peak = known_peak(card.name, _peak_of(train.precision))
     limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
-    on_host = OPTIMIZERS.facts(recipe.optimizer.name).on_host
-    known = all(limits.values()) and not on_host
+    updates = OPTIMIZERS.facts(recipe.optimizer.name)
+    known = all(limits.values()) and not updates.on_host
+    if not updates.elementwise:
+        options = {**updates.options, **recipe.optimizer.options}
+        work[ORTHOGONALIZING] = orthogonalization_work(config, int(options.get("iterations", 5)))
     host = 0.0
     if train.cuda_graph == "off" or (ranks > 1 and not STRATEGIES.facts(parallel.strategy).is_captured):
-        sharded = "optimizer" in STRATEGIES.facts(parallel.strategy).shards
-        host = host_seconds(
+        host = card.host_pace * host_seconds(
             config,
+            weights="alone" if ranks == 1 else "gathered" if held.gathered_units else "whole",
             micro_batches=train.accumulation,
-            gathers=held.gathered_units > 0,
-            orthogonalizes=sharded and not OPTIMIZERS.facts(recipe.optimizer.name).elementwise,
+            compiled=form.compiled,
+            orthogonalizes=not updates.elementwise,
         )
     parameters = count_parameters(config).total
     return Plan(
@@ -171,7 +176,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         else None,
         host_seconds=host,
         documents=recipe.data.sampling == "packed" or config.document_token is not None,
-        on_host=on_host,
+        on_host=updates.on_host,
     )
 
 
@@ -206,15 +211,16 @@ def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
 
 
 def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
-    """Return how a model computes, and whether by fused operations."""
+    """Return how a model computes, and whether its blocks do by fused operations."""
     operations = config.operations
+    compiled = (
+        config.compile != "none" and operations != "fused"
+    )  # "auto": what is around the blocks is fused
     if operations == "auto":
-        compiled = config.compile != "none"
-        runs = (name for name in OPERATIONS.names if device in OPERATIONS.facts(name).devices)
-        operations = "plain" if compiled else next(runs)
+        operations = next(name for name in OPERATIONS.names if device in OPERATIONS.facts(name).devices)
     stream, product = _WIDTHS[precision]
-    reuses = OPERATIONS.facts(operations).reuses_memory
-    return Form(reuses, device, stream, product, compiled=config.compile != "none"), reuses
+    form = Form(OPERATIONS.facts(operations).reuses_memory, device, stream, product, compiled)
+    return form, form.blocks_reuse_memory
 
 
 def held_by(

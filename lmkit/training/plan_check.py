@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -22,6 +23,8 @@ from lmkit.training.setup import ALONE, TrainingStep
 FEW = 10
 SHORT_S = 1.0
 """So many steps shorter than this are timed together: one alone would show what the host does before it."""
+SAMPLED_S = 2.0
+"""Samples of so many steps are taken for this long. The median counts: a host is slower for a second now and then."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
             if _most(ranks, seconds)[0] < SHORT_S:
-                seconds = _seconds(training, FEW)
+                seconds = _median_seconds(ranks, training)
         except RuntimeError as error:
             raise limit_reached(error) or error from error
         peak_bytes, seconds = _most(ranks, peak.peak_bytes - before, seconds)
@@ -106,6 +109,13 @@ def _most(ranks: Ranks, *numbers: float) -> list[float]:
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     found: list[float] = most.tolist()
     return found
+
+
+def _median_seconds(ranks: Ranks, training: TrainingStep) -> float:
+    """Return how long a step takes, in the median sample. Collective."""
+    samples = [_seconds(training, FEW)]
+    more = int(SAMPLED_S / (FEW * _most(ranks, samples[0])[0]))
+    return median([*samples, *(_seconds(training, FEW) for _ in range(more))])
 
 
 def _seconds(training: TrainingStep, steps: int = 1) -> float:

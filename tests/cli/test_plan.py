@@ -8,6 +8,7 @@ import re
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.measure import host, limits
 from lmkit.training import plan_check
 from lmkit.training.plan_check import Measured
 
@@ -67,3 +68,20 @@ def test_what_was_measured_stands_beside_the_plan(
     last = capsys.readouterr().out.splitlines()[-2:]
     assert ("38.00" in last[0]) == (found.peak_bytes is not None)
     assert max(map(len, last)) <= 100
+
+
+def test_the_pace_of_this_host_counts_where_its_gpu_trains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nowhere else: not for a GPU by name, nor on a machine without one."""
+    monkeypatch.setattr(host, "host_pace", lambda: 2.0)
+    monkeypatch.setattr(limits, "card_here", lambda: limits.CARDS["H200"])
+    seconds = {}
+    for has_gpu, gpu in ((True, []), (False, []), (True, ["--gpu", "H200"])):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert (
+            run_command_line(["plan", "quickstart", "--ranks", "2", "--strategy", "fsdp", "--json", *gpu])
+            == 0
+        )
+        seconds[has_gpu, bool(gpu)] = json.loads(capsys.readouterr().out)["seconds"]
+    assert seconds[True, False] == 2 * seconds[False, False] == 2 * seconds[True, True]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lmkit.errors import UsageError
+from lmkit.measure.host import EXPONENT, REFERENCE_S
 from lmkit.measure.limits import CARDS
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
@@ -138,22 +141,33 @@ def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], me
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "zero1_ms", "fsdp_ms"),
+    ("name", "keys", "strategy", "us", "ms"),
     [
-        ("quickstart", [], 24.1, 34.4),
-        ("quickstart", NARROW, 19.9, 26.1),
-        ("speedrun", [], 17.4, 28.6),
-        ("profile", [], 53.5, 76.3),
-        ("tinystories", FORMER_STORIES, 9.8, 15.7),
+        ("quickstart", [], "zero1", 22.4, 16.5),
+        ("quickstart", [], "fsdp", 23.4, 29.3),
+        ("finetune", [], "zero1", 35.7, 25.5),
+        ("finetune", [], "fsdp", 34.6, 34.9),
+        ("finetune", ["optimizer.name=adamw"], "zero1", 23.1, 17.6),
+        ("tinystories", [], "zero1", 35.8, 26.1),
+        ("tinystories", [], "fsdp", 35.8, 34.7),
+        ("tinystories", ["optimizer.name=adamw"], "zero1", 22.4, 13.0),
+        ("chat", [], "fsdp", 35.7, 22.3),
+        ("chat", ["train.cuda_graph=off"], "none", 19.1, 8.2),
+        ("speedrun", [], "zero1", 35.2, 22.2),
+        ("speedrun", [], "fsdp", 36.7, 33.0),
+        ("profile", [], "zero1", 31.2, 70.1),
+        ("profile", [], "fsdp", 25.8, 106.2),
+        ("profile", ["train.cuda_graph=off"], "none", 18.6, 33.0),
     ],
 )
-def test_steps_of_two_ranks_take_as_long_as_their_host(
-    name: str, keys: list[str], zero1_ms: float, fsdp_ms: float
+def test_steps_without_a_graph_take_as_long_as_their_host(
+    name: str, keys: list[str], strategy: str, us: float, ms: float
 ) -> None:
-    """To these the host's seconds were fitted."""
-    for strategy, ms in (("zero1", zero1_ms), ("fsdp", fsdp_ms)):
-        made = plan(load_recipe(name, [*keys, f"parallel.strategy={strategy}"]), H200, ranks=2)
-        assert made.seconds == made.host_seconds == pytest.approx(ms / 1e3, rel=0.2)
+    """To these the host's seconds were fitted, and to `us`, which a call of `lmkit.measure.host` took meanwhile."""
+    ranks = 1 if strategy == "none" else 2
+    card = replace(H200, host_pace=(us * 1e-6 / REFERENCE_S) ** EXPONENT)
+    made = plan(load_recipe(name, [*keys, f"parallel.strategy={strategy}"]), card, ranks=ranks)
+    assert made.seconds == made.host_seconds == pytest.approx(ms / 1e3, rel=0.2)
 
 
 def test_without_a_graph_a_small_step_takes_as_long_as_its_host() -> None:
