@@ -206,6 +206,24 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Pat
     assert torch.equal(open_checkpoint(tmp_path / step_name(1)).model_tensors()["w"], model["w"])
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_threads_of_the_training_do_not_sleep_because_of_the_writers(tmp_path: Path) -> None:
+    """Beside a second team, OpenMP puts those of the first to sleep between their tasks."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        weights = {"w": torch.ones(1 << 20).mul_(2)}  # PyTorch starts its threads
+        before = len(os.listdir("/proc/self/task"))
+        writer = make_writer(tmp_path)
+        writer.reserve(make_state(1), model=weights, optimizer={})
+        writer.save(make_state(1), model=weights, optimizer={})
+        writer.wait()
+        assert len(os.listdir("/proc/self/task")) == before + 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(usual)
+
+
 @pytest.fixture
 def two_writers(tmp_path: Path) -> list[CheckpointWriter]:
     """The writers of two ranks, in one process."""
