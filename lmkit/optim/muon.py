@@ -275,11 +275,11 @@ def _move(
 
 
 def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
-    """Subtract factor * change, multiplied in the weight's dtype, in one pass over memory."""
-    if isinstance(factor, Tensor) and factor.device == weight.device:
+    """Subtract factor * change, multiplied in the weight's dtype; on a GPU in one pass over memory."""
+    if isinstance(factor, Tensor) and factor.is_cuda:
         weight.addcmul_(change, factor, value=-1)
     else:
-        weight.sub_(change, alpha=float(factor))
+        weight.sub_(change.to(weight.dtype) * factor)
 
 
 @OPTIMIZERS.register(
