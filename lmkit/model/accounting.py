@@ -329,11 +329,13 @@ def host_seconds(
 
     Args:
         weights: "alone" for one rank; "gathered" where several ranks share them.
-        compiled: whether the compiler fuses the operations of the blocks, and launches half as many.
+        compiled: whether the compiler fuses the operations of the blocks: it launches about half as many.
         orthogonalizes: whether the optimizer does so with the matrices of the blocks.
     """
     of_step, of_block = _HOST_S[weights]
-    seconds = of_step + config.num_layers * of_block * micro_batches * (0.5 if compiled else 1.0)
+    if compiled:
+        of_block -= _HOST_S["alone"][1] / 2
+    seconds = of_step + config.num_layers * of_block * micro_batches
     if orthogonalizes:
         of_step, of_block = _HOST_S_OF_MATRICES[weights]
         seconds += of_step + config.num_layers * of_block

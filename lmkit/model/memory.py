@@ -303,7 +303,8 @@ def step_memory(
     at_swiglu = stream + tokens * product * config.d_ff * (1 if form.blocks_reuse_memory else 2)
     at_swiglu += gradients(d * config.d_ff)
     in_last, in_first = (tokens * part + at_swiglu for part in (again[-1], again[0]))
-    head = gradients(table)
+    # An untied head's whole gradient is being reduced, see `_gathered`; this rank's share is not there yet.
+    head = 0 if held.gathered_units and not config.tie_embeddings else gradients(table)
     without_embedding = gradients(counts.total - (0 if config.tie_embeddings else table))
     embedding = 0 if config.tie_embeddings else gradients(table)
     if form.reuses_memory:
@@ -363,7 +364,7 @@ def _gathered(
         EMBEDDING: table,
     }
     of_head = 0 if config.tie_embeddings else table  # the embedding's is added before they are reduced
-    gradients = {LOSS: 0, HEAD: of_head, LAST: of_head, FIRST: 2 * block, EMBEDDING: table + block}
+    gradients = {LOSS: 0, HEAD: 0, LAST: of_head, FIRST: 2 * block, EMBEDDING: table + block}
     slot = min(SLOT_BYTES, int(form.product * max(table, block) * held.of_weights))
     # Gathered by themselves: the blocks, the embedding, the last norm, RoPE, the head.
     small = form.product * (every + tables) <= PEER_LAYER_BYTES * (config.num_layers + 4)
