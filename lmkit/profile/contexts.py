@@ -19,6 +19,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels
 from lmkit.measure.tables import Column, Rows
+from lmkit.profile.allocations import BUILD, WHOLE_RUN
 from lmkit.profile.memory import run_profile
 from lmkit.profile.steps import Mode, Workload
 from lmkit.profile.write_up import peak_row
@@ -64,9 +65,8 @@ def table(
         for mode, work in works.items():
             with out_of_memory_is_a_row(row, work.ranks.device):
                 result = run_profile(work)
-                peak = peak_row(result.rows)
-                row[f"{mode}_gib"] = peak["peak_gib"]
-                row[f"{mode}_computed_gib"] = peak["activations_gib"] + peak["temporary_gib"]
+                row[f"{mode}_gib"] = peak_row(result.rows)["peak_gib"]
+                row[f"{mode}_computed_gib"] = most_computed(result.rows)
                 folder = f"{model.attention}_{mode}_{model.context_length}_{train.precision}"
                 files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
             release_memory(work.ranks.device)
@@ -85,8 +85,8 @@ def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
         about=f"Batch {rows[0]['batch_size']}",
         findings=growth(rows),
         notes=(
-            "GiB = 2^30 bytes, at the peak; computed: the activations and temporary tensors in it; every cell has a "
-            "folder with its phases and source lines",
+            "GiB = 2^30 bytes, at the peak; computed: the most of activations and temporary tensors at the peak of a "
+            "phase; every cell has a folder with its phases and source lines",
         ),
     )
     environment = describe_environment()
@@ -96,6 +96,18 @@ def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
         "memory_contexts_report.md": report_text(summary, environment, [PICTURE]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
+
+
+def most_computed(rows: Rows) -> float:
+    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
+
+    The peak of the whole run may lie in the optimizer's phase, where they are gone.
+    """
+    return max(
+        row["activations_gib"] + row["temporary_gib"]
+        for row in rows
+        if row["phase"] not in (BUILD, WHOLE_RUN)
+    )
 
 
 def growth(rows: Rows) -> list[str]:

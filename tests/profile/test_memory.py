@@ -6,7 +6,7 @@ import torch
 from lmkit.measure.memory import GIB
 from lmkit.model import layers
 from lmkit.model.accounting import count_parameters
-from lmkit.profile import contexts, memory
+from lmkit.profile import allocations, contexts, memory
 from lmkit.profile.contexts import table
 from lmkit.profile.lines import AUTOGRAD, line_of
 from lmkit.profile.memory import run_profile
@@ -148,3 +148,17 @@ def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
 )
 def test_the_peak_belongs_to_the_innermost_phase(peaks, phase):
     assert peak_row([{"phase": name, "peak_gib": peak} for name, peak in peaks.items()])["phase"] == phase
+
+
+def test_what_a_step_computes_is_taken_from_the_phase_that_holds_most_of_it():
+    rows = [
+        {"phase": phase, "activations_gib": activations, "temporary_gib": temporary}
+        for phase, activations, temporary in (
+            (allocations.BUILD, 0.0, 9.0),
+            ("forward", 3.0, 0.5),
+            ("backward", 3.0, 1.0),
+            ("optimizer", 0.0, 0.1),  # the peak of the run: weights, gradients and moments are large
+            (allocations.WHOLE_RUN, 0.0, 0.1),
+        )
+    ]
+    assert contexts.most_computed(rows) == 4.0
