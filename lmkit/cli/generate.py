@@ -281,6 +281,7 @@ def loaded_model(
         UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
         LmkitError: the checkpoint is damaged.
     """
+    from lmkit.generation.decoder import can_run_kernels
     from lmkit.generation.generate import weight_dtype
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
@@ -314,4 +315,6 @@ def loaded_model(
         loaded = load_tokenizer(path, None if trained_on is None else trained_on.tokenizer_sha256)
         model = plain_model(checkpoint, device=ranks.device)
         model.to(weight_dtype(table, ranks.device))
+        if can_run_kernels(model):
+            import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it
         yield model, loaded, table, beside(path)

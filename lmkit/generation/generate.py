@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +45,23 @@ class Generation:
     logprobs: tuple[float, ...] | None = None
 
 
+@contextmanager
+def spared_collections() -> Iterator[None]:
+    """Let Python's collector pass over the objects that exist before the block.
+
+    With all objects of the libraries, a collection takes tenths of a second, in which a GPU waits for the host.
+    """
+    frozen_here = gc.get_freeze_count() == 0
+    if frozen_here:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen_here:
+            gc.unfreeze()
+
+
+@spared_collections()
 def generate(
     model: TransformerLM,
     tokenizer: Tokenizer,
@@ -246,7 +265,7 @@ def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
     """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`."""
     rows, stop, most = decoder.rows, decoder.ends.stop, decoder.ends.most
     lag = MOST_STEPS_LATE if decoder.device.type == "cuda" else 0
-    waiting = iter(enumerate(prompts))
+    waiting, left = iter(enumerate(prompts)), len(prompts)
     free = list(range(rows))
     seats: dict[int, _Seat] = {}  # by row
     steps: deque[tuple[Newest, list[tuple[int, _Seat]]]] = deque()  # not yet read
@@ -254,6 +273,7 @@ def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
         if len(free) >= decoder.refill or not seats:
             taking = list(zip(free, waiting))  # noqa: B905  fewer prompts than rows, or the other way round
             if taking:
+                left -= len(taking)
                 del free[: len(taking)]
                 decoder.start(
                     [row for row, _ in taking],
@@ -278,7 +298,8 @@ def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                     del seats[row]
         elif not steps:
             return
-        while steps and (not seats or len(steps) > lag or steps[0][0].has_come()):
+        # Where all rows end at once and prompts are left, the rows are refilled first: the device must not run dry.
+        while steps and (not (seats or left) or len(steps) > lag or steps[0][0].has_come()):
             newest, sat = steps.popleft()
             tokens, logprobs = newest.read()
             for row, seat in sat:

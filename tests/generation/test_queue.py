@@ -1,0 +1,56 @@
+"""The host of a queue of prompts must not keep a GPU waiting."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmkit.generation import GenerateConfig, generate
+from lmkit.generation.generate import write_texts
+from lmkit.kernels.decode.reference import Ends
+
+
+def test_rows_that_end_together_are_refilled_before_the_host_waits_for_them():
+    """A device that is some steps late always has work; every token comes, in its text's order."""
+    events = []
+
+    class Late:
+        rows, refill, capacity, device, ends = 2, 1, 50, torch.device("cuda"), Ends(-1, 3)
+        steps = 0
+
+        def start(self, rows, prompts, seeds):
+            events.append("start")
+
+        def step(self, longest):
+            self.steps += 1
+            events.append("step")
+
+        def newest(self):
+            tokens = [10 * self.steps, 10 * self.steps + 1]
+            return SimpleNamespace(
+                has_come=lambda: False, read=lambda: (events.append("read"), (tokens, None))[1]
+            )
+
+    drawn = list(write_texts(Late(), [[1], [2], [3], [4]], seed=0))
+    assert events[:8] == ["start", *["step"] * 3, "start", *["step"] * 3]
+    texts = [[token for number, token, _ in drawn if number == text] for text in range(4)]
+    assert texts == [[10, 20, 30], [11, 21, 31], [40, 50, 60], [41, 51, 61]]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_collector_passes_over_what_existed_before(make_model, tokenizer, frozen):
+    """And what the caller had frozen stays so."""
+    counts = []
+    options = GenerateConfig(max_new_tokens=2, stop_at_end=False)
+    if frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        generate(
+            make_model(), tokenizer, ["a"], options, on_end=lambda *_: counts.append(gc.get_freeze_count())
+        )
+        assert counts[0] > 1000
+        assert (gc.get_freeze_count() > 0) == (before > 0) == frozen
+    finally:
+        gc.unfreeze()
