@@ -28,12 +28,16 @@ FORMER_STORIES = [  # tinystories as it was measured
     "train.batch_size=128",
 ]
 NARROW = ["train.precision=bf16", "model.attention=flash_triton"]
-TWELVE_ROWS = "train.batch_size=12"  # `text_files` as it was measured
+FORMER_TEXT = [
+    "tokenizer.vocab_size=512",
+    "model.context_length=64",
+    "train.batch_size=16",
+]  # as it was measured
 UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attention"]
 RECIPES = [
     ("quickstart", [], 0.0774, 1.44),
     ("quickstart", NARROW, 0.0691, 1.45),
-    ("text_files", [], 0.0311, 1.26),
+    ("text_files", FORMER_TEXT, 0.0311, 1.26),
     ("chat", [], 0.1844, 1.56),
     ("finetune", [], 0.1137, 1.50),
     ("speedrun", [], 1.5534, 17.60),
@@ -111,7 +115,7 @@ def test_the_plan_knows_what_compilers_and_plain_operations_keep(switch: str, gb
         ),
         ("llama_1b", ["parallel.strategy=fsdp", *UNTIED], 15.189),
         ("tinystories", [*FORMER_STORIES, "parallel.strategy=bucketed"], 1.926),
-        ("text_files", ["parallel.strategy=fsdp"], 0.0173),
+        ("text_files", [*FORMER_TEXT, "parallel.strategy=fsdp"], 0.0173),
         ("quickstart", ["parallel.strategy=zero1"], 0.0589),
         ("profile", ["parallel.strategy=fsdp"], 4.7098),
         ("llama_1b", ["parallel.strategy=zero1"], 33.1444),
@@ -128,7 +132,7 @@ def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
 @pytest.mark.parametrize(
     ("name", "keys", "megabytes"),
     [
-        ("text_files", [TWELVE_ROWS], 46.3),
+        ("text_files", [*FORMER_TEXT, "train.batch_size=12"], 46.3),
         ("quickstart", [], 88.1),
         ("quickstart", NARROW, 81.9),
         ("quickstart", ["model.num_layers=8"], 157.4),
