@@ -306,7 +306,7 @@ class StrategyFacts(Facts):
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph may hold its collectives, if they are NCCL's: they end with the step."""
+        """Whether a CUDA graph may hold its collectives of NCCL: they end with the step."""
         return not self.shards and not self.rival
 
 

@@ -261,7 +261,7 @@ def _measure(
         writer.refill()
         for _ in range(FIRST_STEPS):
             writer.step()
-        for _ in range(FEW):  # they compile
+        for _ in range(FEW):  # untimed; they compile
             writer.read_prompt()
         prompts_ms = [_wall_ms(writer.read_prompt, context) for _ in range(PROMPTS)]
         row["prefill_ms"] = median(prompts_ms)

@@ -99,7 +99,7 @@ class Options(Table):
     steps_per_epoch: PositiveInt = 5
     """Steps of an epoch. One sample times one epoch."""
     untimed_steps: Count = 0
-    """Steps before each epoch: "one rank" leaves the other GPUs idle, and idle GPUs are faster for a while."""
+    """Untimed steps before each epoch: GPUs that were idle during "one rank" are faster for a while."""
     warmup_epochs: Count = 1
     """Untimed epochs before the first sample."""
     timed_epochs: PositiveInt = 6

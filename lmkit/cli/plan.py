@@ -70,7 +70,7 @@ def plan(
 
         from lmkit.measure.host import host_pace
 
-        if torch.cuda.is_available():  # else it is another machine's host that will launch
+        if torch.cuda.is_available():  # else the host of another machine will train
             made = make_plan(loaded, replace(card, host_pace=host_pace()), ranks=ranks)
     text, fields = _text(made), _fields(made)
     if check:

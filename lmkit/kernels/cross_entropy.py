@@ -27,7 +27,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0, not NaN
 BLOCK_BYTES = 16384  # of the row that a program holds at a time
 GROUP = 8  # logits
-REGISTERS = 40  # a thread, at most: so three programs of 16 warps fit an SM
+REGISTERS = 40  # most of a thread, so that three programs of 16 warps fit an SM
 SCALED_BLOCK = 2048  # elements that a program of `scale_kernel` multiplies
 ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
 
@@ -121,7 +121,7 @@ def cross_entropy_kernel(
         z = tl.load(logits + last + lanes, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.exp2((z - most) * LOG2_E) * factor
         tl.store(logits + last + lanes, gradient.to(kind), mask=inside, cache_modifier=".cs")
-        tl.debug_barrier()  # what was stored there comes first
+        tl.debug_barrier()  # the store to this place above comes first
         of_target = tl.exp2((of_target - most) * LOG2_E) * factor - scale
         tl.store(logits + target, of_target.to(kind), mask=counts & (target < vocab_size))
 

@@ -88,7 +88,7 @@ def prepare_launch(
 def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None) -> Iterator[None]:
     """Record the launches of the block as a CUDA graph.
 
-    No garbage is collected meanwhile: where it holds another graph, to free it would end the recording with an error.
+    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error.
     """
     collects = gc.isenabled()
     gc.disable()

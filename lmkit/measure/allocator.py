@@ -1,4 +1,4 @@
-"""Set PyTorch's CUDA allocator: whether its segments grow and shrink."""
+"""Switch the expandable segments of PyTorch's CUDA allocator on and off."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _EXPANDABLE = "expandable_segments:True"
 def expand_segments() -> None:
     """Let segments grow and shrink, unless the environment decides about it.
 
-    Gaps between tensors are then given back, page by page, before memory runs out. Other segments are given back only
-    as a whole: `llama_1b` on two ranks, 33 GB of tensors, did not fit into 5% more because of its gaps.
+    Before memory runs out, gaps between tensors are then given back page by page. Other segments are given back only
+    as a whole, so their gaps stay.
     """
     name, settings = _settings()
     if "expandable_segments" in settings or "backend" in settings:
@@ -47,6 +47,6 @@ def _settings() -> tuple[str, str]:
 
 
 def _change(settings: str) -> None:
-    """Make the allocator of this process obey; PyTorch renames this function."""
+    """Change the settings of this process's allocator. The function's name depends on PyTorch's version."""
     change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (change or torch.cuda.memory._set_allocator_settings)(settings)

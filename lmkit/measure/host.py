@@ -1,4 +1,4 @@
-"""Measure how fast a host launches kernels, relative to the one that plans were fitted on."""
+"""Measure how fast a host launches kernels, relative to the host that plans were fitted to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 CALLS = 50
 MEASURED_S = 0.5
-"""Long enough to see how busy the host is on average: it may take twice as long for a tenth of a second."""
+"""Long enough for an average: calls may take twice as long for a tenth of a second."""
 REFERENCE_S = 19e-6
 """Seconds of a call on the host of the H200s to which `lmkit.model.accounting.host_seconds` was fitted."""
 EXPONENT = 0.55
-"""When calls took 1.9 times as long there, steps took 1.4 times as long: they also wait for GPUs and other ranks."""
+"""A step takes this power of the time of a call, because it also waits for the GPU and for other ranks. Fitted: where
+calls took 1.9 times as long, steps took 1.4 times as long."""
 
 
 class _Doubled(torch.autograd.Function):
-    """As much Python as a fused operation has around its kernel, and next to nothing to compute."""
+    """An operation with the Python of a fused one, and next to nothing to compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -31,15 +32,14 @@ class _Doubled(torch.autograd.Function):
 
 
 def host_pace() -> float:
-    """Return how many times as long as the reference this host takes to launch a step, by the calls of a tiny one."""
+    """Return the time that this host takes to launch a step over that of the reference, estimated from tiny calls."""
     return float((call_seconds() / REFERENCE_S) ** EXPONENT)
 
 
 def call_seconds() -> float:
-    """Return the mean seconds of both passes of a tiny operation."""
-    calls, started = 0, 0.0
-    while not calls or time.perf_counter() - started < MEASURED_S:
-        started = started or time.perf_counter()
+    """Return the mean seconds of a tiny operation, forward and backward."""
+    calls, started = 0, time.perf_counter()
+    while time.perf_counter() - started < MEASURED_S:
         x = torch.ones(4, requires_grad=True)
         for _ in range(CALLS):
             x = _Doubled.apply(x)

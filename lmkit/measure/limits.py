@@ -60,7 +60,7 @@ class Card:
         name: as torch calls it; `known_peak` knows it.
         memory: bytes, as torch reports them.
         bytes_per_s: of its memory, by the data sheet; None: not known.
-        host_pace: how many times as long as a reference its host takes to launch a step, see `lmkit.measure.host`.
+        host_pace: the time that its host takes to launch a step over that of the reference in `lmkit.measure.host`.
     """
 
     name: str

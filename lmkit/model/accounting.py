@@ -274,12 +274,12 @@ _KERNEL_S = 3.2e-6
 """Seconds that a kernel takes at least, as a graph launches it."""
 _KERNELS_OF_A_BLOCK = 34
 _KERNELS_OF_MATRICES = 48
-"""Of a block, beside, where its matrices are orthogonalized."""
+"""Kernels of a block's passes and update, and the further ones where Muon orthogonalizes its matrices."""
 _HOST_S = {"alone": (3.2e-3, 1.24e-3), "whole": (5.0e-3, 2.0e-3), "gathered": (2.6e-3, 3.05e-3)}
-"""Seconds in which a host launches a step without a graph, and those of each block: of one rank, of several that hold
-whole weights, of several that gather weights. The host is as fast as that of `lmkit.measure.host`."""
+"""(seconds a step, seconds a block) in which the reference host of `lmkit.measure.host` launches kernels without a
+graph: of one rank, of several that hold whole weights, of several that gather weights."""
 _HOST_S_OF_MATRICES = {"alone": (0.0, 1.39e-3), "whole": (2.5e-3, 0.5e-3), "gathered": (8.0e-3, 0.3e-3)}
-"""The same beside, where the matrices of the blocks are orthogonalized."""
+"""What Muon adds to them."""
 
 
 def reached(config: ModelConfig, name: str) -> float:
@@ -329,8 +329,8 @@ def host_seconds(
 
     Args:
         weights: "alone" for one rank; "gathered" where several ranks share them.
-        compiled: whether the compiler fuses the operations of the blocks: it launches about half as many.
-        orthogonalizes: whether the optimizer does so with the matrices of the blocks.
+        compiled: whether the blocks are compiled; they then launch about half as many kernels.
+        orthogonalizes: whether the optimizer orthogonalizes the matrices of the blocks.
     """
     of_step, of_block = _HOST_S[weights]
     if compiled:

@@ -64,7 +64,8 @@ class Form:
         reuses_memory: the fact of the operations.
         device: "cuda" or "cpu".
         stream, product: bytes of an element of the residual stream, and of what matrix products read and write.
-        compiled: torch.compile makes the blocks, of PyTorch's operations, whatever runs before and after the blocks.
+        compiled: whether torch.compile compiles the blocks, from PyTorch's operations. `reuses_memory` then tells
+            only of what runs before and after the blocks.
     """
 
     reuses_memory: bool

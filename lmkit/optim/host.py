@@ -1,4 +1,4 @@
-"""AdamW whose state lies in the host's memory: a GPU then holds weights and gradients alone (ZeRO-Offload, Ren et al.
+"""AdamW whose state lies in the host's memory; the GPU holds only weights and gradients (ZeRO-Offload, Ren et al.
 2021, on one GPU)."""
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 class HostAdamW(AdamW):
     """`AdamW`, updated by the CPU from state in the host's memory: float32 weights and moments, 12 bytes a parameter.
 
-    A step copies the gradients to the host and the weights back, and waits for both. So it pays where the state does
-    not fit beside the rest, and costs least where many micro-batches share a step.
+    A step copies the gradients to the host and the weights back, and waits for both. Use it if the state does not fit
+    on the GPU. It costs least with many micro-batches a step.
 
-    State per parameter as that of `AdamW` with masters, all on the CPU; each loads the other's.
+    The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
     """
 
-    captured: Any = property()  # there is none: no CUDA graph can capture a step of the host
+    captured: Any = property()  # raises AttributeError: a CUDA graph cannot capture what the CPU computes
 
     def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Keep float32 weights of these parameters, in the host's memory."""
         super().keep_masters({param: _on_host(master) for param, master in masters.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an AdamW, without a detour over the GPU."""
+        """Load the state of an AdamW into the host's memory, without a copy on the GPU."""
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
         saved = [index for group in groups for index in group["params"]]

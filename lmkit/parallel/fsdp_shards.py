@@ -87,7 +87,7 @@ class FlatParameters:
         self._lent: torch.Tensor | None = None
 
     def make_shard(self) -> None:
-        """Allocate the shard, as zeros. Call it when all layers have flat tensors, which are whole for a moment."""
+        """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
         self.shard = torch.zeros(self.shard_size, dtype=self._state_dtype, device=self._weights.device)
         self.slices: dict[nn.Parameter, nn.Parameter] = {}
         self._where: dict[nn.Parameter, slice] = {}  # in the shard

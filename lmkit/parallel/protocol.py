@@ -206,8 +206,8 @@ class Strategy(GradientSync):
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
         if not facts.is_captured:
-            beyond = "is PyTorch's" if facts.rival else "communicates beyond the end of a step"
-            return f"{self.config.strategy} {beyond}"
+            why = "is PyTorch's" if facts.rival else "communicates beyond the end of a step"
+            return f"{self.config.strategy} {why}"
         return ""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:

@@ -78,16 +78,16 @@ class Recipe(Table):
 
     @property
     def origin(self) -> str:
-        """What gave its values, for errors: "quickstart and the command line"."""
+        """Where its values come from, for errors: "quickstart and the command line"."""
         return self._origin
 
     @property
     def source(self) -> str:
-        """The file or name that a command takes for it, for hints."""
+        """The name or file to give to a command, for hints."""
         return self._source
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # whatever their files
+        return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # pydantic compares _origin, too
 
 
 def table_type(parent: type[Table], key: str) -> type[Table] | None:

@@ -68,8 +68,8 @@ class CheckpointWriter:
         self._ranks = ranks
         self._retention = retention
         self._copies = _HostCopies(ranks.device)
-        # On a CPU with one thread of PyTorch: with more, there would be more threads than CPUs, whereupon OpenMP lets
-        # those of the training sleep between their tasks, and steps take a fifth longer.
+        # One PyTorch thread on a CPU: with more threads than CPUs, OpenMP lets those of the training sleep between
+        # tasks, which makes steps slower.
         self._thread = ThreadPoolExecutor(
             1,
             thread_name_prefix="lmkit-checkpoint-writer",

@@ -24,7 +24,7 @@ FEW = 10
 SHORT_S = 1.0
 """So many steps shorter than this are timed together: one alone would show what the host does before it."""
 SAMPLED_S = 2.0
-"""Samples of so many steps are taken for this long. The median counts: a host is slower for a second now and then."""
+"""How long such samples are taken. The median counts, because a host is sometimes slower for a second."""
 
 
 @dataclass(frozen=True)

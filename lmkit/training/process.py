@@ -26,7 +26,7 @@ _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SILENCE_S = 2.0
 """How long the other ranks may take to answer a stopping signal before they are named."""
-_MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the variable that sets it, too)
+_MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the environment variable for it)
     "M_TRIM_THRESHOLD": (-1, 1 << 30, "MALLOC_TRIM_THRESHOLD_"),
     "M_TOP_PAD": (-2, 1 << 26, "MALLOC_TOP_PAD_"),
     "M_MMAP_THRESHOLD": (-3, 1 << 30, "MALLOC_MMAP_THRESHOLD_"),
@@ -64,7 +64,7 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """Seed torch and set threads and determinism as the recipe says; restore them afterwards.
 
     Several ranks on CPUs without `run.threads` share the CPUs evenly; torch would give all CPUs to every rank.
-    A process that computes on a CPU keeps the memory that it frees, see `keep_freed_memory`.
+    On a CPU, the process keeps freed memory; see `keep_freed_memory`.
     """
     if ranks.device.type == "cpu":
         keep_freed_memory()
@@ -92,10 +92,10 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory of freed tensors up to 1 GB each, from now on.
+    """Let this process keep the memory of freed tensors of up to 1 GiB each, until it ends.
 
-    By default glibc gives large blocks back to the system, which maps and clears thousands of pages anew in every
-    training step on a CPU. Environment variables (`MALLOC_TRIM_THRESHOLD_`, ...) take precedence; other C libraries
+    By default glibc gives large blocks back to the system, which then maps and clears thousands of pages in every
+    training step on a CPU. Environment variables (`MALLOC_TRIM_THRESHOLD_`, ...) take precedence. Other C libraries
     have no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

@@ -119,11 +119,11 @@ def refuse_changed(recipe: Recipe) -> None:
 
 
 def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
-    """Refuse a token file that is not as `lmkit run` made it; read only what has another size or time than then.
+    """Refuse a token file that is not as `lmkit run` made it. It is read only if its size or time changed.
 
     Args:
-        key: is added to the error.
-        other: how another file is named.
+        key: what to add to the error after the file.
+        other: the option that names another file, for the hint.
     """
     made, noted = made_files(tokens.parent.parent)
     for path in (tokens, sidecar_path(tokens), mask_path(tokens)):

@@ -209,7 +209,7 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     Raises:
         UsageError: the recipe cannot be trained.
     """
-    check_recipe(recipe)  # here its token files have the names that the user knows
+    check_recipe(recipe)  # before `_moved` renames what errors would name
     table = required(recipe.train, "train", recipe, command="verify resume")
     if table.epochs is not None:
         table = resolved_tables(resolve(recipe, open_data(recipe)))[1]

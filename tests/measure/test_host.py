@@ -11,8 +11,8 @@ from lmkit.measure.host import CALLS, EXPONENT, REFERENCE_S, call_seconds, host_
 
 
 def test_the_pace_is_that_of_all_calls_in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that is 0.2 s later whenever it is read: three rounds between its first and its last reading."""
-    seconds = 0.8 / (3 * CALLS)
+    """By a clock that is 0.2 s later whenever it is read: two rounds between its first and its last reading."""
+    seconds = 0.8 / (2 * CALLS)
     for measure, expected in ((call_seconds, seconds), (host_pace, (seconds / REFERENCE_S) ** EXPONENT)):
         readings = count(1)
         monkeypatch.setattr(host.time, "perf_counter", lambda readings=readings: 0.2 * next(readings))

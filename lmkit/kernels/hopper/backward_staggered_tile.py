@@ -132,7 +132,7 @@ def add_up(index: gl.constexpr, call, key_tile, bounds, turn, before,
         dv, p_operand = warpgroup_mma_wait(0, deps=[dv_job, p_operand])
         sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
         tile, head = next_query_tile(tile, head, work)
-    if FIRST:  # of the next tile already: this wait is over, and its bounds arrive behind the products
+    if FIRST:  # the next tile's bounds are loaded while the last products run
         key_tile, bounds = next_tile(index, call, turn + 1, ROW)
     dq_job = _issue_dq(index, tiles, steps + 1, buffer, True, FIRST)
     last_q = tiles.q.index((steps + 1) % STAGES).reshape([QUERIES, D])

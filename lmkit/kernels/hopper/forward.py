@@ -18,7 +18,7 @@ from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 # consumers.
 REGISTERS = {2: (168, 240), 3: (128, 160)}
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
-_STOCK: dict[torch.device, list[torch.Tensor]] = {}  # counters that no call has had
+_STOCK: dict[torch.device, list[torch.Tensor]] = {}  # counters not in use yet
 STOCK = 4096  # counters of a device that are made at once, 16 bytes each
 PREPARED_CALLS = 1024  # kinds of calls that are kept; a model has a few
 
@@ -99,14 +99,14 @@ def counter_of_stream(device: torch.device) -> torch.Tensor:
     """Return the counter of `schedule.draw_unit` for a call on the current stream of this device: 0, int32.
 
     Calls of a stream share it: they run one after the other, and each leaves it at 0. A call in a graph gets one of
-    its own, because graphs that one stream captured may be replayed on several: one that was made before the
-    capture, or, where no more are left, one that the graph itself makes 0, which takes time in every replay.
+    its own, because graphs that one stream captured may be replayed on several. It comes from a stock that was made
+    before the capture. If the stock is empty, the graph itself sets it to 0, which takes time in every replay.
     """
     captured = torch.cuda.is_current_stream_capturing()
     stock = _STOCK.setdefault(device, [])
     if not stock and not captured:
         stock += torch.zeros(STOCK, ALIGNMENT_BYTES // 4, dtype=torch.int32, device=device).unbind()
-        torch.cuda.current_stream(device).synchronize()  # other streams may be the first to draw
+        torch.cuda.current_stream(device).synchronize()  # other streams may be the first to use them
     if captured:
         return stock.pop() if stock else torch.zeros(1, dtype=torch.int32, device=device)
     stream = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())

@@ -95,8 +95,8 @@ def locate_longest_first(unit, num_tiles, num_heads, together):
 def locate_uneven(unit, num_tiles, num_heads, together):
     """Return (place, head) as `locate_longest_first`, for work that windows and documents make.
 
-    The LAST_TOGETHER last places of all heads come in the end, place by place, the shortest last: so no SM is left
-    alone with a long document, nor many with nothing while the last few windows end.
+    The LAST_TOGETHER last places of all heads come at the end, place by place, the shortest last, so that all SMs end
+    at about the same time.
     """
     early = gl.maximum(num_tiles - LAST_TOGETHER, 0)
     is_late = unit >= early * num_heads
