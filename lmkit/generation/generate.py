@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +46,9 @@ class Generation:
 
 @contextmanager
 def spared_collections() -> Iterator[None]:
-    """Let Python's collector pass over the objects that exist before the block.
+    """Let Python's garbage collector skip the objects that exist before the block.
 
-    With all objects of the libraries, a collection takes tenths of a second, in which a GPU waits for the host.
+    Scanning all objects of the libraries takes tenths of a second, in which a GPU waits for the host.
     """
     frozen_here = gc.get_freeze_count() == 0
     if frozen_here:
@@ -100,7 +99,7 @@ def generate(
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     starts = PromptIds(model, tokenizer, prompts, allow_special=options.allow_special)
     if "" in prompts:
-        starts.of("")  # refused before anything is written
+        starts.encode("")  # refuses it before anything is written
     streams = [TextStream(tokenizer) if on_text is not None else None for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -352,35 +351,35 @@ class TextStream:
 
 
 class PromptIds(Sequence[list[int]]):
-    """The ids of prompts, encoded when they are asked for: a GPU need not wait until thousands are encoded."""
+    """The ids of prompts, encoded on access, so that the GPU does not wait until thousands are encoded."""
 
     def __init__(
         self, model: TransformerLM, tokenizer: Tokenizer, prompts: Sequence[str], *, allow_special: bool
     ) -> None:
-        self._prompts = prompts
-        self.of = partial(prompt_ids, model, tokenizer, allow_special=allow_special)
+        self._prompts, self._tokenizer = prompts, tokenizer
+        self._room = max(1, model.config.context_length - 1)
+        self._allowed = "all" if allow_special else frozenset()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, number: Any) -> Any:
-        return self.of(self._prompts[number])
+        return self.encode(self._prompts[number])
 
-
-def prompt_ids(model: TransformerLM, tokenizer: Tokenizer, prompt: str, *, allow_special: bool) -> list[int]:
-    """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
-    if not prompt:
-        if tokenizer.end_of_text_id is None:
-            raise UsageError(
-                "generate.empty_prompt",
-                "generate.prompts: an empty prompt starts from end-of-text, which this tokenizer does not have",
-                hint="give a prompt",
+    def encode(self, prompt: str) -> list[int]:
+        """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
+        if not prompt:
+            if self._tokenizer.end_of_text_id is None:
+                raise UsageError(
+                    "generate.empty_prompt",
+                    "generate.prompts: an empty prompt starts from end-of-text, which this tokenizer does not have",
+                    hint="give a prompt",
+                )
+            return [self._tokenizer.end_of_text_id]
+        text = self._tokenizer.encode(prompt, allowed_special=self._allowed, add_special_tokens=False)
+        ids = [*self._tokenizer.prefix, *text]  # no suffix: the text goes on
+        if len(ids) > self._room:
+            log.warning(
+                "the prompt has %d tokens: only the last %d fit into the context", len(ids), self._room
             )
-        return [tokenizer.end_of_text_id]
-    allowed = "all" if allow_special else frozenset()
-    text = tokenizer.encode(prompt, allowed_special=allowed, add_special_tokens=False)
-    ids = [*tokenizer.prefix, *text]  # no suffix: the text goes on
-    room = max(1, model.config.context_length - 1)
-    if len(ids) > room:
-        log.warning("the prompt has %d tokens: only the last %d fit into the context", len(ids), room)
-    return ids[-room:]
+        return ids[-self._room :]
