@@ -85,15 +85,15 @@ def prepare_launch(
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None) -> Iterator[None]:
-    """Record the launches of the block as a CUDA graph.
+def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Record the launches of the block as a CUDA graph, with the options of `torch.cuda.graph`.
 
     The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, **options):
             yield
     finally:
         if collects:

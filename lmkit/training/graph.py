@@ -127,6 +127,8 @@ class StepGraph:
         return outcome
 
     def _capture(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        from lmkit.kernels.launch import recording
+
         step, lr = self._step, self._step.optimizer.param_groups[0]["lr"]
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
@@ -136,7 +138,7 @@ class StepGraph:
         before = generator.clone_state()
         try:
             # "thread_local": the thread that writes a checkpoint may go on.
-            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+            capture = recording(graph, capture_error_mode="thread_local")
             with step.decider.captured() as self._launches, capture:
                 self._report = step.launch(self._inputs, self._targets, self._lr)
             self._graph, self._state = graph, self._first_state()

@@ -4,7 +4,9 @@ On a GPU that is not there (see `stand_in_gpu`): what reaches the C launcher is 
 `kernel[grid](...)`, of the same call hands to it.
 """
 
+import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lmkit.kernels.flash import backward as flash_backward
 from lmkit.kernels.flash import backward_dkdv, backward_dq, tuning
 from lmkit.kernels.flash import forward as flash_forward
 from lmkit.kernels.flash.tuning import Tiling
-from lmkit.kernels.launch import LaunchCache, empty_in_order_of
+from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 
 POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
@@ -186,6 +188,33 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert launches_of(call, stand_in_gpu) == ordinary(call, stand_in_gpu, monkeypatch)
     assert not flash_forward.forward_calls.prepared
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_during_a_recording(monkeypatch, collects):
+    """Whatever happens in it, the collector is afterwards as before."""
+    seen = []
+
+    @contextmanager
+    def capture(graph, **options):
+        seen.append((graph, options, gc.isenabled()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    (gc.enable if collects else gc.disable)()
+    try:
+        with recording("graph", pool="pool"):
+            assert not gc.isenabled()
+        assert gc.isenabled() == collects
+        with pytest.raises(RuntimeError), recording("graph", capture_error_mode="thread_local"):
+            raise RuntimeError
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert seen == [
+        ("graph", {"pool": "pool"}, False),
+        ("graph", {"capture_error_mode": "thread_local"}, False),
+    ]
 
 
 def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):
