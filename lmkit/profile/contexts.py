@@ -85,8 +85,8 @@ def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
         about=f"Batch {rows[0]['batch_size']}",
         findings=growth(rows),
         notes=(
-            "GiB = 2^30 bytes, at the peak; computed: the most of activations and temporary tensors at the peak of a "
-            "phase; every cell has a folder with its phases and source lines",
+            "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the "
+            "peak of a phase; every cell has a folder with its phases and source lines",
         ),
     )
     environment = describe_environment()
