@@ -43,14 +43,14 @@ def test_the_collector_passes_over_what_existed_before(make_model, tokenizer, fr
     """And what the caller had frozen stays so."""
     counts = []
     options = GenerateConfig(max_new_tokens=2, stop_at_end=False)
+    gc.unfreeze()  # other tests of this process may have frozen objects
     if frozen:
         gc.freeze()
     try:
-        before = gc.get_freeze_count()
         generate(
             make_model(), tokenizer, ["a"], options, on_end=lambda *_: counts.append(gc.get_freeze_count())
         )
         assert counts[0] > 1000
-        assert (gc.get_freeze_count() > 0) == (before > 0) == frozen
+        assert (gc.get_freeze_count() > 0) == frozen
     finally:
         gc.unfreeze()
