@@ -33,6 +33,8 @@ if INSTALLED_MINOR >= (3, 8):
         # four arguments, at head_dim 256 with a causal mask
         KNOWN_SPILLS["forward_kernel", dtype] = KNOWN_SPILLS_OF_FIRST["forward_kernel", dtype] = 16
     KNOWN_SPILLS["dqdkdv_staggered_kernel", torch.float16] = 80
+if INSTALLED_MINOR == (3, 8):  # 3.6 and 3.9 spill at most 168
+    KNOWN_SPILLS_OF_FIRST["dqdkdv_staggered_kernel", torch.bfloat16] = 204
 
 
 @pytest.fixture
