@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from raising import raises
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.attention import attention, check_kernel
@@ -95,8 +96,7 @@ def test_fault_83_an_unsupported_head_dim_or_dtype_lists_what_is_supported(
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     q = torch.randn(1, 1, 4, head_dim, dtype=dtype)
     for call in (check_kernel, lambda name, q: attention(q, q, q, kernel=name)):
-        with pytest.raises(UsageError) as caught:
+        with raises(
+            UsageError, "attention.unsupported", wrong, hint="head_dim 1 to 256; float32, float16, bfloat16"
+        ):
             call("flash_triton", q)
-        assert caught.value.code == "attention.unsupported"
-        assert wrong in caught.value.message
-        assert "head_dim 1 to 256; float32, float16, bfloat16" in caught.value.hint

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from attention_oracle import draw_inputs, faults_of
+from raising import raises
 
 from lmkit.attention import reference
 from lmkit.bench.attention_variants import build_variant
@@ -30,15 +31,13 @@ def test_ablations_equal_the_oracle(name, causal):
 @of_both
 def test_a_cpu_is_refused(name):
     q, k, v, _ = draw_inputs()
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "attention.unsupported"):
         build_variant(name, "fp32")(q, k, v, causal=True)
-    assert caught.value.code == "attention.unsupported"
 
 
 @pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)")
 def test_atomic_refuses_a_head_dim_that_is_not_a_power_of_two():
     q, k, v, _ = draw_inputs(head_dim=80)
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "attention.unsupported"):
         build_variant("flash_triton:atomic", "fp32")(q, k, v, causal=True)
-    assert caught.value.code == "attention.unsupported"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lmkit.cli import pipeline
 from lmkit.errors import LmkitError, UsageError
@@ -32,10 +33,8 @@ def run_now(recipe: Recipe, **options: Any) -> Any:
 def refused(code: str, recipe: Recipe, by: Callable[..., Any] | None = None, **options: Any) -> UsageError:
     """The error of the run; --dry-run gives the same."""
     for refuse in (run_now, pipeline.plan) if by is None else (by,):
-        with pytest.raises(UsageError) as caught:
+        with raises(UsageError, code) as caught:
             refuse(recipe, **options)
-        assert caught.value.code == code
-        assert caught.value.hint
     return caught.value
 
 
@@ -111,9 +110,8 @@ def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe: 
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "recipe.toml.lmkit-partial").touch()
-    with FolderLock(run.folder), pytest.raises(LmkitError) as caught:
+    with FolderLock(run.folder), raises(LmkitError, "storage.folder_busy"):
         run_now(recipe, force=True)
-    assert caught.value.code == "storage.folder_busy"
     (run.folder / "thesis.tex").write_text("precious")
     assert "thesis.tex" in refused("run.not_a_run_folder", recipe, force=True).message
 
@@ -213,7 +211,5 @@ def test_what_will_not_fit_is_said_before_data_are_made(
 def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "output.unwritable", hint="run.folder"):
         states(impossible)
-    assert caught.value.code == "output.unwritable"
-    assert "run.folder" in caught.value.hint

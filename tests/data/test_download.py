@@ -11,6 +11,7 @@ import tarfile
 
 import pytest
 from pydantic import ValidationError
+from raising import raises
 
 import lmkit.data.download as module
 from lmkit.cli.app import run_command_line
@@ -343,9 +344,8 @@ def test_the_known_datasets_are_complete():
         dataset = DATASETS.load(name)()
         assert dataset.base_url.startswith("https://huggingface.co/")
         assert dataset.train.name != dataset.valid.name
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "registry.unknown_name"):
         download_dataset("tinystory", "nowhere")
-    assert caught.value.code == "registry.unknown_name"
 
 
 PLUGIN = """

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from torch.utils.flop_counter import FlopCounterMode
 
 from lmkit.errors import UsageError
@@ -128,8 +129,6 @@ def test_presets(name: str, sizes: tuple[int, int, int, int]) -> None:
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "model.unknown_preset", "huge") as caught:
         preset_config("huge", vocab_size=256, context_length=8)
-    assert caught.value.code == "model.unknown_preset"
-    assert "huge" in caught.value.message
     assert all(name in caught.value.hint for name in PRESETS)

@@ -10,6 +10,7 @@ from itertools import chain
 import pytest
 import torch
 from formulas import ALL_SWITCHES, SWITCHES, retold
+from raising import raises
 from torch.nn import functional as F
 
 from lmkit.errors import UsageError
@@ -272,6 +273,5 @@ def test_refusals(make_model: MakeModel) -> None:
         TransformerLM(ModelConfig())
     with pytest.raises(ValueError, match="25 tokens is longer than the context of 24"):
         make_model()(torch.zeros(1, 25, dtype=torch.int64))
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "registry.unknown_name"):
         TransformerLM(ModelConfig(vocab_size=5).model_copy(update={"attention": "nonesuch"}))
-    assert caught.value.code == "registry.unknown_name"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 
 from lmkit.errors import UsageError
 from lmkit.optim.sgd import make_sgd
@@ -40,9 +41,8 @@ def test_steps_are_those_of_the_formula():
     ],
 )
 def test_what_it_lacks_is_refused(settings, code, key):
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, code) as caught:
         make_sgd([], OptimizerConfig(name="sgd", **settings))
-    assert caught.value.code == code
     assert key in str(caught.value)
 
 

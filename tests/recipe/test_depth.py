@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from raising import raises
 
 from lmkit.errors import UsageError
 from lmkit.model.accounting import count_parameters
@@ -51,7 +52,6 @@ def test_on_the_command_line_it_replaces_what_the_file_gives() -> None:
 
 
 def test_preset_and_depth_are_refused_together() -> None:
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "recipe.wrong_value") as caught:
         recipe_of(model={"preset": "tiny", "depth": 3})
-    assert caught.value.code == "recipe.wrong_value"
     assert "depth" in str(caught.value)

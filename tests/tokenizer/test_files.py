@@ -7,6 +7,7 @@ import pickle
 import random
 
 import pytest
+from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
@@ -34,9 +35,8 @@ def test_a_special_token_that_reads_like_an_ordinary_one_is_refused():
     vocab = {i: bytes([i]) for i in range(256)} | {256: b" the"}
     tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("Ġthe",))
     assert tokenizer.encode(" theĠthe") != []
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "tokenizer.special_tokens"):
         to_json(tokenizer)
-    assert caught.value.code == "tokenizer.special_tokens"
 
 
 def test_hugging_face_loads_it_agrees_and_writes_it(trained, tmp_path, real_text):
