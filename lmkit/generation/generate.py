@@ -22,7 +22,7 @@ from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
-MOST_STEPS_LATE = 8  # the host reads a GPU's tokens at most this many steps after they were drawn
+MOST_STEPS_LATE = 8  # the host reads tokens at most this many steps after they were drawn
 
 
 @dataclass(frozen=True)
@@ -261,62 +261,74 @@ def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
 
 
 def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Drawn]:
-    """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`."""
+    """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`.
+
+    On KeyboardInterrupt the tokens come that were drawn and not yet read; then it is raised.
+    """
     rows, stop, most = decoder.rows, decoder.ends.stop, decoder.ends.most
-    lag = MOST_STEPS_LATE if decoder.device.type == "cuda" else 0
     waiting, left = iter(enumerate(prompts)), len(prompts)
     free = list(range(rows))
     seats: dict[int, _Seat] = {}  # by row
     steps: deque[tuple[Newest, list[tuple[int, _Seat]]]] = deque()  # not yet read
-    while True:
-        if len(free) >= decoder.refill or not seats:
-            taking = list(zip(free, waiting))  # noqa: B905  fewer prompts than rows, or the other way round
-            if taking:
-                left -= len(taking)
-                del free[: len(taking)]
-                decoder.start(
-                    [row for row, _ in taking],
-                    [ids for _, (_, ids) in taking],
-                    [seed + number for _, (number, _) in taking],
+
+    def read_oldest() -> Iterator[Drawn]:
+        newest, sat = steps[0]
+        tokens, logprobs = newest.read()
+        steps.popleft()
+        for row, seat in sat:
+            if seat.ended:
+                continue
+            token = tokens[row]
+            if token < 0:
+                raise LmkitError(
+                    "generate.not_finite",
+                    "the model's predictions are not finite numbers",
+                    hint="its training diverged; use an older checkpoint",
                 )
-                seats |= {row: _Seat(number, len(ids)) for row, (number, ids) in taking}
-        if seats:
-            full = [row for row, seat in seats.items() if seat.length > decoder.capacity]
-            if full:
-                kept = decoder.slide(full)
-                for row in full:
-                    seats[row].length = kept
-            decoder.step(max(seat.length for seat in seats.values()))
-            taken = list(seats.items())
-            steps.append((decoder.newest(), taken))
-            for row, seat in taken:
-                seat.length += 1
-                seat.drawn += 1
-                if seat.drawn == most:
+            yield Drawn(seat.number, token, logprobs[row] if logprobs else None)
+            if token == stop:
+                seat.ended = True
+                if seats.get(row) is seat:
                     free.append(row)
                     del seats[row]
-        elif not steps:
-            return
-        # Where all rows end at once and prompts are left, the rows are refilled first: the device must not run dry.
-        while steps and (not (seats or left) or len(steps) > lag or steps[0][0].has_come()):
-            newest, sat = steps.popleft()
-            tokens, logprobs = newest.read()
-            for row, seat in sat:
-                if seat.ended:
-                    continue
-                token = tokens[row]
-                if token < 0:
-                    raise LmkitError(
-                        "generate.not_finite",
-                        "the model's predictions are not finite numbers",
-                        hint="its training diverged; use an older checkpoint",
+
+    try:
+        while True:
+            if len(free) >= decoder.refill or not seats:
+                taking = list(zip(free, waiting))  # noqa: B905  fewer prompts than rows, or the other way round
+                if taking:
+                    left -= len(taking)
+                    del free[: len(taking)]
+                    decoder.start(
+                        [row for row, _ in taking],
+                        [ids for _, (_, ids) in taking],
+                        [seed + number for _, (number, _) in taking],
                     )
-                yield Drawn(seat.number, token, logprobs[row] if logprobs else None)
-                if token == stop:
-                    seat.ended = True
-                    if seats.get(row) is seat:
+                    seats |= {row: _Seat(number, len(ids)) for row, (number, ids) in taking}
+            if seats:
+                full = [row for row, seat in seats.items() if seat.length > decoder.capacity]
+                if full:
+                    kept = decoder.slide(full)
+                    for row in full:
+                        seats[row].length = kept
+                decoder.step(max(seat.length for seat in seats.values()))
+                taken = list(seats.items())
+                steps.append((decoder.newest(), taken))
+                for row, seat in taken:
+                    seat.length += 1
+                    seat.drawn += 1
+                    if seat.drawn == most:
                         free.append(row)
                         del seats[row]
+            elif not steps:
+                return
+            # Where all rows end at once and prompts are left, they are refilled first: the device must not run dry.
+            while steps and (not (seats or left) or len(steps) > MOST_STEPS_LATE or steps[0][0].has_come()):
+                yield from read_oldest()
+    except KeyboardInterrupt:
+        while steps:
+            yield from read_oldest()
+        raise
 
 
 def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:

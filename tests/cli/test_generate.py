@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.generation import Decoder
+from lmkit.generation.decoder import Newest
 
 PATIENCE_S = 240
 """Only to end a test that hangs."""
@@ -57,8 +58,13 @@ def interrupted(run: Path, terminal, monkeypatch: pytest.MonkeyPatch):
     return go
 
 
-def test_fault_124_ctrl_c_prints_what_there_is(run: Path, terminal, interrupted) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_fault_124_ctrl_c_prints_what_there_is(
+    run: Path, terminal, interrupted, monkeypatch, late: bool
+) -> None:
     """One text is streamed; of three texts two at a time, the first two are complete after four steps."""
+    if late:  # as a GPU's tokens come
+        monkeypatch.setattr(Newest, "has_come", lambda newest: False)
     command = f"generate {run} --max-new-tokens 4 --no-stop-at-end --temperature 0"
     (whole,) = json.loads(terminal(f"{command} -p fish --json"))["samples"]
     begun = interrupted(2, "-p fish")
