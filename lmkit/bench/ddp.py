@@ -55,6 +55,7 @@ from lmkit.registry import BENCHES, STRATEGIES
 from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
+    from lmkit.bench.parking import Parking
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -72,6 +73,8 @@ class Options(RanksOptions):
     """Bucket sizes in MiB to compare; empty: no sweep."""
     max_seconds: PositiveFloat = 600.0
     """Seconds of timing for the variants, and as many for the bucket sizes; whole rounds only."""
+    park: bool = False
+    """Keep weights and optimizer state of waiting variants in host memory: a GPU has no room for those of two."""
 
 
 class Sample(NamedTuple):
@@ -136,17 +139,22 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
 
     A variant that runs out of memory has `status` "out of memory".
     """
+    from lmkit.bench.parking import Parking
+
     ranks, options = context.ranks, context.options
     claim_workspaces(ranks.device)
     trainings: Trainings = {}
+    parking = Parking(ranks.device, is_used=options.park)
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):
         context.progress(f"{part}, building", number, len(names))
+        parking.park()
         built = _build(name, case, ranks)
         if isinstance(built, str):
             facts[name] = not_enough_memory(built)
-        else:
-            trainings[name], facts[name] = built
+            continue
+        trainings[name], facts[name] = built
+        parking.take(name, trainings[name])
 
     def rows_of(samples: Samples) -> Rows:
         rows: Rows = []
@@ -164,7 +172,7 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     samples: Samples = {}
     if trainings:
         with without_garbage_collection():
-            samples = _time_together(trainings, context, part, keep)
+            samples = _time_together(trainings, context, part, keep, parking)
     trainings.clear()
     release_memory(ranks.device)
     return rows_of(samples)
@@ -268,7 +276,7 @@ def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float 
 
 
 def _time_together(
-    trainings: Trainings, context: Context, part: str, keep: Callable[[Samples], None]
+    trainings: Trainings, context: Context, part: str, keep: Callable[[Samples], None], parking: Parking
 ) -> Samples:
     """Return interleaved samples; call `keep` with the samples so far after each round."""
     import torch
@@ -286,6 +294,7 @@ def _time_together(
     def prepare(name: str) -> None:
         done = next(samples_before)
         context.progress(f"{part}, timing", done, options.rounds * len(trainings))
+        parking.take(name, trainings[name])
         if done == 0 and ranks.device.type == "cuda":  # the GPUs were idle while the last variant was built
             settle(trainings[name].run, ranks, options.steps_per_sample)
         turns.append(name)

@@ -131,7 +131,7 @@ def findings(rows: Rows) -> list[str]:
 def _against_pytorch(rows: Rows) -> list[str]:
     """Compare our fastest variant with PyTorch's fastest, by the ratios of the same rounds."""
     ours = [row for row in rows if is_own(row["variant"]) and _bucket_mb(row) is None]
-    rivals = [row for row in rows if row["variant"].startswith("torch_ddp")]
+    rivals = [row for row in rows if not is_own(row["variant"])]
     if not ours or not rivals:
         return []
     best, rival = (min(members, key=lambda row: row["step_ms"]) for members in (ours, rivals))

@@ -27,6 +27,8 @@ SOLO = ("one rank", "one rank bf16")
 """Variants whose ranks train alone, each on its own."""
 TORCH_ZERO = "torch_ddp + ZeRO"
 TORCH_BUCKET_MB = 25.0  # PyTorch's default
+COMPILED = " compiled"
+"""Ends the name of a variant whose blocks torch.compile compiles."""
 NAMED: dict[str, dict[str, Any]] = {
     SOLO[0]: {"strategy": "none"},
     SOLO[1]: {"strategy": "zero1", "weights": "bf16"},
@@ -41,7 +43,7 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 """Variant whose name is not a strategy with options -> its keys of [parallel]."""
 OPTION = re.compile(
-    r"(?:(?P<reduce_dtype>bf16) wire|(?P<weights>bf16)|(?P<gather>collective)"
+    r"(?:(?P<reduce_dtype>bf16) wire|(?P<state_dtype>bf16) states|(?P<weights>bf16)|(?P<gather>collective)"
     r"|(?P<bucket_mb>\d*\.?\d+(?:e[+-]?\d+)?) MB)(?: |$)"
 )
 """An option in a name; the group is its key of [parallel]."""
@@ -61,7 +63,7 @@ class RanksOptions(Table):
     variants: Annotated[
         tuple[StrategyVariant, ...], AfterValidator(_todays_names), FlagNames(("--contenders",))
     ] = ()
-    """Strategies, with options ("bucketed 100 MB", "zero1 bf16"), and rivals; empty: all."""
+    """Strategies, with options ("bucketed 100 MB", "zero1 bf16", "torch_fsdp compiled"), and rivals; empty: all."""
     rounds: PositiveInt = 10
     """Interleaved samples of each variant; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 4
@@ -128,8 +130,8 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     """Return the [parallel] table of a variant.
 
     Names: "one rank", "one rank bf16", a strategy, a strategy with options ("bucketed 100 MB", "bucketed bf16 wire",
-    "zero1 bf16", "zero1 bf16 collective"), or a rival of PyTorch's: "torch_ddp" (gradients as views of buckets of
-    25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO".
+    "zero1 bf16", "zero1 bf16 collective", "fsdp bf16 states"), or a rival of PyTorch's: "torch_ddp" (gradients as
+    views of buckets of 25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO"; each may be `COMPILED`.
 
     Args:
         parallel: the recipe's table; a variant whose name gives no size takes `bucket_mb` from it.
@@ -139,21 +141,23 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
         UsageError: no such variant.
     """
     plain = ParallelConfig(bucket_mb=parallel.bucket_mb)
+    name = name.removesuffix(COMPILED)
     if name in NAMED:
         return plain.model_copy(update=NAMED[name])
     strategy, _, detail = name.partition(" ")
     options = _named_options(detail)
-    uses = STRATEGIES.facts(strategy).uses if strategy in STRATEGIES.names else ()
-    if strategy not in STRATEGIES.names or options is None or not options.keys() <= set(uses):
+    facts = STRATEGIES.facts(strategy) if strategy in STRATEGIES.names else None
+    if facts is None or options is None or not options.keys() <= {*facts.uses, *facts.options}:
         known = (*NAMED, *STRATEGIES.names)
         raise UsageError(
             "bench.unknown_variant",
             f"bench.{bench}.variants: there is no {name!r}{did_you_mean(name, known)}",
             hint=f"{'; '.join(known)}; or with options that the strategy uses: bucketed 100 MB; zero1 bf16; "
-            "flat bf16 wire",
+            "flat bf16 wire; fsdp bf16 states; any of them compiled",
         )
     size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
-    return plain.model_copy(update={"strategy": strategy, **size, **options})
+    own = {"options": {key: options.pop(key) for key in facts.options if key in options}}
+    return plain.model_copy(update={"strategy": strategy, **size, **options, **own})
 
 
 def _named_options(detail: str) -> dict[str, Any] | None:
@@ -207,8 +211,9 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
+    how: Literal["none", "block", "whole"] = "block" if name.endswith(COMPILED) else case.model.compile
     training = TrainingStep(
-        case.model,
+        case.model.model_copy(update={"compile": how}),
         ranks,
         batches,
         # PyTorch's ZeRO keeps no masters of bf16 weights.

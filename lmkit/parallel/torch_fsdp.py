@@ -34,11 +34,11 @@ from lmkit.registry import STRATEGIES
     order=9,
     uses=("weights",),
     shards=("parameters", "gradients", "optimizer"),
-    options={"reshard_after_forward": True},
+    options={"reshard_after_forward": True, "state_dtype": "fp32"},
     rival=True,
 )
 class TorchFsdp(Strategy):
-    """Shard each layer with `fully_shard`; the strategy's option is its option of the same name.
+    """Shard each layer with `fully_shard`; the strategy's options mean what those of `fsdp` do.
 
     The optimizer updates the local parts of its DTensors. Checkpoints are not supported. Traffic is not counted.
     """
@@ -53,6 +53,9 @@ class TorchFsdp(Strategy):
             for parameter in model.parameters():
                 parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
             draw(model)
+        if self.config.options.get("state_dtype") == "bf16":
+            for parameter in model.parameters():
+                parameter.data = parameter.detach().bfloat16()
         broadcast_model(model)
         keys: dict[str, Any] = {
             "mesh": init_device_mesh(self.ranks.device.type, (self.ranks.world_size,)),

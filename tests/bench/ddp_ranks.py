@@ -16,6 +16,7 @@ from lmkit.bench.all_reduce import all_reduce
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
 from lmkit.bench.optimizer import optimizer
+from lmkit.bench.parking import Parking, _storages
 from lmkit.measure.limits import Limits
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
@@ -73,6 +74,30 @@ def broadcast_by_zero(case: Case, ranks: Ranks) -> dict[str, float]:
     return {"sent": sent, "parameter_bytes": held, **vars(traffic)}
 
 
+def trained_in_turns(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Losses of trainings that take turns, and of the same ones by themselves, and the bytes that both leave here."""
+    names = ("fsdp bf16 states", "torch_fsdp bf16 states", "zero1")
+    alone = {name: make_training(name, case, ranks) for name in names}
+    parking, moved, left = Parking(ranks.device, is_used=True), {}, []
+    for name in names:
+        parking.park()
+        moved[name] = make_training(name, case, ranks)
+        parking.take(name, moved[name])
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(3):
+        for name, training in moved.items():
+            parking.take(name, training)
+            losses[name].append(float(training.run()))
+            left.append([len(_storages(moved[other])) for other in names if other != name])
+    return {
+        "losses": losses,
+        "expected": {name: [float(training.run()) for _ in range(3)] for name, training in alone.items()},
+        "left": left,
+        "here": len(_storages(moved[names[-1]])),
+        "weights": str(next(moved[names[1]].model.parameters()).dtype),
+    }
+
+
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
     gc.freeze()  # benches collect garbage between variants: not the modules each time
@@ -83,6 +108,7 @@ def measure_all() -> dict[str, Any]:
         case = case_of(ladder.recipe, ladder.options, "ddp")
         # Rank 1 has all the time in the world; rank 0's is up after the first round.
         short = context_of("ddp", ranks, [], rounds=6, max_seconds=1e-9 if ranks.is_first else 1e9)
+        parked = context_of("ddp", ranks, [], rounds=2, park=True)
         collectives = context_of("all_reduce", ranks, reports, sizes_mb=[0.01, 0.1], repeats=2)
         names = ["zero1", TORCH_ZERO, "bucketed", "zero1 bf16"]
         sharding = context_of("optimizer", ranks, reports, variants=names, rounds=2)
@@ -94,6 +120,8 @@ def measure_all() -> dict[str, Any]:
             "full": with_rank_1_full(case, ranks),
             "gradients_left": sum(parameter.grad is not None for parameter in bucketed.model.parameters()),
             "broadcast": broadcast_by_zero(case, ranks),
+            "turns": trained_in_turns(case, ranks),
+            "parked": ddp.measure(case, ("fsdp", "naive"), parked, part="ladder"),
             "slowest": ladder.slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank]),
             "all_reduce": all_reduce(collectives),
             "optimizer": optimizer(sharding),

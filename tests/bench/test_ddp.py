@@ -24,6 +24,7 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
 )
 from lmkit.bench.harness import result_files, terminal_text
+from lmkit.bench.parking import Parking
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
 from lmkit.parallel.collectives import Averager
@@ -35,6 +36,7 @@ from lmkit.recipe.tables import ModelConfig, ParallelConfig
 TINY = ModelConfig(vocab_size=64, context_length=50, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 PARALLEL = ParallelConfig()
 CASE = Case("tiny", TINY, 2, "fp32", PARALLEL)
+STAYS = Parking(torch.device("cpu"), is_used=False)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,15 @@ def test_ranks_agree_on_what_fits_and_when_time_is_up(measured):
     assert len(measured["full"][1]["samples_ms"]) == 1
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
     assert measured["gradients_left"] == 0  # of measuring communication alone
+
+
+def test_trainings_that_take_turns_train_as_if_they_were_alone(measured):
+    turns = measured["turns"]
+    assert turns["losses"] == turns["expected"]
+    assert turns["left"] == [[0, 0]] * 9, "who waits holds nothing"
+    assert turns["here"] > 0
+    assert turns["weights"] == "torch.bfloat16"
+    assert [len(row["samples_ms"]) for row in measured["parked"]] == [2, 2]
 
 
 def test_a_sample_is_the_slowest_ranks(measured, ladder):
@@ -214,6 +225,7 @@ def test_default_variants_are_those_of_the_registry():
         *("naiv", "bucketed many MB", "bucketed 0 MB", "torch_ddp fast", "one rank fp32", "naive bf16", ""),
         # Options that the strategy does not use, also where they name the default; and those said twice.
         *("none 100 MB", "none bf16 wire", "overlap 25 MB", "flat 50 MB bf16 wire", "flat collective"),
+        *("zero1 bf16 states", "fsdp compiled fast", "fsdp compiled compiled"),
         *("bucketed bf16", "torch_ddp collective", "torch_ddp static 50 MB", "bucketed 50 MB 100 MB"),
     ],
 )
@@ -245,6 +257,8 @@ def test_the_optimizer_bench_has_no_variants_of_one_rank():
         ("torch_ddp 2.5 MB bf16 wire", {"bucket_mb": 2.5, "reduce_dtype": "bf16"}),
         ("torch_ddp static", {"bucket_mb": 25.0, "options": {"static_graph": True}}),
         ("zero1 bf16 collective", {"weights": "bf16", "gather": "collective"}),
+        ("fsdp bf16 states", {"options": {"state_dtype": "bf16"}}),
+        ("torch_fsdp bf16 states compiled", {"options": {"state_dtype": "bf16"}}),
     ],
 )
 def test_a_variant_has_the_options_that_its_name_says(name, options):
@@ -328,7 +342,7 @@ def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     monkeypatch.setattr(ddp, "settle", lambda run, ranks, steps: None)
     built: Any = dict.fromkeys(("one rank", "none"), SimpleNamespace(run=None))
-    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None)
+    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, STAYS)
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
     late = [[ddp.Sample(10.0, ahead), ddp.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
@@ -352,7 +366,7 @@ def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, sett
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     built: Any = {name: SimpleNamespace(run=name) for name in names}
-    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None)
+    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, STAYS)
     assert events == settled
 
 

@@ -63,7 +63,7 @@ def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
 
 
 @check(dtype=(None,), tied=(False, True))
-@check(dtype=(torch.bfloat16,), tied=(False,))
+@check(dtype=(torch.bfloat16, torch.float16), tied=(False,))
 def check_fsdp_module(ranks: Ranks, dtype: torch.dtype | None, tied: bool) -> None:
     """As training on the joined batch, with an optimizer that knows nothing of ranks."""
     config = TINY.model_copy(update={"tie_embeddings": tied})
