@@ -168,12 +168,15 @@ class Muon(AdamW):
         return exact, state[MOMENTUM]
 
     def _rates(self, lr: float | Tensor, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
-        """Return the gradient's share in the new mean, and the learning rate; both 0 if `decision` skips the step."""
+        """Return the gradient's share in the new mean, and the learning rate; both 0 if `decision` skips the step.
+
+        They are equal bits whether `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
+        """
         new, rate = 1 - self.momentum, lr * self.lr_ratio
         if self.decision is None:
             return new, rate
         made = (self.decision != 0).to(device, torch.float32)
-        return new * made, rate * made
+        return new * made, (rate * made).float()
 
     def _update_matrices(self, matrices: list[tuple[Tensor, Sequence[int]]], group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[_Part]] = {}
@@ -270,7 +273,8 @@ def _move(
 ) -> None:
     """Decay a weight by `decay` times the group's decay, and move it against an orthogonalised direction."""
     decayed = weight * (weight * direction > 0) if group["cautious"] else weight
-    _subtract(weight, decayed, decay * decay_of(group, group["lr"]))
+    share: float | Tensor = decay_of(group, group["lr"])
+    _subtract(weight, decayed, decay * (share.float() if isinstance(share, Tensor) else share))
     _subtract(weight, direction, rate)
 
 

@@ -10,7 +10,7 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.model.layers import linear_maps
 from lmkit.optim.adamw import AdamW
-from lmkit.optim.muon import COEFFICIENTS, Muon, orthogonalize
+from lmkit.optim.muon import COEFFICIENTS, Muon, _move, orthogonalize
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import validate
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig
@@ -102,6 +102,22 @@ def test_equals_the_formula(cautious):
     torch.testing.assert_close(joined.detach(), torch.cat(parts), rtol=1e-9, atol=1e-9)  # as above
     assert torch.equal(other, like_other)
     assert set(optimizer.state[joined]) == {"momentum_buffer"}
+
+
+def test_a_learning_rate_on_the_device_moves_weights_by_the_same_bits():
+    """A CUDA graph reads it there, as float64."""
+    weight = torch.randn(3, 50, 20, generator=torch.Generator().manual_seed(0))
+    optimizer = Muon([weight], lr=1e-3, weight_decay=0.13, decay_peak=0.7)
+    optimizer.decision = torch.ones(())
+    group = optimizer.param_groups[0]
+    for number in range(1, 50):
+        moved = []
+        for lr in (1e-3 / number, torch.tensor(1e-3 / number, dtype=torch.float64)):
+            group["lr"] = lr
+            _, rate = optimizer._rates(lr, weight.device)
+            moved.append(weight.clone())
+            _move(moved[-1], weight.flip(0), rate * 2.5**0.5, rate, group)
+        assert torch.equal(*moved)
 
 
 def test_a_refused_step_changes_nothing():
