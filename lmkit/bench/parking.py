@@ -71,11 +71,14 @@ def _storages(training: TrainingStep) -> list[torch.UntypedStorage]:
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    stay: set[int] = set()
+    if training.step.sync.gather == "reads peers":  # other GPUs read the weights where they are
+        stay = {parameter.untyped_storage().data_ptr() for parameter in training.model.parameters()}
     return list(
         {
             storage.data_ptr(): storage
             for storage in storages
-            if storage.nbytes() >= SMALLEST and storage.resizable()
+            if storage.nbytes() >= SMALLEST and storage.data_ptr() not in stay
         }.values()
     )
 
