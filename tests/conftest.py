@@ -1,7 +1,5 @@
 """What every test may use."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -12,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,21 +113,9 @@ def terminal(
 def lmkit(tmp_path: Path) -> Lmkit:
     """Run the real command in a subprocess, in an empty folder: `lmkit("train", "recipe.toml")`."""
 
-    def run(
-        *arguments: str | Path, cwd: Path | None = None, stdin: str | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "lmkit", *map(str, arguments)],
-            cwd=cwd or tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+    from programs import run_program
 
-    return run
+    return partial(run_program, sys.executable, "-m", "lmkit", cwd=tmp_path)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The house rules that a machine can check: imports point down, light packages stay light, names agree."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -103,26 +101,26 @@ def _upward(path: Path, tree: ast.AST) -> list[str]:
     return wrong
 
 
-def test_every_package_has_a_layer() -> None:
+def test_every_package_has_a_layer():
     found = {_layer(path) for path in _modules()} - {"__init__"}
     assert found <= set(LAYERS)
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     wrong = [
         line for path in _modules() if _layer(path) != "__init__" for line in _upward(path, _parse(path))
     ]
     assert wrong == []
 
 
-def test_the_check_sees_an_upward_arrow() -> None:
+def test_the_check_sees_an_upward_arrow():
     planted = ast.parse("def f():\n    from lmkit.training import loop\n")
     assert _upward(PACKAGE / "model" / "planted.py", planted)
     planted = ast.parse("from lmkit.measure import timing\n")
     assert _upward(PACKAGE / "recipe" / "planted.py", planted)
 
 
-def test_light_packages_import_nothing_heavy_when_loaded() -> None:
+def test_light_packages_import_nothing_heavy_when_loaded():
     wrong = [
         f"{path.relative_to(PACKAGE.parent)} imports {name}"
         for path in _modules()
@@ -140,7 +138,7 @@ EXCEPTIONS_TO_THE_RULE = {
 }
 
 
-def test_nothing_swallows_every_error_or_keeps_global_state() -> None:
+def test_nothing_swallows_every_error_or_keeps_global_state():
     wrong = []
     for path in _modules():
         name = path.relative_to(PACKAGE).as_posix()
@@ -191,7 +189,7 @@ def _reads(tree: ast.AST) -> list[int]:
     return found
 
 
-def test_files_are_read_in_one_place() -> None:
+def test_files_are_read_in_one_place():
     assert _reads(ast.parse('open(path)\nopen(path, "rb")\npath.read_bytes()\nopen(path, "wb")')) == [1, 2, 3]
     readers = {path.relative_to(PACKAGE).as_posix() for path in _modules() if _reads(_parse(path))}
     assert readers == OPENS_BY_ITSELF.keys()
@@ -222,7 +220,7 @@ def _without_code(tree: ast.AST) -> list[int]:
     ]
 
 
-def test_every_error_has_a_code() -> None:
+def test_every_error_has_a_code():
     assert _without_code(ast.parse('UsageError("no such file", hint="name one")')) == [1]
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line}" for path in _modules() for line in _without_code(_parse(path))
@@ -231,11 +229,11 @@ def test_every_error_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("word", ["utils", "common", "helpers", "misc"])
-def test_files_are_named_after_ideas(word: str) -> None:
+def test_files_are_named_after_ideas(word):
     assert [path for path in _modules() if path.stem == word] == []
 
 
-def test_files_have_at_most_450_lines() -> None:
+def test_files_have_at_most_450_lines():
     files = [*_modules(), *Path(__file__).parent.rglob("*.py")]
     assert [path.name for path in files if len(path.read_text("utf-8").splitlines()) > 450] == []
 

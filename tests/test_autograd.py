@@ -1,7 +1,5 @@
 """Second derivatives of functions that have none are refused, however they are asked for, and only if used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -64,7 +62,7 @@ def refused(name: str = "") -> Iterator[None]:
 
 @pytest.mark.parametrize("of", [0, 1])
 @pytest.mark.parametrize("name", SCALARS)
-def test_a_gradient_penalty_is_refused(name: str, inputs: tuple[Tensor, Tensor], of: int) -> None:
+def test_a_gradient_penalty_is_refused(name, inputs, of):
     with refused(name):
         penalised(SCALARS[name], inputs, of).backward()
     for wanted in inputs:  # autograd runs only what lies between the penalty and these tensors
@@ -72,14 +70,14 @@ def test_a_gradient_penalty_is_refused(name: str, inputs: tuple[Tensor, Tensor],
             torch.autograd.grad(penalised(SCALARS[name], inputs, of), wanted)
 
 
-def test_it_is_refused_under_activation_checkpointing(scalar: Scalar, inputs: tuple[Tensor, Tensor]) -> None:
+def test_it_is_refused_under_activation_checkpointing(scalar, inputs):
     recomputed: Any = partial(checkpoint, scalar, use_reentrant=False)
     with refused():
         penalised(recomputed, inputs, 0).backward()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_a_graph_that_nobody_uses_changes_nothing(scalar: Scalar, inputs: tuple[Tensor, Tensor]) -> None:
+def test_a_graph_that_nobody_uses_changes_nothing(scalar, inputs):
     plain = torch.autograd.grad(scalar(*inputs), inputs)
     graph = torch.autograd.grad(scalar(*inputs), inputs, create_graph=True)
     scalar(*inputs).backward(create_graph=True)
@@ -92,7 +90,7 @@ def test_a_graph_that_nobody_uses_changes_nothing(scalar: Scalar, inputs: tuple[
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_what_needs_no_gradient_gets_none(scalar: Scalar, inputs: tuple[Tensor, Tensor], frozen: int) -> None:
+def test_what_needs_no_gradient_gets_none(scalar, inputs, frozen):
     inputs[frozen].requires_grad_(False)
     with refused():
         penalised(scalar, inputs, 1 - frozen).backward()
@@ -100,9 +98,7 @@ def test_what_needs_no_gradient_gets_none(scalar: Scalar, inputs: tuple[Tensor, 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(
-    scalar: Scalar, inputs: tuple[Tensor, Tensor], reentrant: bool
-) -> None:
+def test_activation_checkpointing_changes_nothing(scalar, inputs, reentrant):
     plain = torch.autograd.grad(scalar(*inputs), inputs)
     checkpoint(scalar, *inputs, use_reentrant=reentrant).backward()
     assert all(torch.equal(one, x.grad) for one, x in zip(plain, inputs, strict=True))
@@ -110,7 +106,7 @@ def test_activation_checkpointing_changes_nothing(
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does so
 @pytest.mark.parametrize("scalar", [loss, attention])  # a compiled RMSNorm is PyTorch's
-def test_no_graph_break_under_torch_compile(scalar: Scalar, inputs: tuple[Tensor, Tensor]) -> None:
+def test_no_graph_break_under_torch_compile(scalar, inputs):
     compiled = torch.compile(scalar, fullgraph=True, backend="aot_eager")
     plain = torch.autograd.grad(scalar(*inputs), inputs)
     traced = torch.autograd.grad(compiled(*inputs), inputs)
@@ -118,7 +114,7 @@ def test_no_graph_break_under_torch_compile(scalar: Scalar, inputs: tuple[Tensor
         torch.testing.assert_close(one, other)  # the compiled loss sums in another order
 
 
-def test_the_result_may_be_written_to(inputs: tuple[Tensor, Tensor]) -> None:
+def test_the_result_may_be_written_to(inputs):
     expected = torch.autograd.grad(loss(*inputs) / 4, inputs)
     value = loss(*inputs)
     value /= 4
@@ -138,7 +134,7 @@ class NothingComesBack(torch.autograd.Function):
         return None
 
 
-def test_no_gradient_from_behind_gives_none(scalar: Scalar, inputs: tuple[Tensor, Tensor]) -> None:
+def test_no_gradient_from_behind_gives_none(scalar, inputs):
     NothingComesBack.apply(scalar(*inputs)).backward()
     if scalar is norm:  # without .sum(), which hands zeros on
         NothingComesBack.apply(RMSNorm(8)(inputs[0])).sum().backward()

@@ -1,7 +1,5 @@
 """The examples of CONTRIBUTING.md work: each is one file, named on the command line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

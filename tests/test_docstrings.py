@@ -1,7 +1,5 @@
 """The examples in public docstrings run."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 
@@ -24,7 +22,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str) -> None:
+def test_examples_run(name):
     module = importlib.import_module(f"lmkit.{name}")
     torch.manual_seed(0)
     done = doctest.testmod(module, extraglobs={"torch": torch})

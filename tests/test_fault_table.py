@@ -1,7 +1,5 @@
 """The table of faults in README.md: every number has its tests, and they exist under that number."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -35,11 +33,11 @@ def carries(number: int, name: str) -> bool:
     return number in found or ("_to_" in numbers[1] and found[0] <= number <= found[-1])
 
 
-def test_every_number_is_there_once_and_in_order() -> None:
+def test_every_number_is_there_once_and_in_order():
     assert [int(number) for number, _, _ in rows() if number] == list(NUMBERS)
 
 
-def test_every_test_that_the_table_names_exists_and_carries_the_number() -> None:
+def test_every_test_that_the_table_names_exists_and_carries_the_number():
     for number, what, tests in rows():
         assert tests, f"{number} {what}: no test"
         for file, name in tests:
@@ -48,7 +46,7 @@ def test_every_test_that_the_table_names_exists_and_carries_the_number() -> None
             assert not number or carries(int(number), name), f"{name} does not carry {number}"
 
 
-def test_every_numbered_test_has_a_number_of_the_table() -> None:
+def test_every_numbered_test_has_a_number_of_the_table():
     numbered = {
         name
         for path in HERE.rglob("test_*.py")

@@ -1,11 +1,8 @@
 """Packages export what they promise, without importing it."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ PACKAGES = ["attention", "generation", "model", "optim"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_public_names_are_there(name: str) -> None:
+def test_public_names_are_there(name):
     package = importlib.import_module(f"lmkit.{name}")
     for public in package.__all__:
         if public in ("flash_triton", "FlashAttentionTriton"):
@@ -25,9 +22,7 @@ def test_public_names_are_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("module_first", [False, True])
-def test_a_function_wins_over_its_module_of_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module_first: bool
-) -> None:
+def test_a_function_wins_over_its_module_of_the_same_name(tmp_path, monkeypatch, module_first):
     (tmp_path / "lazy_house").mkdir()
     (tmp_path / "lazy_house" / "__init__.py").write_text(
         "from lmkit.lazy import exports\n"
@@ -43,7 +38,7 @@ def test_a_function_wins_over_its_module_of_the_same_name(
     assert package.door() == package.WIDTH == 3
 
 
-def test_importing_a_package_does_not_import_torch() -> None:
+def test_importing_a_package_does_not_import_torch():
     code = (
         "import sys, " + ", ".join(f"lmkit.{name}" for name in PACKAGES) + "; print('torch' in sys.modules)"
     )

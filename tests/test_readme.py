@@ -1,7 +1,5 @@
 """Commands, code and links of the documents work."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -35,20 +33,20 @@ def links_of(document: Path) -> list[Path]:
     ]
 
 
-def test_there_is_something_to_test() -> None:
+def test_there_is_something_to_test():
     assert PYTHON
     assert len(COMMANDS) >= 10
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_its_python_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_python_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("stories.txt").write_text("Once upon a time there was a fox.\n<|endoftext|>\n" * 100)
     exec(compile(code, "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_its_commands_and_their_options_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_commands_and_their_options_exist(command, capsys):
     words = shlex.split(command)[1:]
     if "--" in words:  # the words after it belong to another program
         words = words[: words.index("--")]
@@ -57,18 +55,18 @@ def test_its_commands_and_their_options_exist(command: str, capsys: pytest.Captu
     assert named is None or named[1] in shipped_recipes()
 
 
-def test_ci_runs_the_test_command_of_the_readme() -> None:
+def test_ci_runs_the_test_command_of_the_readme():
     (command,) = re.findall(r"<!-- test command -->\n```sh\n(.+)\n```", README)
     assert command in (ROOT / ".ci" / "run").read_text("utf-8").splitlines()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_somewhere(document):
     for target in links_of(document):
         assert target.exists(), target
 
 
-def test_every_document_and_picture_of_the_results_is_reached_from_their_readme() -> None:
+def test_every_document_and_picture_of_the_results_is_reached_from_their_readme():
     results = ROOT / "artifacts"
     reached: set[Path] = set()
     following = [results / "README.md"]
@@ -85,7 +83,7 @@ def test_every_document_and_picture_of_the_results_is_reached_from_their_readme(
     assert sorted(shown - reached) == []
 
 
-def test_the_architecture_names_files_and_functions_that_exist() -> None:
+def test_the_architecture_names_files_and_functions_that_exist():
     text = (ROOT / "lmkit/README.md").read_text("utf-8")
     for file in re.findall(r"`([\w/]+\.(?:py|md))`", text):
         assert (ROOT / "lmkit" / file).exists(), file

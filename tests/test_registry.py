@@ -1,7 +1,5 @@
 """Registries know names and facts without importing what they name; code from outside registers in one file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

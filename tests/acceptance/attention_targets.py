@@ -1,7 +1,5 @@
 """The targets of the attention kernels, and what rows of measurements say of them: tables and a picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +11,7 @@ from lmkit.measure.tables import Column, markdown_table
 Row = dict[str, Any]
 Rows = Sequence[Row]
 
-OURS, DETERMINISTIC, CUDNN, FLASH = (
-    "flash_triton",
-    "flash_triton:deterministic",
-    "sdpa:cudnn",
-    "sdpa:flash",
-)
+OURS, DETERMINISTIC, CUDNN, FLASH = ("flash_triton", "flash_triton:deterministic", "sdpa:cudnn", "sdpa:flash")
 BARE = "bare Function"
 _FIRST_CALLS = ("first call", "core", "head_dim", "float16")
 OUTPUT = ("error_out",)

@@ -5,8 +5,6 @@
 prints milliseconds, bandwidth and the ratio to torch's fused update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -32,7 +30,7 @@ COLUMNS = (
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the target is that of a GPU")
-def test_our_update_is_as_fast_as_torchs_fused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_update_is_as_fast_as_torchs_fused(capsys):
     config = ModelConfig(preset="small", **PRESETS["small"], vocab_size=32_000)  # type: ignore[arg-type]
     with torch.no_grad():
         parameters = list(TransformerLM(config, device=torch.device("cuda")).parameters())

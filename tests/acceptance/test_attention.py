@@ -7,8 +7,6 @@ prints a table of target, measured figure and verdict, and writes the rows, the 
 that LMKIT_ACCEPTANCE names (default: artifacts/acceptance). The tests of the targets themselves need no GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -197,7 +195,7 @@ HOST_CASE |= {"layout": "contiguous", "data": "normal", "status": "ok", "detail"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the targets are those of a Hopper GPU")
-def test_all_targets_are_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_targets_are_met(capsys):
     device = torch.device("cuda")
     limits = measure_limits(device, ("bf16", "fp16", "fp32", "tf32"))
     base = Options(warmup=3, iters=24, max_seconds=0.35)

@@ -1,7 +1,5 @@
 """Benches in this process, on one thread of the CPU, beside known limits."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

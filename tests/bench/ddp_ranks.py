@@ -1,7 +1,5 @@
 """What the ranks run in test_ddp.py: the data-parallel benches, tiny, in one process group."""
 
-from __future__ import annotations
-
 import gc
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of `test_lm_matrix` run: spawned processes see no monkeypatch of their parent's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

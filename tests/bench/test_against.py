@@ -4,8 +4,6 @@
 beside two busy processes. `LMKIT_AGAINST_RUNS` is the number of runs of each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Worlds and lines of `lmkit bench all-reduce`; what it times is tested in test_ddp.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmkit.bench.all_reduce import fitted_line, in_worlds, pictures, summarize, with_lines

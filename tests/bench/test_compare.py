@@ -1,7 +1,5 @@
 """Comparing two results: every verdict, and what cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The harness: folders, journals, ranks, restarts, and benches from outside."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -292,7 +290,7 @@ def test_the_collector_is_as_it_was_after_an_error(was_on):
     assert states == [False, was_on]
 
 
-def test_recipes_load_no_torch() -> None:
+def test_recipes_load_no_torch():
     """The file of a bench is imported for its table: torch loads when the bench runs."""
     code = (
         "import sys\nfrom lmkit.recipe.load import load_recipe\nload_recipe('bench_ddp_cpu').bench.table('model')\n"

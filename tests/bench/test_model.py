@@ -1,7 +1,5 @@
 """The model bench: what is measured, what does not fit, and the sentences that rows support."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

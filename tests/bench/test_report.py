@@ -1,7 +1,5 @@
 """Rows from disk in words: what is read, what a damaged file says, and the write-ups made of small rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The step bench: what is timed, what is not, and that the rivals compute what they are said to."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The tokenizer bench: its rows, what it refuses, and that all encoders are given the same work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_of_training_and_encoding(run_bench, text: Path) -> None:
+def test_rows_of_training_and_encoding(run_bench, text):
     result = run_bench("tokenizer", texts=[text], vocab_sizes=[300], workers=[2], rounds=1)
     rows = {(row["task"], row["variant"]): row for row in result.rows}
     assert set(rows) >= {("train", "lmkit"), ("encode", "lmkit"), ("encode", "tiktoken")}
@@ -40,9 +38,7 @@ def test_rows_of_training_and_encoding(run_bench, text: Path) -> None:
         *(pytest.param(*case, marks=pytest.mark.full) for case in (("\n", 2), ("<|endoftext|>\n\n", 1))),
     ],
 )
-def test_encoders_agree_on_texts_with_and_without_an_end_of_text(
-    tmp_path: Path, end: str, workers: int
-) -> None:
+def test_encoders_agree_on_texts_with_and_without_an_end_of_text(tmp_path, end, workers):
     """`lmkit data encode` closes the last document; so do the rivals."""
     path = tmp_path / "text.txt"
     path.write_text("Some words.\n<|endoftext|>\nAnd more\nwords" + end, "utf-8")
@@ -50,23 +46,21 @@ def test_encoders_agree_on_texts_with_and_without_an_end_of_text(
     assert {row["variant"] for row in rows} >= {"lmkit", "tiktoken", "tokenizers"}
 
 
-def test_encoders_that_disagree_are_not_timed(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoders_that_disagree_are_not_timed(text, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_run_watched", lambda job: ({"ids": job.variant}, 0))
     monkeypatch.setattr(bench, "_start", lambda job: pytest.fail("was timed"))
     with raises(LmkitError, "bench.encoders_disagree"):
         measure(Case("encode", text, "words", 1, 300), 1, tmp_path)
 
 
-def test_a_variant_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_variant_that_fails_is_named(tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff<|endoftext|>\n")
     with raises(LmkitError, "bench.variant_failed", "lmkit failed to train"):
         measure(Case("train", bad, "bad", 1, 300), 1, tmp_path)
 
 
-def test_texts_are_there_and_have_names_of_their_own(run_bench, tmp_path: Path) -> None:
+def test_texts_are_there_and_have_names_of_their_own(run_bench, tmp_path):
     texts = [tmp_path / folder / "x.txt" for folder in ("a", "b")]
     for chosen, code in ((texts, "bench.same_names"), (texts[:1], "bench.missing_text")):
         with raises(UsageError, code, "x"):

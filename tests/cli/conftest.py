@@ -1,7 +1,5 @@
 """A finished run of a tiny model."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,9 +1,6 @@
 """The options of `lmkit bench`, as the recipe that is measured has them."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 
@@ -25,9 +22,7 @@ else:
         ("lm-matrix lm_matrix_cpu --strategies", "strategies", ["none", "naive", "zero1"]),
     ],
 )
-def test_several_values_come_with_commas_or_one_by_one(
-    command: str, key: str, values: list[Any], terminal
-) -> None:
+def test_several_values_come_with_commas_or_one_by_one(command, key, values, terminal):
     option = command.split()[-1]
     first, second, third = map(str, values)
     for typed in ([f"{first}, {second},{third}"], [first, option, f"{second},{third}"]):
@@ -36,7 +31,7 @@ def test_several_values_come_with_commas_or_one_by_one(
 
 
 @pytest.mark.parametrize("length", ["abc", "", "--5", "9" * 5000])
-def test_a_length_that_is_no_number_is_one_error(length: str, terminal) -> None:
+def test_a_length_that_is_no_number_is_one_error(length, terminal):
     command = f"bench model bench_model_cpu --lengths=64,{length}"
     terminal.refuses(command, code="recipe.wrong_value", says=["bench.model.lengths.1"])
 
@@ -52,9 +47,7 @@ BENCHES = {
 
 
 @pytest.mark.parametrize("bench", BENCHES)
-def test_a_bench_without_a_recipe_takes_what_suits_the_machine(
-    bench: str, monkeypatch: pytest.MonkeyPatch, terminal
-) -> None:
+def test_a_bench_without_a_recipe_takes_what_suits_the_machine(bench, monkeypatch, terminal):
     def printed(words: str) -> str:
         return terminal(f"bench {bench} {words} --print-recipe")
 
@@ -71,15 +64,15 @@ def test_a_bench_without_a_recipe_takes_what_suits_the_machine(
     assert f"{of_gpu} where there is CUDA, else {of_gpu}_cpu" in help_
 
 
-def test_the_tokenizer_bench_has_one_recipe_for_all_machines(terminal) -> None:
+def test_the_tokenizer_bench_has_one_recipe_for_all_machines(terminal):
     named, unnamed = (terminal(f"bench tokenizer {name} --print-recipe") for name in ("bench_tokenizer", ""))
     assert named == unnamed
 
 
 @pytest.mark.parametrize("bench", [*BENCHES, "tokenizer"])
-def test_mistakes_are_found_without_a_recipe_too(bench: str, terminal) -> None:
+def test_mistakes_are_found_without_a_recipe_too(bench, terminal):
     terminal.refuses(f"bench {bench} --set run.sead=1", code="recipe.unknown_key", says=["seed?"])
 
 
-def test_an_empty_name_is_not_a_recipe_left_out(terminal) -> None:
+def test_an_empty_name_is_not_a_recipe_left_out(terminal):
     terminal.refuses("bench", "attention", "", "--print-recipe", code="recipe.not_found")

@@ -1,7 +1,5 @@
 """`lmkit chat`: what the model is given, what is printed, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -49,7 +47,7 @@ def turns(chat, lines: bytes, flags: str = SETTINGS) -> list[dict[str, str]]:
     return json.loads(chat(lines, f"{flags} --json"))["turns"]
 
 
-def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, run: Path) -> None:
+def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, run):
     """A context of 8 tokens, 3 of them for the answer."""
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     made = turns(chat, b"fish\nx\n\nlonger\n")
@@ -64,19 +62,19 @@ def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, 
         text += answer
 
 
-def test_answers_are_printed_a_line_each_and_drawn_from_streams_of_their_own(chat) -> None:
+def test_answers_are_printed_a_line_each_and_drawn_from_streams_of_their_own(chat):
     made = turns(chat, b"a\n/reset\na\n")
     assert made[0]["text"] != made[1]["text"]
     assert chat(b"a\n/reset\na\n") == "".join(turn["text"] + "\n" for turn in made)
     assert turns(chat, b"a\n", f"{SETTINGS} --seed 1")[0]["text"] == made[1]["text"]
 
 
-def test_reset_forgets(chat, heard) -> None:
+def test_reset_forgets(chat, heard):
     turns(chat, b"a\n/reset\nb\n")
     assert [given for given, _ in heard] == [[END, ord("a")], [END, ord("b")]]
 
 
-def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch) -> None:
+def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch):
     given = []
 
     def write_texts(decoder, prompts, seed):
@@ -88,7 +86,7 @@ def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch) -> None:
     assert given == [[END, ord("a")], [END, ord("a"), END, ord("b")]]
 
 
-def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypatch) -> None:
+def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypatch):
     steps = iter(range(2))
 
     def step(decoder, longest, step=Decoder.step):
@@ -103,7 +101,7 @@ def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypa
     assert given == [END, ord("a"), *cut, *b"\nb"]
 
 
-def test_a_terminal_is_asked_until_ctrl_d(chat, monkeypatch) -> None:
+def test_a_terminal_is_asked_until_ctrl_d(chat, monkeypatch):
     typed = iter(["a", KeyboardInterrupt(), "b", EOFError()])
 
     def ask(prompt: str) -> str:
@@ -145,7 +143,7 @@ def talk(run: Path, terminal) -> Path:
     return Path("runs/talk")
 
 
-def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk: Path, terminal) -> None:
+def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk, terminal):
     assert json.loads((talk / "chat_template.json").read_text()) == {
         "begin": "",
         "before": "{role}:\n",
@@ -164,12 +162,12 @@ def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk: Path, term
     assert done["corpus"] == "up to date"
 
 
-def test_a_changed_template_beside_the_tokenizer_is_other_data(talk: Path, terminal) -> None:
+def test_a_changed_template_beside_the_tokenizer_is_other_data(talk, terminal):
     TEMPLATES["plain"].save(Path("runs/fish/chat_template.json"))
     terminal.refuses(*CHAT, code="run.other_data", says=["tokenizer.path"])
 
 
-def test_answers_are_asked_for_as_the_template_says(talk: Path, terminal, heard, monkeypatch) -> None:
+def test_answers_are_asked_for_as_the_template_says(talk, terminal, heard, monkeypatch):
     lines = b"a<|endoftext|>\n b \n/reset\nc\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     terminal(f"chat {talk} --max-new-tokens 1 --temperature 0")
@@ -188,7 +186,7 @@ def test_answers_are_asked_for_as_the_template_says(talk: Path, terminal, heard,
     assert [given for given, _ in heard] == [whole[-kept:] for whole in (first, second, third)]
 
 
-def test_the_template_survives_export_and_import(talk: Path, terminal) -> None:
+def test_the_template_survives_export_and_import(talk, terminal):
     terminal(f"export {talk} exported")
     terminal("import exported runs/back")
     assert (Path("runs/back") / "chat_template.json").read_bytes() == (
@@ -207,5 +205,5 @@ def test_the_template_survives_export_and_import(talk: Path, terminal) -> None:
     assert not Path("runs/never").exists()
 
 
-def test_conversations_need_a_tokenizer(run: Path, terminal) -> None:
+def test_conversations_need_a_tokenizer(run, terminal):
     terminal.refuses(*CHAT[:8], code="recipe.conflict", says=["tokenizer.path"])

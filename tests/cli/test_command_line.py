@@ -1,7 +1,5 @@
 """The command line as a user meets it: help, exit codes, streams, signals."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -10,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ import pytest
 from lmkit.cli.app import COMMANDS, root_command, run_command_line
 from lmkit.tokenizer import Tokenizer
 
-Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich.console")
 
 
@@ -32,7 +28,7 @@ def every_command() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("of_benches", [False, True])
-def test_help_imports_nothing_heavy(of_benches: bool) -> None:
+def test_help_imports_nothing_heavy(of_benches):
     """The flags of a bench are the keys of its table: its help imports pydantic."""
     commands = [
         words for words in every_command() if (words[:1] == ("bench",) and len(words) > 1) == of_benches
@@ -48,9 +44,7 @@ def test_help_imports_nothing_heavy(of_benches: bool) -> None:
 
 
 @pytest.mark.parametrize("command", every_command(), ids=" ".join)
-def test_help_has_an_example_plugins_and_whole_lines(
-    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, terminal
-) -> None:
+def test_help_has_an_example_plugins_and_whole_lines(command, monkeypatch, terminal):
     monkeypatch.setenv("COLUMNS", "100")
     text = terminal(" ".join([*command, "--help"]))
     lines = text.splitlines()
@@ -61,9 +55,7 @@ def test_help_has_an_example_plugins_and_whole_lines(
     assert "..." not in terminal(" ".join([*command, "--help"])).partition("Commands:\n")[2]
 
 
-def test_the_help_of_lmkit_has_the_first_sentence_of_each_command(
-    monkeypatch: pytest.MonkeyPatch, terminal
-) -> None:
+def test_the_help_of_lmkit_has_the_first_sentence_of_each_command(monkeypatch, terminal):
     monkeypatch.setenv("COLUMNS", "100")
     shown = terminal("--help").splitlines()
     for name in COMMANDS:
@@ -71,7 +63,7 @@ def test_the_help_of_lmkit_has_the_first_sentence_of_each_command(
         assert f"  {name:<9}  {line}" in shown
 
 
-def test_fault_11_shape_is_refused_before_torch_loads(lmkit: Lmkit, tmp_path: Path) -> None:
+def test_fault_11_shape_is_refused_before_torch_loads(lmkit, tmp_path):
     recipe = tmp_path / "heads.toml"
     recipe.write_text("[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n")
     # A torch that cannot be imported stands in for "before torch is imported"; `-m` puts the current folder first.
@@ -85,7 +77,7 @@ def test_fault_11_shape_is_refused_before_torch_loads(lmkit: Lmkit, tmp_path: Pa
     assert "torch was imported" in lmkit("env").stderr  # it would have been noticed
 
 
-def test_fault_12_unknown_command_with_suggestion(terminal) -> None:
+def test_fault_12_unknown_command_with_suggestion(terminal):
     assert "train" in terminal.refuses("trian", code="command.wrong_arguments").error
 
 
@@ -97,14 +89,14 @@ def test_fault_12_unknown_command_with_suggestion(terminal) -> None:
         ("bench model x --lengths", "lmkit bench model"),
     ],
 )
-def test_an_option_without_its_value_names_the_command(arguments: str, command: str, terminal) -> None:
+def test_an_option_without_its_value_names_the_command(arguments, command, terminal):
     option = arguments.split()[-1]
     refusal = terminal.refuses(arguments, code="command.wrong_arguments", says=[f"{command}: ", option])
     assert f"{command} --help" in refusal.hint
 
 
 @pytest.mark.parametrize("command", ["recipe show quickstart", "run --help", "--version"])
-def test_fault_13_stdout_closed_early(command: str, tmp_path: Path) -> None:
+def test_fault_13_stdout_closed_early(command, tmp_path):
     # The reader is gone before the first byte: every write fails.
     reader, writer = os.pipe()
     os.close(reader)
@@ -126,9 +118,7 @@ def test_fault_13_stdout_closed_early(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "colourful"), [({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({}, True)]
 )
-def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(
-    setting: dict[str, str], colourful: bool, tmp_path: Path
-) -> None:
+def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(setting, colourful, tmp_path):
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "3"]
@@ -149,12 +139,12 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_fault_14_no_escape_codes_without_a_terminal(lmkit: Lmkit) -> None:
+def test_fault_14_no_escape_codes_without_a_terminal(lmkit):
     result = lmkit("data", "synth", "stories.txt", "--size-mb", "0.1")
     assert "\x1b" not in result.stdout + result.stderr
 
 
-def test_fault_15_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_path: Path) -> None:
+def test_fault_15_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_path):
     assert json.loads(terminal("recipe validate quickstart --json"))["tables"]
     assert json.loads(terminal("env --json"))["versions"]["lmkit"]
     (tmp_path / "text.txt").write_text("no document ends here " * 50)
@@ -168,9 +158,7 @@ def test_fault_15_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_pat
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_faults_16_129_a_stopped_command_leaves_nothing(
-    number: signal.Signals, code: int, said: str, tmp_path: Path
-) -> None:
+def test_faults_16_129_a_stopped_command_leaves_nothing(number, code, said, tmp_path):
     command = [sys.executable, "-m", "lmkit", "data", "synth", "big.txt", "--size-mb", "5000"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not any(path.stat().st_size for path in tmp_path.glob("*.lmkit-partial")):  # the work has begun
@@ -189,9 +177,7 @@ def test_faults_16_129_a_stopped_command_leaves_nothing(
         ("pydantic", "exec('raise')"),  # as inside the exec() that makes a dataclass
     ],
 )
-def test_fault_16_ctrl_c_during_an_import_is_130_too(
-    module: str, then: str, lmkit: Lmkit, tmp_path: Path
-) -> None:
+def test_fault_16_ctrl_c_during_an_import_is_130_too(module, then, lmkit, tmp_path):
     interrupt = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
     # `-m` puts the current folder first.
     (tmp_path / f"{module}.py").write_text(f"{interrupt}except KeyboardInterrupt:\n    {then}\n")
@@ -199,7 +185,7 @@ def test_fault_16_ctrl_c_during_an_import_is_130_too(
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-def test_fault_16_ctrl_c_between_the_start_and_the_handler_is_130(tmp_path: Path) -> None:
+def test_fault_16_ctrl_c_between_the_start_and_the_handler_is_130(tmp_path):
     program = "import sys\nsys.modules['signal'] = None\n"  # then `import signal` fails; here as Ctrl-C does
     program += "import builtins, runpy\noriginal = builtins.__import__\n"
     program += "def stop(name, *rest):\n    if name == 'signal': raise KeyboardInterrupt\n"
@@ -212,9 +198,7 @@ def test_fault_16_ctrl_c_between_the_start_and_the_handler_is_130(tmp_path: Path
 @pytest.mark.parametrize(
     "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}]
 )
-def test_a_character_that_the_encoding_lacks_is_escaped(
-    locale: dict[str, str], lmkit: Lmkit, tmp_path: Path
-) -> None:
+def test_a_character_that_the_encoding_lacks_is_escaped(locale, lmkit, tmp_path):
     (tmp_path / "r.toml").write_text('[corpus]\nfield = "né"\n', encoding="utf-8")
     result = lmkit("recipe", "show", "r.toml", **locale)
     assert (result.returncode, result.stderr) == (0, "")
@@ -222,12 +206,12 @@ def test_a_character_that_the_encoding_lacks_is_escaped(
     assert r"n\xe9.toml" in lmkit("recipe", "show", "né.toml", **locale).stderr
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(lmkit: Lmkit) -> None:
+def test_debug_shows_the_traceback_wherever_it_stands(lmkit):
     for arguments in (("--debug", "train", "nowhere"), ("train", "nowhere", "--debug")):
         assert "Traceback" in lmkit(*arguments).stderr
 
 
-def test_running_the_package_as_a_folder_shadows_nothing(tmp_path: Path) -> None:
+def test_running_the_package_as_a_folder_shadows_nothing(tmp_path):
     """`python path/to/lmkit` is what the literal `torchrun lmkit` runs."""
     import lmkit
 
@@ -243,8 +227,8 @@ def test_running_the_package_as_a_folder_shadows_nothing(tmp_path: Path) -> None
     [(True, "a\tb\ufffd[2J\ufffd\ufffd\n".encode()), (False, b"a\tb\x1b[2J\xc2\x9b\xff")],
 )
 def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
-    on_terminal: bool, printed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    on_terminal, printed, tmp_path, monkeypatch
+):
     path = tmp_path / "bytes.json"
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
     raw = io.BytesIO()
@@ -257,9 +241,7 @@ def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
 
 
 @pytest.mark.parametrize("no_color", ["1", ""])
-def test_fault_144_names_of_files_cannot_drive_a_terminal(
-    no_color: str, as_terminal: Callable[[], io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_144_names_of_files_cannot_drive_a_terminal(no_color, as_terminal, monkeypatch):
     from lmkit.cli.console import log_to_stderr
     from lmkit.training.metrics import console
 
@@ -276,7 +258,7 @@ def test_fault_144_names_of_files_cannot_drive_a_terminal(
         assert line in shown.getvalue()
 
 
-def test_ids_and_text_as_json(terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_text_as_json(terminal, tmp_path, monkeypatch):
     path = str(tmp_path / "bytes.json")
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
     text = "a\u00e9\n" * 1000  # more ids than a printed line has

@@ -3,8 +3,6 @@
 What is wrong inside a file is tested beside its reader; here each fault goes through the whole command line once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -69,7 +67,7 @@ CORPORA: dict[int, tuple[bytes | None, int, str]] = {
 
 
 @pytest.mark.parametrize("fault", CORPORA)
-def test_faults_17_18_20_21_of_a_corpus_at_the_terminal(fault: int, refuses) -> None:
+def test_faults_17_18_20_21_of_a_corpus_at_the_terminal(fault, refuses):
     content, code, words = CORPORA[fault]
     if content is not None:
         Path("corpus.txt").write_bytes(content)
@@ -77,7 +75,7 @@ def test_faults_17_18_20_21_of_a_corpus_at_the_terminal(fault: int, refuses) -> 
     refuses(code, "data encode corpus.txt new.npy --tokenizer tok.json", words)
 
 
-def test_faults_27_and_40_of_options_at_the_terminal(refuses) -> None:
+def test_faults_27_and_40_of_options_at_the_terminal(refuses):
     refuses(2, "tokenizer train text.txt new.json --vocab-size 256", "vocab_size", "at least 257")
     for command in (
         "tokenizer train text.txt tok.json --vocab-size 260",
@@ -88,13 +86,13 @@ def test_faults_27_and_40_of_options_at_the_terminal(refuses) -> None:
         assert run_command_line([*command.split(), "--force"]) == 0
 
 
-def test_fault_31_a_cut_tokenizer_at_the_terminal(refuses) -> None:
+def test_fault_31_a_cut_tokenizer_at_the_terminal(refuses):
     Path("cut.json").write_bytes(Path("tok.json").read_bytes()[:-9])
     for command in ("tokenizer inspect cut.json", "data encode text.txt new.npy --tokenizer cut.json"):
         refuses(1, command, "cut.json: not JSON")
 
 
-def test_fault_32_another_tokenizer_at_the_terminal(refuses) -> None:
+def test_fault_32_another_tokenizer_at_the_terminal(refuses):
     assert run_command_line(["tokenizer", "train", "text.txt", "other.json", "--vocab-size", "259"]) == 0
     mine, other = (Tokenizer.load(name).sha256 for name in ("tok.json", "other.json"))
     Path("other.toml").write_text(RECIPE + 'tokenizer.path="other.json"\n')
@@ -134,19 +132,19 @@ TOKEN_FILES: dict[int, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", TOKEN_FILES)
-def test_faults_33_34_35_36_37_of_a_token_file_at_the_terminal(fault: int, refuses) -> None:
+def test_faults_33_34_35_36_37_of_a_token_file_at_the_terminal(fault, refuses):
     damage, words = TOKEN_FILES[fault]
     damage(Path("tokens.npy"))
     refuses(1, "train tiny.toml --name new", "tokens.npy: ", words)
     refuses(1, "data inspect tokens.npy", "tokens.npy: ", words)
 
 
-def test_fault_38_a_token_file_shorter_than_the_context_at_the_terminal(refuses) -> None:
+def test_fault_38_a_token_file_shorter_than_the_context_at_the_terminal(refuses):
     command = "train tiny.toml --name new --set model.context_length=6000"
     refuses(2, command, "tokens.npy: ", "context_length")
 
 
-def test_fault_51_only_damaged_checkpoints_at_the_terminal(refuses) -> None:
+def test_fault_51_only_damaged_checkpoints_at_the_terminal(refuses):
     for step in (OLDER, NEWER):
         Path(step, checkpoint_folder.MODEL).write_bytes(b"damaged")
     for command in (
@@ -157,11 +155,11 @@ def test_fault_51_only_damaged_checkpoints_at_the_terminal(refuses) -> None:
         refuses(1, command, f"{OLDER}/model.safetensors: ", f"{NEWER}/model.safetensors: ")
 
 
-def test_fault_55_another_model_at_the_terminal(refuses) -> None:
+def test_fault_55_another_model_at_the_terminal(refuses):
     refuses(2, "train tiny.toml --set model.d_model=32", f"{NEWER}: ", "model.d_model: 16 -> 32")
 
 
-def test_fault_58_a_newer_format_at_the_terminal(refuses) -> None:
+def test_fault_58_a_newer_format_at_the_terminal(refuses):
     manifest = Path(NEWER, checkpoint_folder.MANIFEST)
     content = json.loads(manifest.read_text())
     content["format"] = newer = checkpoint_folder.FORMAT + 1
@@ -171,21 +169,19 @@ def test_fault_58_a_newer_format_at_the_terminal(refuses) -> None:
         refuses(1, command, f"{NEWER}/manifest.json: checkpoint format {newer}")
 
 
-def test_fault_60_a_missing_shard_at_the_terminal(refuses) -> None:
+def test_fault_60_a_missing_shard_at_the_terminal(refuses):
     name = checkpoint_folder.shard_name(0, 1)
     Path(NEWER, name).unlink()
     Path("branch.toml").write_text(RECIPE + f'checkpoint.resume="{NEWER}"\n')
     refuses(1, "train branch.toml --name new --steps 6", f"{NEWER}/{name}: missing")
 
 
-def test_fault_61_two_runs_in_one_folder_at_the_terminal(refuses) -> None:
+def test_fault_61_two_runs_in_one_folder_at_the_terminal(refuses):
     with FolderLock("runs/run"):
         refuses(1, "train tiny.toml --steps 6", "runs/run: process")
 
 
-def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
-    refuses, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(refuses, caplog):
     said: list[tuple[str, int]] = []
     prompt = 'generate.prompts=["one fish two fish"]'
     continue_prompts(
@@ -199,7 +195,7 @@ def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(
     assert {warnings for _, warnings in said} == {1}
 
 
-def test_fault_93_sampling_out_of_range_at_the_terminal(refuses) -> None:
+def test_fault_93_sampling_out_of_range_at_the_terminal(refuses):
     command = "generate runs/run --tokenizer tok.json"
     for option, key in (
         ("--temperature -1", "temperature"),

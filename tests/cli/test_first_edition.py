@@ -1,7 +1,5 @@
 """Every command line, option and recipe of the first edition still works."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
@@ -92,7 +90,7 @@ RECIPES = sorted((Path(__file__).parent.parent / "recipe" / "first_edition").glo
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_every_option_exists(command: str) -> None:
+def test_every_option_exists(command):
     found = root_command()
     for word in command.split():
         found = found.get_command(None, word)
@@ -101,9 +99,7 @@ def test_every_option_exists(command: str) -> None:
 
 
 @pytest.mark.parametrize("line", README.strip().splitlines())
-def test_every_command_line_of_the_readme_is_understood(
-    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_line_of_the_readme_is_understood(line, monkeypatch, capsys):
     understood = []
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, context: understood.append(context.params))
     assert run_command_line(shlex.split(line)[1:]) == 0, capsys.readouterr().err
@@ -111,7 +107,7 @@ def test_every_command_line_of_the_readme_is_understood(
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_still_there_and_the_old_file_still_loads(path: Path) -> None:
+def test_every_recipe_is_still_there_and_the_old_file_still_loads(path):
     old, new = load_recipe(path), load_recipe(path.stem)
     assert path.stem in shipped_recipes()
     assert old.run.name == new.run.name

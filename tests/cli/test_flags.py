@@ -1,7 +1,5 @@
 """Texts and files that commands take by a flag."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -13,12 +11,12 @@ import pytest
 from lmkit.training import judging
 
 
-def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal) -> None:
+def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal):
     shown = json.loads(terminal("train quickstart --lr 0.25 --batch-size 6 --print-recipe --json"))
     assert (shown["optimizer"]["lr"], shown["train"]["batch_size"]) == (0.25, 6)
 
 
-def test_fault_108_evaluate_reads_a_text(run: Path, terminal) -> None:
+def test_fault_108_evaluate_reads_a_text(run, terminal):
     terminal(f"data encode corpus.txt all.npy --tokenizer {run}/tokenizer.json")
     of_tokens = json.loads(terminal(f"evaluate {run} --tokens all.npy --json"))
     of_text = json.loads(terminal(f"evaluate {run} --text corpus.txt --json"))
@@ -35,9 +33,7 @@ def test_fault_108_evaluate_reads_a_text(run: Path, terminal) -> None:
         ("empty.txt", b"", "text.empty", "text"),
     ],
 )
-def test_fault_123_evaluate_names_the_text_and_what_helps(
-    name: str, text: bytes, code: str, word: str, run: Path, terminal
-) -> None:
+def test_fault_123_evaluate_names_the_text_and_what_helps(name, text, code, word, run, terminal):
     Path(name).write_bytes(text)
     exit_code = 1 if code == "text.not_utf8" else 2
     refused = terminal.refuses(f"evaluate {run} --text {name}", code=code, says=[name], exit_code=exit_code)
@@ -51,9 +47,7 @@ def samples_of(terminal, command: str) -> list[dict[str, object]]:
     return json.loads(terminal(f"{command} --json"))["samples"]
 
 
-def test_fault_108_prompts_come_from_files_and_stdin(
-    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_108_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
     Path("prompts.txt").write_text("\ufeffone\r\n\n---\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
     found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
@@ -68,9 +62,7 @@ def test_fault_108_prompts_come_from_files_and_stdin(
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\n"])
-def test_fault_112_no_prompt_on_stdin_is_refused(
-    stdin: bytes, run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_112_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     refused = terminal.refuses(f"generate {run} -p -", code="generate.empty_stdin", says=["stdin"])
     assert "--prompt" in refused.hint
@@ -79,16 +71,14 @@ def test_fault_112_no_prompt_on_stdin_is_refused(
     )
 
 
-def test_fault_113_a_pipe_is_not_shared_by_ranks(
-    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_113_a_pipe_is_not_shared_by_ranks(run, terminal, monkeypatch):
     os.mkfifo("pipe")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(judging, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
     terminal.refuses(f"evaluate {run} --text pipe", code="evaluate.pipe_of_ranks", says=["pipe"])
 
 
-def test_fault_108_samples_differ_by_their_seeds(run: Path, terminal) -> None:
+def test_fault_108_samples_differ_by_their_seeds(run, terminal):
     command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1"
     found = samples_of(terminal, f"{command} --samples 5 --seed 3")
     for number, sample in enumerate(found):
@@ -96,7 +86,7 @@ def test_fault_108_samples_differ_by_their_seeds(run: Path, terminal) -> None:
     assert samples_of(terminal, f"{command} --samples 5 --seed 3 --batch-size 2") == found
 
 
-def test_seeds_make_runs_side_by_side(run: Path, terminal) -> None:
+def test_seeds_make_runs_side_by_side(run, terminal):
     terminal.refuses("run fish.toml --seeds 2", code="run.seeds_in_a_run", says=[str(run)])
     terminal("run fish.toml --seeds 2 --set run.name=school --set run.seed=4")
     found = [

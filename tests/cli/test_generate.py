@@ -1,7 +1,5 @@
 """What `lmkit generate` prints: lines of JSON, and what there is when Ctrl-C comes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,7 +20,7 @@ def lines_of(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_lines_of_json_come_as_texts_end(run: Path, terminal) -> None:
+def test_lines_of_json_come_as_texts_end(run, terminal):
     settings = "--max-new-tokens 4 --temperature 2 --logprobs --batch-size 3"
     command = f"generate {run} -p fish -p one --samples 2 {settings}"
     listed = json.loads(terminal(f"{command} --json"))["samples"]
@@ -59,9 +57,7 @@ def interrupted(run: Path, terminal, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_fault_124_ctrl_c_prints_what_there_is(
-    run: Path, terminal, interrupted, monkeypatch, late: bool
-) -> None:
+def test_fault_124_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, late):
     """One text is streamed; of three texts two at a time, the first two are complete after four steps."""
     if late:  # as a GPU's tokens come
         monkeypatch.setattr(Newest, "has_come", lambda newest: False)
@@ -91,7 +87,7 @@ def test_fault_124_ctrl_c_prints_what_there_is(
         pytest.param("--samples 30000 --max-new-tokens 20 --jsonl", marks=pytest.mark.full),
     ],
 )
-def test_fault_124_a_real_ctrl_c(run: Path, arguments: str) -> None:
+def test_fault_124_a_real_ctrl_c(run, arguments):
     command = [sys.executable, "-m", "lmkit", "generate", str(run), *arguments.split(), "--no-stop-at-end"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE

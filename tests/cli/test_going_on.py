@@ -1,7 +1,5 @@
 """`lmkit run` and `lmkit train` go on with each other's runs by one rule."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,7 +14,7 @@ def evaluated(folder: Path) -> int:
     return json.loads((folder / "evaluation.json").read_text())["step"]
 
 
-def test_fault_106_run_goes_on_with_more_steps_as_train_does(run: Path, terminal) -> None:
+def test_fault_106_run_goes_on_with_more_steps_as_train_does(run, terminal):
     terminal("run fish.toml --set train.steps=4")
     assert (step(run), evaluated(run)) == (4, 4)
     terminal("train fish.toml --steps 5")
@@ -26,7 +24,7 @@ def test_fault_106_run_goes_on_with_more_steps_as_train_does(run: Path, terminal
     assert "optimizer.lr: 0.001 -> 0.002" in terminal.err
 
 
-def test_fault_106_run_after_a_longer_train_takes_its_model(run: Path, terminal) -> None:
+def test_fault_106_run_after_a_longer_train_takes_its_model(run, terminal):
     terminal("train fish.toml --steps 4 --set checkpoint.keep_last=1")
     first = str(run / "checkpoints" / "step-00000002")
     assert not Path(first).exists()
@@ -43,7 +41,7 @@ def test_fault_106_run_after_a_longer_train_takes_its_model(run: Path, terminal)
     assert set(json.loads(terminal("run fish.toml --json"))["stages"].values()) == {"up to date"}
 
 
-def test_fault_150_a_run_with_fewer_steps_keeps_the_recipe_of_its_model(run: Path, terminal) -> None:
+def test_fault_150_a_run_with_fewer_steps_keeps_the_recipe_of_its_model(run, terminal):
     before = (run / "recipe.toml").read_text()
     assert json.loads(terminal("run fish.toml --set train.steps=1 --json"))["steps"] == 2
     assert "train.steps" in terminal.err
@@ -53,9 +51,7 @@ def test_fault_150_a_run_with_fewer_steps_keeps_the_recipe_of_its_model(run: Pat
 @pytest.mark.parametrize(
     ("command", "code"), [("run", "run.no_effect"), ("train", "resume.no_effect")], ids=["run", "train"]
 )
-def test_fault_106_a_change_that_no_step_would_obey_is_refused(
-    command: str, code: str, run: Path, terminal
-) -> None:
+def test_fault_106_a_change_that_no_step_would_obey_is_refused(command, code, run, terminal):
     before = (run / "recipe.toml").read_text()
     for option in ("", " --dry-run"):
         refused = terminal.refuses(
@@ -68,9 +64,7 @@ def test_fault_106_a_change_that_no_step_would_obey_is_refused(
 @pytest.mark.parametrize(
     ("command", "code"), [("run", "run.other_recipe"), ("train", "resume.other_recipe")], ids=["run", "train"]
 )
-def test_faults_106_133_another_model_is_refused_by_both(
-    command: str, code: str, run: Path, terminal
-) -> None:
+def test_faults_106_133_another_model_is_refused_by_both(command, code, run, terminal):
     words = f"{command} fish.toml --set model.d_ff=64 --set train.steps=4"
     assert "--set run.name=" in terminal.refuses(words, code=code, says=["d_ff"]).hint
     assert step(run) == 2

@@ -1,7 +1,5 @@
 """What is read: regular files, texts from pipes, and token files as they were made."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -52,9 +50,7 @@ def put_pipe(path: Path) -> None:
         (".lock", "train fish.toml --steps 3", "storage.lock_not_a_file"),
     ],
 )
-def test_fault_157_a_pipe_in_a_run_folder_is_named(
-    name: str, command: str, code: str, run: Path, terminal
-) -> None:
+def test_fault_157_a_pipe_in_a_run_folder_is_named(name, command, code, run, terminal):
     put_pipe(run / name)
     refused = terminal.refuses(
         command, code=code, exit_code=2 if code.endswith("unreadable") and "report." not in code else 1
@@ -63,7 +59,7 @@ def test_fault_157_a_pipe_in_a_run_folder_is_named(
 
 
 @pytest.mark.parametrize("name", ["stages.json", "stories.txt", "tokens/valid.npy", "corpus/train.txt"])
-def test_fault_157_run_makes_again_what_a_pipe_replaced(name: str, run: Path, terminal) -> None:
+def test_fault_157_run_makes_again_what_a_pipe_replaced(name, run, terminal):
     put_pipe(run / name)
     terminal("run fish.toml")
     assert (run / name).is_file()
@@ -80,7 +76,7 @@ def test_fault_157_run_makes_again_what_a_pipe_replaced(name: str, run: Path, te
         "data inspect pipe.npy",
     ],
 )
-def test_fault_158_a_pipe_is_no_recipe_and_no_tokenizer(command: str, terminal) -> None:
+def test_fault_158_a_pipe_is_no_recipe_and_no_tokenizer(command, terminal):
     for name in ("pipe", "pipe.npy", "pipe.json"):
         os.mkfifo(name)
     exit_code = 1 if command.startswith("data") else 2
@@ -95,14 +91,14 @@ def handed_over(content: bytes) -> str:
     return f"/dev/fd/{reading}"
 
 
-def test_fault_158_what_the_shell_hands_over_is_read(terminal) -> None:
+def test_fault_158_what_the_shell_hands_over_is_read(terminal):
     recipe = handed_over(shipped_recipes()["quickstart"].read_bytes())
     assert "valid" in terminal(f"recipe validate {recipe}")
     terminal(f"tokenizer train {handed_over(b'one fish two fish')} made.json --vocab-size 260")
     assert "vocabulary 260" in terminal(f"tokenizer inspect {handed_over(Path('made.json').read_bytes())}")
 
 
-def test_fault_158_texts_come_from_named_pipes(run: Path, terminal) -> None:
+def test_fault_158_texts_come_from_named_pipes(run, terminal):
     os.mkfifo("pipe")
     writer = threading.Thread(target=Path("pipe").write_bytes, args=(b"one fish two fish",))
     writer.start()
@@ -116,7 +112,7 @@ def test_fault_158_texts_come_from_named_pipes(run: Path, terminal) -> None:
 
 @pytest.mark.parametrize("name", ["tokens/train.npy", "tokens/valid.npy", "tokens/valid.json"])
 @pytest.mark.parametrize("begin", ["resumed", "from scratch"])
-def test_fault_159_train_refuses_token_files_that_changed(begin: str, name: str, run: Path, terminal) -> None:
+def test_fault_159_train_refuses_token_files_that_changed(begin, name, run, terminal):
     terminal("run fish.toml")  # notes sizes and times of the files, which were copied here
     if begin == "from scratch":
         shutil.rmtree(run / "checkpoints")
@@ -138,7 +134,7 @@ def test_fault_159_train_refuses_token_files_that_changed(begin: str, name: str,
 
 
 @pytest.mark.parametrize("form", ["", "--by-document"])
-def test_evaluate_refuses_a_held_out_file_that_changed(form: str, run: Path, terminal) -> None:
+def test_evaluate_refuses_a_held_out_file_that_changed(form, run, terminal):
     held_out = run / "tokens/valid.npy"
     content = bytearray(held_out.read_bytes())
     content[-2] ^= 1  # another token of the vocabulary, and the same size
@@ -148,22 +144,20 @@ def test_evaluate_refuses_a_held_out_file_that_changed(form: str, run: Path, ter
     terminal(f"evaluate {run} {form} --tokens {held_out}")  # meant
 
 
-def test_fault_159_token_files_are_read_only_if_size_or_times_changed(
-    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_159_token_files_are_read_only_if_size_or_times_changed(run, terminal, monkeypatch):
     terminal("run fish.toml")
     monkeypatch.setattr("lmkit.storage.atomic.sha256_file", lambda path: pytest.fail(f"{path} was read"))
     terminal("train fish.toml --steps 3 --dry-run")
 
 
-def test_fault_159_touched_and_copied_token_files_are_as_they_were(run: Path, terminal) -> None:
+def test_fault_159_touched_and_copied_token_files_are_as_they_were(run, terminal):
     os.utime(run / "tokens/train.npy", (1, 1))
     terminal("train fish.toml --steps 3")
     shutil.move(run, "runs/moved")
     terminal("train runs/moved/recipe.toml --steps 4")
 
 
-def test_fault_159_other_tokens_can_be_named(run: Path, terminal) -> None:
+def test_fault_159_other_tokens_can_be_named(run, terminal):
     for suffix in ("npy", "json"):
         shutil.copy(run / f"tokens/train.{suffix}", f"mine.{suffix}")
     content = bytearray(Path("mine.npy").read_bytes())
@@ -172,7 +166,7 @@ def test_fault_159_other_tokens_can_be_named(run: Path, terminal) -> None:
     terminal("train fish.toml --steps 3 --set data.train=mine.npy")
 
 
-def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run: Path, terminal) -> None:
+def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run, terminal):
     unmade = "run fish.toml --set run.name=new --set tokenizer.path=runs/quickstart/tokenizer.json"
     refused = terminal.refuses(unmade, code="run.missing_file", says=["tokenizer.path"])
     assert "lmkit run quickstart" in refused.hint

@@ -1,7 +1,5 @@
 """Ctrl-C in the middle of a bench: a real signal to a real process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -52,9 +50,7 @@ def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tupl
         ),
     ],
 )
-def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(
-    arguments: str, tmp_path: Path
-) -> None:
+def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(arguments, tmp_path):
     kept = tmp_path / KEPT
     # The file is there before its first row is.
     code, out, err = interrupt(tmp_path, arguments, when=lambda: kept.exists() and kept.stat().st_size > 0)

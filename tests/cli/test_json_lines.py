@@ -1,7 +1,5 @@
 """`.jsonl` means the same to every command that reads text as it does to a recipe: a document a line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def files(terminal, tmp_path: Path) -> None:
     Path("corpus").rmdir()
 
 
-def test_commands_take_the_documents_that_a_recipe_takes(terminal) -> None:
+def test_commands_take_the_documents_that_a_recipe_takes(terminal):
     for name, sources in (("a", "j.jsonl more.txt"), ("b", "as_recipe.txt")):
         terminal(f"tokenizer train {sources} out/{name}.json --vocab-size 265")
         terminal(f"data encode {sources} out/{name}_tokens.npy --tokenizer out/a.json")
@@ -49,9 +47,7 @@ def test_commands_take_the_documents_that_a_recipe_takes(terminal) -> None:
         (None, 2, "j.jsonl"),
     ],
 )
-def test_a_file_without_documents_is_refused(
-    content: bytes | None, exit_code: int, named: str, terminal, tmp_path: Path
-) -> None:
+def test_a_file_without_documents_is_refused(content, exit_code, named, terminal, tmp_path):
     terminal("tokenizer train more.txt t.json --vocab-size 260")
     Path("j.jsonl").unlink()
     if content is not None:
@@ -63,7 +59,7 @@ def test_a_file_without_documents_is_refused(
 
 
 @pytest.mark.parametrize("output", ["more.txt", "there.npy"])
-def test_an_output_is_refused_before_the_lines_are_read(output: str, terminal) -> None:
+def test_an_output_is_refused_before_the_lines_are_read(output, terminal):
     terminal("tokenizer train more.txt t.json --vocab-size 260")
     Path("j.jsonl").write_text("not JSON")
     Path(output).touch()

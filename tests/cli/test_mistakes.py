@@ -1,7 +1,5 @@
 """Mistakes with recipes, paths and options: one line, one hint, and no file of the user's is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,9 +25,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("fault", RECIPES)
-def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(
-    fault: int, terminal, tmp_path: Path
-) -> None:
+def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(fault, terminal, tmp_path):
     content, code = RECIPES[fault]
     if content is not None:
         Path("wrong.toml").write_bytes(content)
@@ -41,26 +37,26 @@ def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(
         assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
-def test_fault_10_wrong_override(terminal) -> None:
+def test_fault_10_wrong_override(terminal):
     refused = terminal.refuses("train quickstart --set train.steps", code="recipe.wrong_override")
     assert "--set train.steps" in refused.error
     terminal.refuses("train quickstart --set train.stepz=1", code="recipe.unknown_key", says=["steps?"])
 
 
-def test_fault_123_a_link_that_leads_nowhere_is_named(terminal) -> None:
+def test_fault_123_a_link_that_leads_nowhere_is_named(terminal):
     Path("loop.toml").symlink_to("loop.toml")
     terminal.refuses("recipe validate loop.toml", code="recipe.unreadable", says=["loop.toml", "links"])
 
 
 @pytest.mark.parametrize(("target", "why"), [("nowhere/x", "no such file"), ("link", "too many levels")])
-def test_fault_151_a_run_folder_that_is_a_link_to_nothing_is_named(target: str, why: str, terminal) -> None:
+def test_fault_151_a_run_folder_that_is_a_link_to_nothing_is_named(target, why, terminal):
     Path("link").symlink_to(target)
     command = "run quickstart --set run.folder=. --set run.name=link"
     for words in (command, f"{command} --dry-run"):
         terminal.refuses(words, code="output.unwritable", says=["link", why])
 
 
-def test_fault_123_import_and_export_of_gpt2_files_name_the_folder(terminal, text: Path) -> None:
+def test_fault_123_import_and_export_of_gpt2_files_name_the_folder(terminal, text):
     Path("empty").mkdir()
     terminal("tokenizer train text.txt ours.json --vocab-size 260")
     refused = terminal.refuses(
@@ -83,13 +79,13 @@ def text() -> Path:
     return path
 
 
-def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text: Path) -> None:
+def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text):
     before = text.read_bytes()
     terminal.refuses("tokenizer train text.txt text.txt --force", code="tokenizer.output_name")
     assert text.read_bytes() == before
 
 
-def test_gpt2_files_go_out_and_come_back(terminal, text: Path) -> None:
+def test_gpt2_files_go_out_and_come_back(terminal, text):
     terminal("tokenizer train text.txt one.json --vocab-size 280")
     terminal("tokenizer export one.json gpt2")
     for command in ("inspect gpt2", "import gpt2 one.json", "import nowhere two.json"):
@@ -98,28 +94,26 @@ def test_gpt2_files_go_out_and_come_back(terminal, text: Path) -> None:
     assert Path("two.json").read_bytes() == Path("one.json").read_bytes()
 
 
-def test_a_run_folder_in_place_of_a_recipe_is_sent_to_the_recipe_in_it(terminal) -> None:
+def test_a_run_folder_in_place_of_a_recipe_is_sent_to_the_recipe_in_it(terminal):
     Path("runs/one").mkdir(parents=True)
     Path("runs/one/recipe.toml").touch()
     refused = terminal.refuses("train runs/one", code="recipe.not_found", says=["runs/one"])
     assert "runs/one/recipe.toml" in refused.hint
 
 
-def test_only_regular_files_are_replaced(terminal) -> None:
+def test_only_regular_files_are_replaced(terminal):
     os.mkfifo("pipe")  # stands for a device, which a failing test must not destroy
     terminal.refuses("data synth pipe --size-mb 0.01 --force", code="output.not_a_file")
     assert Path("pipe").is_fifo()
 
 
 @pytest.mark.parametrize("size", ["nan", "inf"])
-def test_sizes_are_finite(size: str, terminal) -> None:
+def test_sizes_are_finite(size, terminal):
     terminal.refuses(f"data synth x.txt --size-mb {size}", code=None)
     assert list(Path().iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
-    terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_has_the_name_that_was_given(terminal, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "out/stories.txt.lmkit-partial")
 
@@ -128,7 +122,7 @@ def test_a_file_that_cannot_be_written_has_the_name_that_was_given(
     assert refused.error.startswith("out/stories.txt: ")
 
 
-def test_a_run_folder_that_cannot_be_is_refused_with_a_hint_that_names_the_key(terminal, text: Path) -> None:
+def test_a_run_folder_that_cannot_be_is_refused_with_a_hint_that_names_the_key(terminal, text):
     refused = terminal.refuses("run quickstart --set run.folder=text.txt", code="output.unwritable")
     assert "--set run.folder=" in refused.hint
 
@@ -143,7 +137,7 @@ def test_a_run_folder_that_cannot_be_is_refused_with_a_hint_that_names_the_key(t
         *(f"profile {engine} quickstart" for engine in ("nsys", "kineto", "memory")),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(command: str, terminal) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(command, terminal):
     Path("file").touch()
     Path("artifacts").touch()  # in the way of the default folder
     for output, obstacle in (
@@ -156,9 +150,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
-def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(
-    terminal, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(terminal, text, monkeypatch):
     monkeypatch.setattr("lmkit.tokenizer.train_tokenizer", lambda *_, **__: pytest.fail("it was trained"))
     terminal.refuses(
         "tokenizer train text.txt text.txt/one.json", code="output.unwritable", says=["text.txt"]
@@ -167,7 +159,7 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(
 
 @pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
-def test_fault_139_a_profile_replaces_no_results_by_accident(engine: str, report: str, terminal) -> None:
+def test_fault_139_a_profile_replaces_no_results_by_accident(engine, report, terminal):
     Path(report).touch()
     refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
     assert "--force" in refused.hint
@@ -183,7 +175,7 @@ def test_fault_139_a_profile_replaces_no_results_by_accident(engine: str, report
         ("profile nsys --set train.steps=1 -- sh -c true", ["--set"]),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(command: str, options: list[str], terminal) -> None:
+def test_an_option_that_would_be_ignored_is_refused(command, options, terminal):
     for name in ("tokenizer.json", "old.json", "old.sqlite"):
         Path(name).touch()
     # An option that was typed with its default value is refused, too.
@@ -192,11 +184,11 @@ def test_an_option_that_would_be_ignored_is_refused(command: str, options: list[
 
 
 @pytest.mark.parametrize("command", ["verify a b", "verify resume", "verify resume resume x"])
-def test_verify_takes_one_path(command: str, terminal) -> None:
+def test_verify_takes_one_path(command, terminal):
     terminal.refuses(command, code=None)
 
 
-def test_compare_finds_what_became_slower(terminal) -> None:
+def test_compare_finds_what_became_slower(terminal):
     for name, ms in (("before", 1.0), ("after", 2.0)):
         samples = [ms + 0.001 * i for i in range(9)]
         row = {"kernel": "k", "status": "ok", "median_ms": ms, "samples_ms": samples}
@@ -257,9 +249,7 @@ FOREIGN = ("Traceback", "codec", "__init__", "Errno", "NoneType", "argument afte
     ],
     ids=" ".join,
 )
-def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
-    command: tuple[str, ...], zoo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_wrong_kind_of_path_is_one_error_and_one_hint(command, zoo, monkeypatch, capsys):
     monkeypatch.chdir(zoo)
     names = [path.name for path in zoo.iterdir()]
     before = sorted(zoo.iterdir())
@@ -307,7 +297,7 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(
         ("the sky falls", None),
     ],
 )
-def test_out_of_memory_says_how_much_was_asked_for(raised: str, size: str | None) -> None:
+def test_out_of_memory_says_how_much_was_asked_for(raised, size):
     kind = MemoryError if raised.startswith("Unable") else RuntimeError  # as numpy does
     error = limit_reached(kind(raised))
     assert (error is None) == (size is None)

@@ -1,13 +1,10 @@
 """What commands print: results that fit a terminal, strict JSON, the log above the bars of progress."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +22,7 @@ FILES = tuple(f"attention_sweep_results-{number}.jsonl" for number in range(9))
 NUMBER = 123_456_789_012
 
 
-def test_results_with_long_names_fit(terminal) -> None:
+def test_results_with_long_names_fit(terminal):
     Path(LONG).mkdir(parents=True)
     for command in (
         f"data synth {LONG}/stories.txt --size-mb 0.01",
@@ -51,14 +48,14 @@ def test_results_with_long_names_fit(terminal) -> None:
     ],
     ids=lambda result: type(result).__name__,
 )
-def test_results_with_long_names_and_numbers_fit(result: object) -> None:
+def test_results_with_long_names_and_numbers_fit(result):
     assert max(map(len, str(result).splitlines())) <= TERMINAL_WIDTH
     assert LONG in str(result)
     if isinstance(result, BenchStored):
         assert all(f" {name}" in str(result) for name in FILES)  # no name is broken
 
 
-def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation() -> None:
+def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation():
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     if torch.cuda.is_available():
         pytest.skip("a GPU may have the fastest")
@@ -66,7 +63,7 @@ def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation() -> Non
     assert kernels == "portable kernels: the tensors are not on a CUDA device"
 
 
-def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_strict(capsys):
     show(Result("", {"path": Path("a"), "loss": float("nan"), 1: (float("inf"), None)}), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"path": "a", "loss": None, "1": [None, None]}
 
@@ -81,9 +78,7 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_one_of_torchrun_s_processes_prints_the_result(
-    environment: dict[str, str], speaks: bool, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_one_of_torchrun_s_processes_prints_the_result(environment, speaks, as_json, monkeypatch, capsys):
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -99,9 +94,7 @@ def test_one_of_torchrun_s_processes_prints_the_result(
         (False, "a\tb\r\nc\x1b[2J\x1b]0;title\x07\x9b d\u3000é\U0001f98a\n"),
     ],
 )
-def test_text_that_a_model_wrote_cannot_drive_a_terminal(
-    on_terminal: bool, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_a_model_wrote_cannot_drive_a_terminal(on_terminal, shown, monkeypatch):
     stdout = io.StringIO()
     monkeypatch.setattr(stdout, "isatty", lambda: on_terminal)
     monkeypatch.setattr("sys.stdout", stdout)
@@ -109,7 +102,7 @@ def test_text_that_a_model_wrote_cannot_drive_a_terminal(
     assert stdout.getvalue() == shown
 
 
-def test_the_log_is_printed_above_the_one_bar(as_terminal: Callable[[], io.StringIO], terminal) -> None:
+def test_the_log_is_printed_above_the_one_bar(as_terminal, terminal):
     stderr = as_terminal()
     log_to_stderr()  # before there is a bar, as in a command; the fixture `terminal` puts the log back
     with progress_on_stderr() as report:
@@ -124,9 +117,7 @@ def test_the_log_is_printed_above_the_one_bar(as_terminal: Callable[[], io.Strin
     assert "stories" not in after
 
 
-def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(
-    as_terminal: Callable[[], io.StringIO],
-) -> None:
+def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(as_terminal):
     stderr = as_terminal()
     with progress_on_stderr() as report:
         report("encode", 1, 2)

@@ -1,7 +1,5 @@
 """What `lmkit run` refuses, it refuses before anything is made or deleted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +36,7 @@ def refused(code: str, recipe: Recipe, by: Callable[..., Any] | None = None, **o
     return caught.value
 
 
-def test_a_corpus_larger_than_the_disk_is_refused(recipe: Recipe) -> None:
+def test_a_corpus_larger_than_the_disk_is_refused(recipe):
     large = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "corpus.size_mb=1e12"])
     assert str(large.run.path / "corpus") in refused("output.too_large", large).message
     assert not large.run.path.exists()
@@ -70,7 +68,7 @@ def with_longer_recipe(recipe: Recipe, *, checkpoint: bool = True) -> Path:
     return own
 
 
-def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(tmp_path: Path) -> None:
+def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(tmp_path):
     recipe = load_recipe("quickstart", [f'run.folder="{tmp_path}/my runs"'])
     own = with_longer_recipe(recipe)
     error = refused("run.other_recipe", recipe)
@@ -79,7 +77,7 @@ def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(t
     assert states(recipe, force=True) == {"would run"}
 
 
-def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe: Recipe) -> None:
+def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe):
     with_longer_recipe(recipe, checkpoint=False)
     begun = {stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")}
     (recipe.run.path / "stages.json").write_text(json.dumps(begun))
@@ -89,13 +87,13 @@ def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe: Recipe
     assert states(recipe) == {"would run"}
 
 
-def test_a_finished_training_without_its_checkpoints_keeps_its_recipe(recipe: Recipe) -> None:
+def test_a_finished_training_without_its_checkpoints_keeps_its_recipe(recipe):
     with_longer_recipe(recipe, checkpoint=False)
     pipeline_of(recipe).record.finish("train", {})
     refused("run.other_recipe", recipe)
 
 
-def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
+def test_force_empties_no_folder_but_a_runs(recipe):
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "thesis.tex").write_text("precious")
@@ -106,7 +104,7 @@ def test_force_empties_no_folder_but_a_runs(recipe: Recipe) -> None:
         pass
 
 
-def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe: Recipe) -> None:
+def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe):
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "recipe.toml.lmkit-partial").touch()
@@ -117,9 +115,7 @@ def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe: 
 
 
 @pytest.mark.parametrize("mark", ["recipe.toml", "stages.json"])
-def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(
-    recipe: Recipe, mark: str, tmp_path: Path
-) -> None:
+def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(recipe, mark, tmp_path):
     elsewhere = tmp_path / "big disk"
     elsewhere.mkdir()
     (elsewhere / "weights").write_bytes(b"precious")
@@ -136,7 +132,7 @@ def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(
     assert (elsewhere / "weights").read_bytes() == b"precious"
 
 
-def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path: Path) -> None:
+def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path):
     where, other = f'run.folder="{tmp_path}"', 'tokenizer.special_tokens=["<x>"]'
     for prompts in ([], ['generate.prompts=["Once", ""]']):
         refused("generate.no_start", load_recipe("quickstart", [where, other, *prompts]))
@@ -146,7 +142,7 @@ def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path: Path)
         pipeline.plan(load_recipe("quickstart", [where, other, fine]))
 
 
-def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe: Recipe) -> None:
+def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe):
     refused("run.no_data", recipe, skip_data=True)
     assert not recipe.run.path.exists()
     tokens = with_data(recipe)
@@ -158,28 +154,24 @@ def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe: Recipe) 
     assert pipeline.plan(recipe, skip_data=True).fields["stages"]["encode"] == "up to date"
 
 
-def test_an_unknown_stage_is_refused_with_the_stages_that_exist(recipe: Recipe) -> None:
+def test_an_unknown_stage_is_refused_with_the_stages_that_exist(recipe):
     error = refused("run.unknown_stage", recipe, from_stage="trian")
     assert all(stage in error.hint for stage in pipeline.STAGES)
 
 
-def test_ranks_are_started_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_started_once(recipe, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     refused("ranks.started_twice", recipe, run_now, nproc=2)
     assert not recipe.run.path.exists()
 
 
-def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(tmp_path, monkeypatch):
     from lmkit.training import judging
 
     evaluated: list[Path] = []
     original = judging.evaluate_run
     monkeypatch.setattr(
-        judging,
-        "evaluate_run",
-        lambda path, **options: evaluated.append(path) or original(path, **options),
+        judging, "evaluate_run", lambda path, **options: evaluated.append(path) or original(path, **options)
     )
     small = (
         "corpus.size_mb=0.1 tokenizer.vocab_size=300 model.d_model=16 model.d_ff=32 model.num_layers=1 "
@@ -198,9 +190,7 @@ def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(
     assert json.loads((recipe.run.path / "evaluation.json").read_text())["tokens"] == found["tokens"]
 
 
-def test_what_will_not_fit_is_said_before_data_are_made(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, caplog):
     monkeypatch.setattr("lmkit.training.plan.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
     monkeypatch.setattr(pipeline.Pipeline, "bring_up_to_date", lambda self, stage: {}[stage])
     with pytest.raises(KeyError, match="corpus"):
@@ -208,7 +198,7 @@ def test_what_will_not_fit_is_said_before_data_are_made(
     assert "no fit on 2" in caplog.text
 
 
-def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe: Recipe, tmp_path: Path) -> None:
+def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
     (tmp_path / "file").touch()
     impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
     with raises(UsageError, "output.unwritable", hint="run.folder"):

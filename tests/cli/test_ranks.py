@@ -1,9 +1,6 @@
 """One error is one line, however many ranks meet it: under --nproc, and under torchrun, where each could print it."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from tiny import tiny_recipe
 
 from lmkit.cli import ranks
@@ -29,15 +27,8 @@ def torchrun(tmp_path: Path) -> Lmkit:
     """Two ranks of a shell command, which can look at $RANK."""
 
     def run(command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*TORCHRUN, "--no-python", "sh", "-c", f"lmkit() {{ exec {sys.executable} -m lmkit $@; }}; {command}"],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )  # fmt: skip
+        script = f"lmkit() {{ exec {sys.executable} -m lmkit $@; }}; {command}"
+        return run_program(*TORCHRUN, "--no-python", "sh", "-c", script, cwd=tmp_path)
 
     return run
 
@@ -46,7 +37,7 @@ def errors(result: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("error")]
 
 
-def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command(terminal) -> None:
+def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command(terminal):
     file = "artifacts/runs/two/tokens/train.npy"
     for ranks_ in ("", " --nproc 2"):
         command = f"train quickstart --set run.name=two{ranks_}"
@@ -57,14 +48,14 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
     assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
-def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal) -> None:
+def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal):
     refusal = terminal.refuses(
         "train", "quickstart", "--set", "run.name=two", "--set", "run.folder=my runs", code="data.no_tokens"
     )
     assert "lmkit run quickstart --set run.name=two --set run.folder='my runs'" in refusal.hint
 
 
-def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal) -> None:
+def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal):
     recipe = Path("recipe.toml")
     recipe.write_text(RECIPE)
     refusal = terminal.refuses("train recipe.toml", code="data.no_tokens", says=["tokens.npy"])
@@ -77,8 +68,8 @@ def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal) -> None:
 
 @pytest.mark.full
 def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds_no_traceback_of_ours(
-    torchrun: Lmkit,
-) -> None:
+    torchrun,
+):
     result = torchrun("lmkit train quickstart --set run.name=two")
     (error,) = errors(result)
     message = error.partition("]: ")[2]
@@ -110,9 +101,7 @@ os._exit(run_command_line(["env"]))
 
 
 @pytest.mark.full
-def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(
-    torchrun: Lmkit, tmp_path: Path
-) -> None:
+def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(torchrun, tmp_path):
     (tmp_path / "leaving.py").write_text(LEAVING)
     result = torchrun(f"exec {sys.executable} leaving.py")
     assert errors(result) == ["error[tokens.cut]: rank 1: tokens.npy: is cut"]
@@ -137,7 +126,7 @@ def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
     return become
 
 
-def test_however_late_the_ranks_come_one_speaks(as_rank: Callable[[int], Path]) -> None:
+def test_however_late_the_ranks_come_one_speaks(as_rank):
     told = as_rank(1)
     assert speak_for_ranks(LmkitError("tokens.missing", "no tokens")).message == "rank 1: no tokens"
     assert json.loads(told.read_text())["message"]["message"] == "rank 1: no tokens"
@@ -148,9 +137,7 @@ def test_however_late_the_ranks_come_one_speaks(as_rank: Callable[[int], Path]) 
         assert not told.exists()
 
 
-def test_a_lost_connection_is_not_printed_where_its_cause_will_be(
-    as_rank: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_connection_is_not_printed_where_its_cause_will_be(as_rank, monkeypatch):
     told = as_rank(0)
     monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
     (told.parent.parent / "lmkit-cause").touch()  # rank 1 has an error of its own

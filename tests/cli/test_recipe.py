@@ -1,14 +1,12 @@
 """`lmkit recipe`, and --print-recipe."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 
-def test_the_list_is_made_of_whole_sentences(terminal) -> None:
+def test_the_list_is_made_of_whole_sentences(terminal):
     assert all(line.endswith(".") for line in terminal("recipe list").splitlines())
 
 
@@ -23,7 +21,7 @@ def test_the_list_is_made_of_whole_sentences(terminal) -> None:
         ("own.toml", "train 'a copy.toml'"),
     ],
 )
-def test_a_copy_comes_with_its_command(recipe: str, command: str, terminal) -> None:
+def test_a_copy_comes_with_its_command(recipe, command, terminal):
     Path("own.toml").write_text('[data]\ntrain = "tokens.npy"\n[model]\n[train]\n')
     copied = terminal("recipe", "copy", recipe, "a copy.toml", "--json")
     assert json.loads(copied)["command"] == f"lmkit {command}"
@@ -33,7 +31,7 @@ def test_a_copy_comes_with_its_command(recipe: str, command: str, terminal) -> N
 
 
 @pytest.mark.parametrize("command", ["run quickstart", "train quickstart", "bench ddp quickstart"])
-def test_print_recipe_prints_a_recipe(command: str, terminal) -> None:
+def test_print_recipe_prints_a_recipe(command, terminal):
     command += " --set train.steps=7 --print-recipe"
     Path("printed.toml").write_text(terminal(command))
     shown = terminal("recipe show printed.toml")
@@ -42,6 +40,6 @@ def test_print_recipe_prints_a_recipe(command: str, terminal) -> None:
     assert json.loads(terminal(f"{command} --json"))["train"]["steps"] == 7
 
 
-def test_steps_on_the_command_line_take_the_place_of_epochs(terminal) -> None:
+def test_steps_on_the_command_line_take_the_place_of_epochs(terminal):
     printed = json.loads(terminal("train quickstart --set train.epochs=2 --steps 7 --print-recipe --json"))
     assert (printed["train"]["steps"], printed["train"]["epochs"]) == (7, None)

@@ -1,7 +1,5 @@
 """`lmkit rerun`: a run and a bench made again, and what drifted."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -15,7 +13,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_a_run_is_made_again_bit_for_bit(run: Path, terminal) -> None:
+def test_a_run_is_made_again_bit_for_bit(run, terminal):
     found = json.loads(terminal(f"rerun {run} --json"))
     assert found["folder"] == f"{run}-rerun"
     assert found["drift"] == []
@@ -31,7 +29,7 @@ def test_a_run_is_made_again_bit_for_bit(run: Path, terminal) -> None:
     terminal.refuses(f"rerun {run}", code="output.exists", says=["fish-rerun"])
 
 
-def test_drift_is_listed(run: Path, terminal) -> None:
+def test_drift_is_listed(run, terminal):
     environment = json.loads((run / "environment.json").read_text())
     environment["packages"]["torch"] = "1.0"
     (run / "environment.json").write_text(json.dumps(environment))
@@ -48,7 +46,7 @@ def test_drift_is_listed(run: Path, terminal) -> None:
 
 
 @pytest.mark.full
-def test_a_bench_is_made_again_and_compared(terminal) -> None:
+def test_a_bench_is_made_again_and_compared(terminal):
     words = "--tiers 16:16 --kernels reference,sdpa --iters 6 --warmup 0 --no-backward"
     terminal(f"bench attention bench_attention_cpu {words} --set run.threads=1 --output before")
     found = json.loads(terminal("rerun before --output after --json"))
@@ -58,7 +56,7 @@ def test_a_bench_is_made_again_and_compared(terminal) -> None:
     assert names[0] == names[1]
 
 
-def test_what_is_no_result_is_named(terminal) -> None:
+def test_what_is_no_result_is_named(terminal):
     Path("empty").mkdir()
     terminal.refuses("rerun empty", code="rerun.no_recipe", says=["empty"])
     (Path("empty") / "recipe.toml").write_text("[run]\nname = 'x'\n")

@@ -1,7 +1,5 @@
 """A run folder may be moved, renamed and copied: the recipe in it belongs to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -30,7 +28,7 @@ def moved(request: pytest.FixtureRequest, run: Path) -> Path:
     return run.rename(place)
 
 
-def test_fault_97_a_moved_run_is_where_its_recipe_lies(moved: Path, terminal) -> None:
+def test_fault_97_a_moved_run_is_where_its_recipe_lies(moved, terminal):
     recipe, before = moved / "recipe.toml", content(moved / "checkpoints")
     for options in ("--dry-run", ""):
         ended = json.loads(terminal("run", recipe, "--json", *options.split()))
@@ -48,7 +46,7 @@ def test_fault_97_a_moved_run_is_where_its_recipe_lies(moved: Path, terminal) ->
     assert not Path("runs/fish").exists()
 
 
-def test_fault_97_a_moved_run_goes_on_from_inside_its_folder(moved: Path, terminal, monkeypatch) -> None:
+def test_fault_97_a_moved_run_goes_on_from_inside_its_folder(moved, terminal, monkeypatch):
     monkeypatch.chdir(moved)
     assert json.loads(terminal("train recipe.toml --steps 3 --json"))["resumed_from"] == 2
     assert newest(Path()) == 3
@@ -56,7 +54,7 @@ def test_fault_97_a_moved_run_goes_on_from_inside_its_folder(moved: Path, termin
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
-def test_fault_97_training_a_copy_leaves_the_original_alone(command: str, run: Path, terminal) -> None:
+def test_fault_97_training_a_copy_leaves_the_original_alone(command, run, terminal):
     copy = shutil.copytree(run, Path("copy"))
     (copy / "checkpoints").rename(copy / "old")  # there is something to train
     before = content(run)
@@ -65,7 +63,7 @@ def test_fault_97_training_a_copy_leaves_the_original_alone(command: str, run: P
     assert content(run) == before
 
 
-def test_fault_97_paths_inside_a_run_move_with_it(run: Path, terminal) -> None:
+def test_fault_97_paths_inside_a_run_move_with_it(run, terminal):
     recipe = run / "recipe.toml"
     data = '[data]\ntrain = "runs/fish/tokens/train.npy"\nvalid = "runs/fish/tokens/valid.npy"\n'
     recipe.write_text(recipe.read_text().replace("[data]\n", data))
@@ -77,12 +75,12 @@ def test_fault_97_paths_inside_a_run_move_with_it(run: Path, terminal) -> None:
     assert evaluated["tokens_file"] == str(copy / "tokens/valid.npy")
 
 
-def test_a_new_name_for_a_moved_run_is_a_folder_beside_it(moved: Path) -> None:
+def test_a_new_name_for_a_moved_run_is_a_folder_beside_it(moved):
     recipe = load_recipe(moved / "recipe.toml", ["run.name=new"])
     assert recipe.run.path == moved.parent / "new"
 
 
-def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run: Path, terminal) -> None:
+def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
     elsewhere = Path("elsewhere")
     elsewhere.mkdir()
     shutil.copy(run / "recipe.toml", elsewhere)
@@ -92,11 +90,11 @@ def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run: Path, terminal) 
     assert load_recipe(aside / "recipe.toml").run.path == run
 
 
-def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run: Path) -> None:
+def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run):
     os.symlink("runs/fish", "latest")
     assert load_recipe("latest/recipe.toml") == load_recipe(run / "recipe.toml")
 
 
-def test_a_moved_run_without_a_fitting_name_is_refused(run: Path) -> None:
+def test_a_moved_run_without_a_fitting_name_is_refused(run):
     with pytest.raises(UsageError, match="not a valid name"):
         load_recipe(run.rename(".hidden") / "recipe.toml")

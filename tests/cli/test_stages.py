@@ -1,7 +1,5 @@
 """The stages of a run depend on the content of files, and no run deletes the checkpoints of another training."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -35,7 +33,7 @@ def append_a_line() -> None:
         file.write("new fish<|endoftext|>\n")
 
 
-def test_fault_95_a_touched_or_copied_corpus_redoes_nothing(run: Path, made: Path, terminal) -> None:
+def test_fault_95_a_touched_or_copied_corpus_redoes_nothing(run, made, terminal):
     """The copy that the fixture makes has other times and another place."""
     before = content(run / "checkpoints")
     assert set(states(terminal, "run fish.toml --dry-run").values()) == {"up to date"}
@@ -45,7 +43,7 @@ def test_fault_95_a_touched_or_copied_corpus_redoes_nothing(run: Path, made: Pat
     assert content(run / "checkpoints") == before
 
 
-def test_fault_95_a_copy_does_not_look_at_the_original(run: Path, terminal, tmp_path: Path) -> None:
+def test_fault_95_a_copy_does_not_look_at_the_original(run, terminal, tmp_path):
     shutil.rmtree(run / "tokens")  # of the copy: the original's are of no use to it
     remade = states(terminal, "run fish.toml")
     assert {stage for stage, state in remade.items() if state != "up to date"} == {"encode"}
@@ -55,9 +53,7 @@ def test_fault_95_a_copy_does_not_look_at_the_original(run: Path, terminal, tmp_
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_fault_95_a_training_on_other_content_is_refused_and_stays(
-    interrupted: bool, run: Path, terminal
-) -> None:
+def test_fault_95_a_training_on_other_content_is_refused_and_stays(interrupted, run, terminal):
     if interrupted:
         record = json.loads((run / "stages.json").read_text())
         record["train"]["done"] = False
@@ -72,7 +68,7 @@ def test_fault_95_a_training_on_other_content_is_refused_and_stays(
     assert set(states(terminal, "run fish.toml --set run.name=new").values()) & {"up to date"} == set()
 
 
-def test_a_run_without_a_training_takes_the_new_content(run: Path, terminal) -> None:
+def test_a_run_without_a_training_takes_the_new_content(run, terminal):
     shutil.rmtree(run / "checkpoints")
     record = json.loads((run / "stages.json").read_text())
     for stage in ("train", "evaluate", "generate"):
@@ -83,7 +79,7 @@ def test_a_run_without_a_training_takes_the_new_content(run: Path, terminal) -> 
 
 
 @pytest.mark.parametrize("option", ["--force", "--from train", "--from corpus"])
-def test_fault_95_starting_over_sets_the_checkpoints_aside(option: str, run: Path, terminal) -> None:
+def test_fault_95_starting_over_sets_the_checkpoints_aside(option, run, terminal):
     before = content(run / "checkpoints")
     if option == "--force":
         append_a_line()
@@ -102,7 +98,7 @@ def test_fault_95_starting_over_sets_the_checkpoints_aside(option: str, run: Pat
     assert len(list(run.glob("checkpoints.old-*"))) == 2
 
 
-def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(run: Path, terminal) -> None:
+def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(run, terminal):
     before = (run / "tokenizer.json").read_bytes()
     Path("corpus.txt").write_text(
         "".join(f"quite other words, {number}<|endoftext|>\n" for number in range(400))
@@ -113,7 +109,7 @@ def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(
     assert terminal(f"generate {aside}")
 
 
-def test_fault_118_force_on_a_full_disk_changes_nothing(run: Path, terminal, monkeypatch) -> None:
+def test_fault_118_force_on_a_full_disk_changes_nothing(run, terminal, monkeypatch):
     def write(path: Path, data: object) -> None:
         if path.parent == run / "checkpoints" and path.name == "tokenizer.json":
             raise OSError(errno.ENOSPC, "no space left", str(path))
@@ -125,14 +121,14 @@ def test_fault_118_force_on_a_full_disk_changes_nothing(run: Path, terminal, mon
     assert content(run) == before
 
 
-def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run: Path, terminal) -> None:
+def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run, terminal):
     shutil.rmtree(run / "checkpoints")
     assert json.loads(terminal("run fish.toml --force --dry-run --json"))["set_aside"] is None
     terminal("run fish.toml --force")
     assert list(run.glob("checkpoints.old-*")) == []
 
 
-def test_a_change_that_keeps_size_and_time_is_seen(run: Path, terminal) -> None:
+def test_a_change_that_keeps_size_and_time_is_seen(run, terminal):
     terminal("run fish.toml")  # notes the hash of the corpus in this place
     times = os.stat("corpus.txt")
     Path("corpus.txt").write_text(Path("corpus.txt").read_text().replace("two", "six"))
@@ -140,9 +136,7 @@ def test_a_change_that_keeps_size_and_time_is_seen(run: Path, terminal) -> None:
     terminal.refuses("run fish.toml", code="run.other_data")
 
 
-def test_content_is_read_once_while_its_file_stays_as_it_is(
-    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_is_read_once_while_its_file_stays_as_it_is(run, terminal, monkeypatch):
     terminal("run fish.toml")
     monkeypatch.setattr(
         "lmkit.storage.atomic.sha256_file", lambda path: pytest.fail(f"{path} was read again")
@@ -150,7 +144,7 @@ def test_content_is_read_once_while_its_file_stays_as_it_is(
     terminal("run fish.toml")
 
 
-def test_the_record_of_an_older_version_costs_no_checkpoint(run: Path, terminal) -> None:
+def test_the_record_of_an_older_version_costs_no_checkpoint(run, terminal):
     """Its keys are of size and time, and its paths are relative to the current folder."""
     keys = dict.fromkeys(json.loads((run / "stages.json").read_text()), "older")
     outputs = {"train": [str(run / "tokens/train.npy")]}
@@ -163,7 +157,7 @@ def test_the_record_of_an_older_version_costs_no_checkpoint(run: Path, terminal)
     assert content(run / "checkpoints") == before
 
 
-def test_fault_107_a_pipe_is_read_once_into_the_corpus_of_the_run(made: Path, terminal) -> None:
+def test_fault_107_a_pipe_is_read_once_into_the_corpus_of_the_run(made, terminal):
     text = "one fish two fish red fish blue fish<|endoftext|>\n" * 50
     os.mkfifo("pipe")
     Path("fish.toml").write_text((made / "fish.toml").read_text().replace("corpus.txt", "pipe"))
@@ -179,7 +173,7 @@ def test_fault_107_a_pipe_is_read_once_into_the_corpus_of_the_run(made: Path, te
     assert set(states(terminal, f"run {RUN}/recipe.toml").values()) == {"up to date"}
 
 
-def test_fault_107_a_directory_as_corpus_is_named(made: Path, terminal) -> None:
+def test_fault_107_a_directory_as_corpus_is_named(made, terminal):
     Path("fish.toml").write_text((made / "fish.toml").read_text().replace("corpus.txt", "texts"))
     Path("texts").mkdir()
     terminal.refuses(
@@ -203,7 +197,7 @@ def cut(path: Path) -> None:
         ("stories.txt", "generate"),
     ],
 )
-def test_fault_109_a_damaged_output_is_made_again(output: str, redone: str, run: Path, terminal) -> None:
+def test_fault_109_a_damaged_output_is_made_again(output, redone, run, terminal):
     before = content(run)
     cut(run / output)
     if output.endswith("valid.json"):
@@ -223,9 +217,7 @@ def test_fault_109_a_damaged_output_is_made_again(output: str, redone: str, run:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json"])
-def test_fault_109_a_damaged_newest_checkpoint_is_trained_again_and_kept(
-    file: str, made: Path, terminal
-) -> None:
+def test_fault_109_a_damaged_newest_checkpoint_is_trained_again_and_kept(file, made, terminal):
     shutil.copy(made / "corpus.txt", ".")
     Path("fish.toml").write_text((made / "fish.toml").read_text() + "[checkpoint]\ninterval = 1\n")
     terminal("run fish.toml")
@@ -244,14 +236,14 @@ def test_fault_109_a_damaged_newest_checkpoint_is_trained_again_and_kept(
     assert set(states(terminal, "run fish.toml").values()) == {"up to date"}
 
 
-def test_fault_109_the_only_checkpoint_damaged_is_named_and_stays(run: Path, terminal) -> None:
+def test_fault_109_the_only_checkpoint_damaged_is_named_and_stays(run, terminal):
     cut(run / "checkpoints" / CHECKPOINT)
     before = content(run / "checkpoints")
     terminal.refuses("run fish.toml", code="checkpoint.none_good", exit_code=1, says=[CHECKPOINT])
     assert content(run / "checkpoints") == before
 
 
-def test_fault_109_a_damaged_corpus_from_a_pipe_is_named(run: Path, terminal) -> None:
+def test_fault_109_a_damaged_corpus_from_a_pipe_is_named(run, terminal):
     text = (run / "stages.json").read_text()
     (digest,) = json.loads(text)["corpus"]["content"]["corpus.train"]
     record = json.loads(text.replace(digest, "a pipe"))
@@ -266,9 +258,7 @@ def test_fault_109_a_damaged_corpus_from_a_pipe_is_named(run: Path, terminal) ->
     assert set(states(terminal, "run fish.toml --skip-data").values()) == {"up to date"}
 
 
-def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(
-    run: Path, terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(run, terminal, monkeypatch):
     looked = []
 
     def look(original, self, stage: str) -> bool:
@@ -292,7 +282,7 @@ def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(
         assert content(run) == before
 
 
-def test_fault_122_a_training_with_another_tokenizer_is_not_up_to_date(run: Path, terminal) -> None:
+def test_fault_122_a_training_with_another_tokenizer_is_not_up_to_date(run, terminal):
     """As two runs left it that worked on one folder at a time."""
     before = content(run / "checkpoints")
     terminal("tokenizer train corpus.txt other.json --vocab-size 261")
@@ -305,7 +295,7 @@ def test_fault_122_a_training_with_another_tokenizer_is_not_up_to_date(run: Path
     assert content(run / "checkpoints") == before
 
 
-def test_fault_132_a_damaged_record_is_said_and_costs_no_model(run: Path, terminal) -> None:
+def test_fault_132_a_damaged_record_is_said_and_costs_no_model(run, terminal):
     record, before = run / "stages.json", content(run / "checkpoints")
     whole = json.loads(record.read_text())
     record.write_text(json.dumps(whole | {"encode": "?"}))
@@ -323,7 +313,7 @@ def test_fault_132_a_damaged_record_is_said_and_costs_no_model(run: Path, termin
     assert content(run / "checkpoints") == before
 
 
-def test_fault_110_skip_data_needs_no_corpus(run: Path, terminal) -> None:
+def test_fault_110_skip_data_needs_no_corpus(run, terminal):
     os.unlink("corpus.txt")
     terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])
     for options in ("--skip-data --dry-run", "--skip-data"):
@@ -335,7 +325,7 @@ def test_fault_110_skip_data_needs_no_corpus(run: Path, terminal) -> None:
     terminal.refuses("run fish.toml", code="run.other_data", says=["corpus.txt"])
 
 
-def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run: Path, terminal) -> None:
+def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run, terminal):
     record = json.loads((run / "stages.json").read_text())
     for entry in record.values():
         entry.get("values", {}).pop("tokenizer.max_token_bytes", None)
@@ -349,7 +339,7 @@ def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run: Path, 
     assert [stage for stage, state in planned.items() if state == "up to date"] == ["corpus"]
 
 
-def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run: Path, terminal) -> None:
+def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run, terminal):
     """`first_edition/` holds the recipe and the record that version 0.1.0 left of this run."""
     os.utime("corpus.txt", ns=(0, 1795443439318236027))  # when its corpus was written
     sample = Path(__file__).parent / "first_edition"
@@ -378,7 +368,7 @@ def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run: Path, te
         assert [stage for stage in stage_record.READS if not record.is_finished(stage)] == redone
 
 
-def test_fault_145_the_tokenizer_of_another_model_is_refused(run: Path, terminal) -> None:
+def test_fault_145_the_tokenizer_of_another_model_is_refused(run, terminal):
     Path("other.txt").write_text("quite other words\n" * 50)
     terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")
     Path("questions.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n')
@@ -393,7 +383,7 @@ def test_fault_145_the_tokenizer_of_another_model_is_refused(run: Path, terminal
 
 
 @pytest.mark.parametrize("damaged", ["tokens/train.npy", "corpus/valid.txt"])
-def test_fault_146_verify_notices_other_content(damaged: str, run: Path, terminal) -> None:
+def test_fault_146_verify_notices_other_content(damaged, run, terminal):
     assert "all is well" in terminal(f"verify {run}")
     content = (run / damaged).read_bytes()
     (run / damaged).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
@@ -412,9 +402,7 @@ def test_fault_146_verify_notices_other_content(damaged: str, run: Path, termina
         ("checkpoint.resume=nowhere", "checkpoint.not_found"),
     ],
 )
-def test_fault_148_what_cannot_train_is_refused_before_the_data(
-    setting: str, code: str, run: Path, terminal, monkeypatch
-) -> None:
+def test_fault_148_what_cannot_train_is_refused_before_the_data(setting, code, run, terminal, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for command in ("run fish.toml --dry-run", "run fish.toml"):
@@ -423,7 +411,7 @@ def test_fault_148_what_cannot_train_is_refused_before_the_data(
 
 
 @pytest.mark.parametrize("mine", ["corpus/train.txt", "tokenizer.json", "tokens/valid.npy", "stories.txt"])
-def test_fault_149_a_first_run_replaces_no_files_of_the_users(mine: str, run: Path, terminal) -> None:
+def test_fault_149_a_first_run_replaces_no_files_of_the_users(mine, run, terminal):
     path = run.with_name("new") / mine
     path.parent.mkdir(parents=True)
     path.write_text("mine")
@@ -434,7 +422,7 @@ def test_fault_149_a_first_run_replaces_no_files_of_the_users(mine: str, run: Pa
     terminal("run fish.toml --set run.name=new")
 
 
-def test_fault_156_a_record_that_is_nested_deeply_is_damaged(run: Path) -> None:
+def test_fault_156_a_record_that_is_nested_deeply_is_damaged(run):
     """Some versions of Python read deeper nesting than they write."""
     path, before = run / "stages.json", sys.getrecursionlimit()
     path.write_text(

@@ -1,7 +1,5 @@
 """Make course_ranks.py importable by plain name, here and in spawned ranks (they inherit sys.path)."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What each rank does in test_ranks.py. Raises where a rank departs from training on the joined batch."""
 
-from __future__ import annotations
-
 import torch
 from torch.testing import assert_close
 

@@ -1,7 +1,5 @@
 """What a course asks of a FlashAttention `autograd.Function`, through the public API."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -23,7 +21,7 @@ def plain(
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def test_output_log_sum_exp_and_gradients_are_those_of_plain_attention() -> None:
+def test_output_log_sum_exp_and_gradients_are_those_of_plain_attention():
     """200 x 150 positions: several tiles, the last of each row and column cut."""
     torch.manual_seed(0)
     for causal in (False, True):
@@ -44,7 +42,7 @@ def test_output_log_sum_exp_and_gradients_are_those_of_plain_attention() -> None
         assert_close(saved[0], lse, **FLOAT64)
 
 
-def test_no_matrix_of_all_scores_is_kept_for_the_backward_pass() -> None:
+def test_no_matrix_of_all_scores_is_kept_for_the_backward_pass():
     q, k, v = torch.randn(3, 1, 1, 1024, 8, requires_grad=True).unbind()
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(

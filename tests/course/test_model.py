@@ -1,7 +1,5 @@
 """What a course asks of the parts of a Transformer, through the public API. Small numbers are worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -25,7 +23,7 @@ from lmkit.model import (
 TINY = ModelConfig(vocab_size=50, context_length=12, d_model=16, d_ff=40, num_layers=2, num_heads=4)
 
 
-def test_softmax_is_the_share_of_each_exponential_along_any_dimension() -> None:
+def test_softmax_is_the_share_of_each_exponential_along_any_dimension():
     x = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
     assert_close(softmax(x, dim=-1), torch.tensor([[0.25, 0.75], [0.5, 0.5]]))
     assert_close(softmax(x, dim=0), torch.tensor([[0.5, 0.75], [0.5, 0.25]]))
@@ -33,12 +31,12 @@ def test_softmax_is_the_share_of_each_exponential_along_any_dimension() -> None:
     assert_close(softmax(torch.tensor([-1e30, 5.0])), torch.tensor([0.0, 1.0]))
 
 
-def test_silu_is_x_times_its_sigmoid() -> None:
+def test_silu_is_x_times_its_sigmoid():
     x = torch.tensor([-math.log(3.0), 0.0, math.log(3.0)])
     assert_close(silu(x), x * torch.tensor([0.25, 0.5, 0.75]))
 
 
-def test_linear_and_embedding_are_a_product_without_bias_and_a_row() -> None:
+def test_linear_and_embedding_are_a_product_without_bias_and_a_row():
     linear, embedding = Linear(3, 2), Embedding(5, 3)
     assert [tuple(p.shape) for p in linear.parameters()] == [(2, 3)]
     x = embedding(torch.tensor([[4, 0, 4]]))
@@ -46,7 +44,7 @@ def test_linear_and_embedding_are_a_product_without_bias_and_a_row() -> None:
     assert_close(linear(x), torch.einsum("bsi,oi->bso", x, linear.weight))
 
 
-def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
+def test_rmsnorm_divides_by_the_root_of_the_mean_square():
     norm = RMSNorm(2, eps=0.0)
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([1.0, 10.0]))
@@ -55,7 +53,7 @@ def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
     assert_close(RMSNorm(2, dtype=torch.float16)(wide), torch.ones(2, dtype=torch.float16))
 
 
-def test_swiglu_gates_w3_by_the_silu_of_w1() -> None:
+def test_swiglu_gates_w3_by_the_silu_of_w1():
     torch.manual_seed(0)
     ffn, x = SwiGLU(6, 10), torch.randn(2, 3, 6)
     w1, w2, w3 = (part.weight for part in (ffn.w1, ffn.w2, ffn.w3))
@@ -63,7 +61,7 @@ def test_swiglu_gates_w3_by_the_silu_of_w1() -> None:
     assert_close(ffn(x), (silu(x @ w1.T) * (x @ w3.T)) @ w2.T)
 
 
-def test_rope_turns_pairs_of_channels_by_the_position_and_products_see_distances_only() -> None:
+def test_rope_turns_pairs_of_channels_by_the_position_and_products_see_distances_only():
     rope = RotaryEmbedding(head_dim=4, context_length=64, theta=100.0)
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 64, 1, 4)  # (batch, seq, heads, head_dim)
     turned = apply_rope(x, rope(64))[0, :, 0]
@@ -79,7 +77,7 @@ def test_rope_turns_pairs_of_channels_by_the_position_and_products_see_distances
 
 
 @pytest.mark.parametrize("kernel", ["reference", "vectorized", "sdpa"])
-def test_masked_attention_averages_the_values_that_the_mask_shows(kernel: str) -> None:
+def test_masked_attention_averages_the_values_that_the_mask_shows(kernel):
     q = torch.zeros(1, 2, 3, 8)  # all visible keys count alike
     k, v = torch.randn(2, 1, 2, 4, 8)
     mask = torch.tensor([[True, False, False, True], [False, True, False, False], [True] * 4])
@@ -87,7 +85,7 @@ def test_masked_attention_averages_the_values_that_the_mask_shows(kernel: str) -
     assert_close(attention(q, k, v, mask=mask, kernel=kernel), mean)
 
 
-def test_later_tokens_change_nothing_that_comes_before_them() -> None:
+def test_later_tokens_change_nothing_that_comes_before_them():
     torch.manual_seed(0)
     model = TransformerLM(TINY)
     ids = torch.randint(50, (2, 12))
@@ -101,7 +99,7 @@ def test_later_tokens_change_nothing_that_comes_before_them() -> None:
     assert_close(model(ids[:, :5]), logits[:, :5], rtol=0, atol=1e-5)  # a shorter text
 
 
-def test_the_transformer_is_pre_norm_blocks_between_embedding_and_head() -> None:
+def test_the_transformer_is_pre_norm_blocks_between_embedding_and_head():
     """Written out from the published formulas, on the weights under the course's names, in float64."""
     torch.manual_seed(0)
     model = TransformerLM(TINY).double()

@@ -1,13 +1,11 @@
 """What a course asks of a byte-level BPE tokenizer, through the public API."""
 
-from __future__ import annotations
-
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 
 END = "<|end|>"
 
 
-def test_training_merges_the_most_frequent_pair_and_of_equals_the_greatest(tmp_path) -> None:
+def test_training_merges_the_most_frequent_pair_and_of_equals_the_greatest(tmp_path):
     """Worked by hand: words hug x 10, pug x 5, hugs x 5, pun x 12 (each after a line break, which is a word)."""
     text = tmp_path / "words.txt"
     text.write_text("\n".join(["hug"] * 10 + ["pug"] * 5 + ["hugs"] * 5 + ["pun"] * 12))
@@ -19,7 +17,7 @@ def test_training_merges_the_most_frequent_pair_and_of_equals_the_greatest(tmp_p
     assert tokenizer.encode(f"pun{END}") == [259, 260]
 
 
-def test_no_merge_crosses_words_or_special_tokens(tmp_path) -> None:
+def test_no_merge_crosses_words_or_special_tokens(tmp_path):
     text = tmp_path / "stories.txt"
     text.write_text(f"ab cd{END}" * 50)
     tokenizer = train_tokenizer(text, vocab_size=300, special_tokens=[END])
@@ -27,14 +25,14 @@ def test_no_merge_crosses_words_or_special_tokens(tmp_path) -> None:
     assert [left + right for left, right in tokenizer.merges] == [b"cd", b"ab", b" cd"]
 
 
-def test_special_tokens_stay_whole_and_the_longest_wins() -> None:
+def test_special_tokens_stay_whole_and_the_longest_wins():
     tokenizer = Tokenizer.from_merges([(b"a", b"b")], special_tokens=[END, END + END])
     single, double = tokenizer.encode(END)[0], tokenizer.encode(END + END)[0]
     assert tokenizer.encode(f"ab{END}{END}{END}ab") == [256, double, single, 256]
     assert tokenizer.decode([256, double, single]) == f"ab{END}{END}{END}"
 
 
-def test_every_text_comes_back_and_a_cut_character_is_replaced() -> None:
+def test_every_text_comes_back_and_a_cut_character_is_replaced():
     tokenizer = Tokenizer.from_merges([(b"t", b"h"), (b"th", b"e"), (b"\xc3", b"\xa9")])
     for text in ("", " ", "the thé\n\n\tthe", "naïve 日本語 🙂", "a\u0301\u200d"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -42,14 +40,14 @@ def test_every_text_comes_back_and_a_cut_character_is_replaced() -> None:
     assert tokenizer.decode([0xF0, 0x9F]) == "\ufffd"  # half of a 🙂
 
 
-def test_a_stream_is_encoded_as_the_whole_text() -> None:
+def test_a_stream_is_encoded_as_the_whole_text():
     tokenizer = Tokenizer.from_merges([(b"t", b"h"), (b"th", b"e")], special_tokens=[END])
     text = f"the theme {END} then the end"
     pieces = [text[i : i + 3] for i in range(0, len(text), 3)]  # cuts words and the special token
     assert list(tokenizer.encode_iterable(pieces)) == tokenizer.encode(text)
 
 
-def test_saved_and_loaded_it_encodes_alike(tmp_path) -> None:
+def test_saved_and_loaded_it_encodes_alike(tmp_path):
     tokenizer = Tokenizer.from_merges([(b"t", b"h"), (b"th", b"e")], special_tokens=[END])
     tokenizer.save(tmp_path / "tokenizer.json")
     again = Tokenizer.load(tmp_path / "tokenizer.json")

@@ -1,7 +1,5 @@
 """What a course asks of loss, clipping, AdamW, schedule, batches and save/load, through the public API."""
 
-from __future__ import annotations
-
 import io
 import math
 
@@ -16,7 +14,7 @@ from lmkit.optim import AdamW, clip_gradients, cosine_lr
 from lmkit.training import load_checkpoint, save_checkpoint
 
 
-def test_cross_entropy_is_the_mean_of_minus_log_p_and_does_not_overflow() -> None:
+def test_cross_entropy_is_the_mean_of_minus_log_p_and_does_not_overflow():
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
     targets = torch.tensor([1, 0])
     expected = (math.log(4 / 3) + math.log(2)) / 2
@@ -27,7 +25,7 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_and_does_not_overflow() -> Non
     assert cross_entropy(logits[None], targets[None]).item() == pytest.approx(expected)
 
 
-def test_clipping_scales_all_gradients_by_one_factor_and_only_if_they_are_too_long() -> None:
+def test_clipping_scales_all_gradients_by_one_factor_and_only_if_they_are_too_long():
     frozen, a, b = (torch.zeros(n, requires_grad=True) for n in (1, 2, 1))
     a.grad, b.grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0])  # of length 7
     assert clip_gradients([frozen, a, b], max_norm=10.0).item() == 7
@@ -37,7 +35,7 @@ def test_clipping_scales_all_gradients_by_one_factor_and_only_if_they_are_too_lo
     assert frozen.grad is None
 
 
-def test_adamw_first_steps_by_hand() -> None:
+def test_adamw_first_steps_by_hand():
     """The first update of every element is lr in size, whatever its gradient; decay is apart from it."""
     weight = torch.tensor([1.0, -2.0], requires_grad=True)
     optimizer = AdamW([weight], lr=0.1, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.2)
@@ -50,7 +48,7 @@ def test_adamw_first_steps_by_hand() -> None:
     assert_close(weight.detach(), 0.98 * first - 0.1 * torch.tensor([1.0, -1.0]) / 3 / (3 / 7) ** 0.5)
 
 
-def test_adamw_takes_the_way_of_the_published_algorithm_of_pytorch() -> None:
+def test_adamw_takes_the_way_of_the_published_algorithm_of_pytorch():
     torch.manual_seed(1)
     start = torch.randn(5, 3, dtype=torch.float64)
     mine, theirs = (start.clone().requires_grad_() for _ in range(2))
@@ -64,14 +62,14 @@ def test_adamw_takes_the_way_of_the_published_algorithm_of_pytorch() -> None:
     assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_cosine_schedule_with_warm_up() -> None:
+def test_cosine_schedule_with_warm_up():
     settings = {"lr": 0.8, "min_lr": 0.2, "warmup_steps": 4, "total_steps": 12}
     rates = [cosine_lr(step, **settings) for step in (0, 1, 4, 6, 8, 10, 12, 99)]
     quarter = 0.3 * math.cos(math.pi / 4)
     assert rates == pytest.approx([0, 0.2, 0.8, 0.5 + quarter, 0.5, 0.5 - quarter, 0.2, 0.2])
 
 
-def test_batches_are_windows_and_targets_the_tokens_that_follow() -> None:
+def test_batches_are_windows_and_targets_the_tokens_that_follow():
     """The token at i is i: every start is drawn, about as often as the others, and none beyond the end."""
     batches = TokenBatches(np.arange(30, dtype=np.uint16), batch_size=400, context_length=10, seed=3)
     inputs, targets = (ids[0] for ids in batches.batch(step=0))
@@ -86,7 +84,7 @@ def test_batches_are_windows_and_targets_the_tokens_that_follow() -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "buffer"])
-def test_saved_and_loaded_a_model_goes_on_as_if_nothing_had_happened(place: str, tmp_path) -> None:
+def test_saved_and_loaded_a_model_goes_on_as_if_nothing_had_happened(place, tmp_path):
     config = ModelConfig(vocab_size=20, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
     ids = torch.randint(20, (6, 4, 9), generator=torch.Generator().manual_seed(0))
 

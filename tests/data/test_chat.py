@@ -1,7 +1,5 @@
 """Conversations become tokens and a mask; batches and evaluation read both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -45,7 +43,7 @@ def masked(path: Path, flags: list[bool], part: int = 5) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "chatml"])
-def test_words_of_the_assistant_count_and_survive(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     template = TEMPLATES[name]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     meta = encode_chat([corpus], tmp_path / "t.npy", tokenizer, template)
@@ -61,7 +59,7 @@ def test_words_of_the_assistant_count_and_survive(name: str, corpus: Path, tmp_p
     assert (meta.counted_tokens, meta.counted_bytes) == (flags.sum(), len(answers))
 
 
-def test_the_identity_of_the_data_holds_the_mask(tmp_path: Path) -> None:
+def test_the_identity_of_the_data_holds_the_mask(tmp_path):
     """A user who writes what the template writes: the same text, but another mask."""
     tokenizer, path, found = Tokenizer.from_merges([], ["<|endoftext|>"]), tmp_path / "talk.jsonl", set()
     for quoted in ("x<|endoftext|>assistant:\ny", "x"):
@@ -73,7 +71,7 @@ def test_the_identity_of_the_data_holds_the_mask(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path: Path) -> None:
+def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path):
     flags = (np.random.default_rng(0).random(203) < 0.4).tolist()
     masked(tmp_path / "t.npy", flags)
     file = open_tokens(tmp_path / "t.npy")
@@ -90,7 +88,7 @@ def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path: Path) -> N
     assert seen == [token if flags[token] else -1 for token in range(1, 203)]
 
 
-def test_many_parts_make_one_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_parts_make_one_mask(tmp_path, monkeypatch):
     monkeypatch.setattr("lmkit.data.token_files._COUNTS_AT_ONCE", 3)
     flags = [n % 3 == 0 for n in range(100)]
     masked(tmp_path / "t.npy", flags)
@@ -101,7 +99,7 @@ def test_many_parts_make_one_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long", "flipped", "beyond", "count"])
-def test_a_damaged_mask_is_named(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_mask_is_named(damage, tmp_path):
     path = tmp_path / "t.npy"
     masked(path, [True, False] * 10)
     mask, data = mask_path(path), mask_path(path).read_bytes()
@@ -116,7 +114,7 @@ def test_a_damaged_mask_is_named(damage: str, tmp_path: Path) -> None:
         open_tokens(path)
 
 
-def test_a_file_without_mask_is_described_as_ever(tmp_path: Path) -> None:
+def test_a_file_without_mask_is_described_as_ever(tmp_path):
     with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="a") as writer:
         writer.append(np.arange(9))
         writer.finish(num_documents=1, num_bytes=9, source_sha256="b")
@@ -124,7 +122,7 @@ def test_a_file_without_mask_is_described_as_ever(tmp_path: Path) -> None:
     assert not mask_path(tmp_path / "t.npy").exists()
 
 
-def test_the_last_conversations_are_held_out(corpus: Path, tmp_path: Path) -> None:
+def test_the_last_conversations_are_held_out(corpus, tmp_path):
     table = CorpusConfig(source="chat", train=(corpus, corpus), valid_fraction=0.1)
     files = prepare_corpus(table, tmp_path / "corpus")
     assert [path.name for path in files.train + files.valid] == ["train.jsonl", "valid.jsonl"]
@@ -145,7 +143,7 @@ def test_the_last_conversations_are_held_out(corpus: Path, tmp_path: Path) -> No
         ("\n", "corpus.empty"),
     ],
 )
-def test_what_is_no_corpus_of_conversations_is_refused(text: str, code: str, tmp_path: Path) -> None:
+def test_what_is_no_corpus_of_conversations_is_refused(text, code, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with raises(LmkitError, code, path):
@@ -153,7 +151,7 @@ def test_what_is_no_corpus_of_conversations_is_refused(text: str, code: str, tmp
     assert not any((tmp_path / "corpus").glob("*.jsonl"))
 
 
-def test_conversations_without_an_answer_are_refused(tmp_path: Path) -> None:
+def test_conversations_without_an_answer_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(line([Message("user", "Hello?")]))
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])

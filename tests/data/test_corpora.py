@@ -1,7 +1,5 @@
 """A recipe's [corpus] table becomes text to train on and text held out."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Downloads against a server on this machine: resumed, checked, never half there."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

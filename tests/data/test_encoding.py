@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -9,19 +7,16 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import pytest
 
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
 from lmkit.tokenizer.bpe import PythonEncoder
 
 END = "<|endoftext|>"
-Refuses = Callable[..., AbstractContextManager[pytest.ExceptionInfo[LmkitError]]]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Generated stories: the same for a seed, varied, well formed, and coherent from first line to last."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

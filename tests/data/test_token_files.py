@@ -1,21 +1,15 @@
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 
 from lmkit.data import token_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.storage import write_atomic
-
-Refuses = Callable[..., AbstractContextManager[pytest.ExceptionInfo[LmkitError]]]
 
 
 def write(path, ids, vocab_size=1000):

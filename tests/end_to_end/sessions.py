@@ -4,8 +4,6 @@ Commands in sessions of their own, by which their processes are found again; tin
 of a run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

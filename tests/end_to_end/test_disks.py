@@ -1,13 +1,11 @@
 """Full and read-only disks under the real command: a small tmpfs in a mount namespace of its own."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 RECIPE = tiny_recipe(
@@ -28,16 +26,10 @@ def on_disk(tmp_path: Path) -> OnDisk:
     def run(options: str, script: str) -> list[str]:
         program = (
             f"mount -t tmpfs -o {options} none disk && echo mounted\n"
-            f'lmkit() {{ OMP_NUM_THREADS=1 {sys.executable} -m lmkit "$@" 2>&1; echo "-> $?"; }}\n{script}\n'
+            f'lmkit() {{ {sys.executable} -m lmkit "$@" 2>&1; echo "-> $?"; }}\n{script}\n'
         )
         for namespace in (["--user", "--map-root-user", "--mount"], ["--mount"]):
-            done = subprocess.run(
-                ["unshare", *namespace, "sh", "-c", program],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = run_program("unshare", *namespace, "sh", "-c", program, cwd=tmp_path)
             if done.stdout.startswith("mounted"):
                 assert "Traceback" not in done.stdout
                 return done.stdout.splitlines()[1:]
@@ -46,7 +38,7 @@ def on_disk(tmp_path: Path) -> OnDisk:
     return run
 
 
-def test_fault_48_training_on_a_disk_that_fills_up_keeps_what_was_saved(on_disk: OnDisk) -> None:
+def test_fault_48_training_on_a_disk_that_fills_up_keeps_what_was_saved(on_disk):
     lines = on_disk(
         "size=512k", "lmkit train tiny.toml; ls -a disk/run disk/run/checkpoints; lmkit verify disk/run"
     )
@@ -60,7 +52,7 @@ def test_fault_48_training_on_a_disk_that_fills_up_keeps_what_was_saved(on_disk:
     assert lines[-1] == "-> 0"
 
 
-def test_fault_48_other_files_that_do_not_fit_leave_nothing(on_disk: OnDisk) -> None:
+def test_fault_48_other_files_that_do_not_fit_leave_nothing(on_disk):
     lines = on_disk(
         "size=64k",
         "lmkit data synth story.txt --size-mb 1; lmkit tokenizer train story.txt story.json --vocab-size 260\n"
@@ -75,7 +67,7 @@ def test_fault_48_other_files_that_do_not_fit_leave_nothing(on_disk: OnDisk) -> 
     assert all(line.startswith(("error", "hint: ", "-> ", "end", "warning: ")) for line in tried), tried
 
 
-def test_fault_50_a_read_only_disk_is_refused_before_training(on_disk: OnDisk) -> None:
+def test_fault_50_a_read_only_disk_is_refused_before_training(on_disk):
     lines = on_disk("ro,size=64k", "lmkit train tiny.toml; ls -A disk")
     error, hint, code = lines
     assert "]: disk/run: " in error

@@ -1,8 +1,5 @@
 """Little memory under the real commands (`ulimit -v`): bounded where it has to be, one line where it cannot be."""
 
-from __future__ import annotations
-
-import os
 import random
 import subprocess
 import sys
@@ -10,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 pytestmark = pytest.mark.full
 Limited = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -24,15 +22,8 @@ def limited(tmp_path: Path) -> Limited:
 
     def run(kilobytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         script = f'ulimit -v {kilobytes}; exec {sys.executable} -m lmkit "$@"'
-        return subprocess.run(
-            ["sh", "-c", script, "lmkit", *arguments],
-            cwd=tmp_path,
-            # Threads and the arenas of malloc take address space by the number of CPUs.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        # Threads and the arenas of malloc take address space by the number of CPUs.
+        return run_program("sh", "-c", script, "lmkit", *arguments, cwd=tmp_path, MALLOC_ARENA_MAX="2")
 
     return run
 
@@ -46,9 +37,7 @@ def tokenizer(tmp_path: Path, limited: Limited) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
-def test_fault_23_one_line_of_200_mb_in_bounded_memory(
-    limited: Limited, tokenizer: str, tmp_path: Path
-) -> None:
+def test_fault_23_one_line_of_200_mb_in_bounded_memory(limited, tokenizer, tmp_path):
     line = b"one fish two fish, red fish blue fish; it's a fish of 12 colours " * 1000
     with open(tmp_path / "line.txt", "wb") as file:
         for _ in range(-(-LINE_BYTES // len(line))):
@@ -60,20 +49,12 @@ def test_fault_23_one_line_of_200_mb_in_bounded_memory(
     assert trained.returncode == 0, trained.stderr
     # The limit is real: as much as the line itself more, and it would be reached.
     copy = f"import numpy; bytearray({LINE_BYTES})"
-    taken = subprocess.run(
-        ["sh", "-c", f"ulimit -v {ROOM_KB}; exec {sys.executable} -c '{copy}'"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    taken = run_program("sh", "-c", f"ulimit -v {ROOM_KB}; exec {sys.executable} -c '{copy}'", cwd=tmp_path)
     assert "MemoryError" in taken.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
-def test_fault_29_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(
-    limited: Limited, tokenizer: str, tmp_path: Path
-) -> None:
+def test_fault_29_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(limited, tokenizer, tmp_path):
     """One word of 20 MB cannot be cut into chunks: it takes more than there is."""
     letters = random.Random(29).choices(b"abcdefgh", k=20_000_000)
     (tmp_path / "word.txt").write_bytes(bytes(letters))

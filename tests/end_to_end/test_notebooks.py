@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom with the switch of their first cell."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ NOTEBOOKS = sorted((ROOT / "recipes").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_no_outputs_and_begins_with_its_switch(path: Path) -> None:
+def test_a_notebook_has_no_outputs_and_begins_with_its_switch(path):
     cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert "".join(cells[0]["source"]).startswith("SMALL = False")
     for cell in cells:
@@ -22,7 +20,7 @@ def test_a_notebook_has_no_outputs_and_begins_with_its_switch(path: Path) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_on_a_cpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_on_a_cpu(path, tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 

@@ -1,14 +1,11 @@
 """The quickstart, in full, judged against its targets: time, memory, loss against a word bigram, and the story."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from bigram_baseline import BigramModel, words_without_case
@@ -36,7 +33,7 @@ def copied_share(words: list[str], corpus: list[str]) -> float:
     return len(covered) / len(words)
 
 
-def test_copying_is_measured() -> None:
+def test_copying_is_measured():
     corpus = [f"w{i}" for i in range(100)]
     fresh = [f"x{i}" for i in range(10)]
     assert copied_share(fresh + corpus[20:30], corpus) == 0.5
@@ -45,7 +42,7 @@ def test_copying_is_measured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_quickstart_meets_its_targets(tmp_path: Path) -> None:
+def test_quickstart_meets_its_targets(tmp_path):
     # With as many threads as a user's run has; the other tests have one each.
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 

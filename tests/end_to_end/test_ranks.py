@@ -1,7 +1,5 @@
 """Ranks under the real launchers: one is killed, one hangs, torchrun is told to stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,6 @@ from lmkit.training.atomic_checkpoint import newest_valid
 from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.metrics import read_metrics
 
-Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 Begin = Callable[..., "subprocess.Popen[str]"]
 
 RECIPE = tiny_recipe(
@@ -84,7 +81,7 @@ needs_proc = pytest.mark.skipif(
 @needs_proc
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
-def test_fault_72_a_killed_rank_ends_the_job_and_is_named(victim: int, begin: Begin, recipe: Path) -> None:
+def test_fault_72_a_killed_rank_ends_the_job_and_is_named(victim, begin, recipe):
     process = begin("-m", "lmkit", "train", str(recipe), "--nproc", "2")
     os.kill(members(process.pid)[f"rank {victim}"], signal.SIGKILL)
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -96,9 +93,7 @@ def test_fault_72_a_killed_rank_ends_the_job_and_is_named(victim: int, begin: Be
 
 @pytest.mark.full
 @needs_proc
-def test_fault_73_a_rank_that_hangs_ends_the_job_at_the_timeout_and_is_named(
-    begin: Begin, recipe: Path, tmp_path: Path
-) -> None:
+def test_fault_73_a_rank_that_hangs_ends_the_job_at_the_timeout_and_is_named(begin, recipe, tmp_path):
     program = tmp_path / "impatient.py"
     program.write_text(IMPATIENT)
     process = begin(str(program), "train", str(recipe), "--nproc", "2")
@@ -118,9 +113,7 @@ def test_fault_73_a_rank_that_hangs_ends_the_job_at_the_timeout_and_is_named(
 
 
 @pytest.mark.full
-def test_fault_69_under_torchrun_a_signal_saves_once_on_all_ranks(
-    begin: Begin, lmkit: Lmkit, recipe: Path
-) -> None:
+def test_fault_69_under_torchrun_a_signal_saves_once_on_all_ranks(begin, lmkit, recipe):
     process = begin(*TORCHRUN, "-m", "lmkit", "train", str(recipe))
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=PATIENCE_S)
@@ -201,9 +194,7 @@ def children(pid: int) -> list[int]:
 @needs_proc
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(
-    strategy: str, lmkit: Lmkit, recipe: Path, tmp_path: Path
-) -> None:
+def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(strategy, lmkit, recipe, tmp_path):
     """From the newest checkpoint, as the same run. Of torchrun, the agents of two machines."""
     chosen = ["--set", f"parallel.strategy={strategy}"]
     machines = Machines(tmp_path, ["-m", "lmkit", "train", str(recipe), *chosen])

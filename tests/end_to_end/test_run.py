@@ -1,19 +1,14 @@
 """`lmkit run` from text to story, on a corpus that takes seconds."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from sessions import PATIENCE_S, TORCHRUN, losses
 from tiny import tiny_recipe
 
-Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 ROOT = Path(__file__).parents[2]
 
 RECIPE = tiny_recipe(
@@ -41,9 +36,7 @@ def made_at(run: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.suffix in (".npy", ".safetensors")}
 
 
-def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
-    lmkit: Lmkit, terminal, recipe: Path
-) -> None:
+def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(lmkit, terminal, recipe):
     first = lmkit("run", recipe, "--json")
     assert first.returncode == 0, first.stderr
     summary = json.loads(first.stdout)
@@ -87,18 +80,11 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(
 
 @pytest.mark.full
 def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
-    recipe: Path, tmp_path: Path
-) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, "lmkit", "run", str(recipe), "--set", f"run.folder={tmp_path}", "--json"],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    command = ("lmkit", "run", recipe, "--set", f"run.folder={tmp_path}", "--json")
+    done = run_program(sys.executable, *TORCHRUN, *command, cwd=ROOT, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 20  # one object: rank 0 alone prints
     assert done.stderr.count("corpus: done") == 1
@@ -107,9 +93,7 @@ def test_the_literal_torchrun_lmkit_makes_the_data_once_and_trains_on_all_ranks(
 
 
 @pytest.mark.full
-def test_ranks_that_run_starts_itself_and_a_failure_under_torchrun(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_run_starts_itself_and_a_failure_under_torchrun(lmkit, recipe, tmp_path):
     done = lmkit("run", recipe, "--nproc", "2", "--json")
     assert done.returncode == 0, done.stderr
     (state,) = (tmp_path / RUN).glob("checkpoints/*/state.json")
@@ -119,23 +103,15 @@ def test_ranks_that_run_starts_itself_and_a_failure_under_torchrun(
 
     (tmp_path / "corpus.txt").write_bytes(b"text \xff")
     files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
-    failed = subprocess.run(
-        [sys.executable, *TORCHRUN, "-m", "lmkit", "run", str(recipe), *files, "--set", "run.name=bad"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    command = ("-m", "lmkit", "run", recipe, *files, "--set", "run.name=bad")
+    failed = run_program(sys.executable, *TORCHRUN, *command, cwd=tmp_path, timeout=PATIENCE_S)
     assert failed.returncode == 1
     errors = [line for line in failed.stderr.splitlines() if line.startswith("error")]
     assert len(errors) == 1
     assert "rank 0: corpus.txt" in errors[0]
 
 
-def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it(
-    terminal, recipe: Path
-) -> None:
+def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it(terminal, recipe):
     terminal("run tiny.toml")
     tokens, newest = RUN / "tokens" / "train.npy", RUN / "checkpoints" / "step-00000020"
     before = newest.stat().st_mtime_ns
@@ -161,9 +137,7 @@ def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it
     assert newest.stat().st_mtime_ns == before
 
 
-def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(
-    terminal, recipe: Path
-) -> None:
+def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(terminal, recipe):
     terminal("run tiny.toml")
     terminal("run tiny.toml --set run.name=two")
     assert losses(RUN) == losses(RUN.parent / "two")
@@ -178,16 +152,14 @@ def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(
     assert (RUN / "checkpoints" / "step-00000030").exists()
 
 
-def test_dry_run_touches_nothing(terminal, recipe: Path, tmp_path: Path) -> None:
+def test_dry_run_touches_nothing(terminal, recipe, tmp_path):
     stages = json.loads(terminal("run tiny.toml --dry-run --json"))["stages"]
     assert set(stages.values()) == {"would run"}
     assert list(tmp_path.iterdir()) == [recipe]
 
 
 @pytest.mark.full
-def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_evaluated_and_resumed(
-    terminal, recipe: Path
-) -> None:
+def test_a_corpus_too_small_for_the_vocabulary_is_trained_on_evaluated_and_resumed(terminal, recipe):
     Path("corpus.txt").write_text("the cat sat on the mat\n" * 99)
     files = ["--set", "corpus.source=files", "--set", 'corpus.train=["corpus.txt"]']
     options = [*files, "--set", "tokenizer.vocab_size=1000"]

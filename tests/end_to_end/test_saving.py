@@ -5,8 +5,6 @@ few steps; the loop's own count of the time that it waited is in `metrics.jsonl`
 state.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics
@@ -102,7 +100,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_loop_stands_still_for_a_tenth_of_a_plain_save_at_most(tmp_path: Path) -> None:
+def test_the_loop_stands_still_for_a_tenth_of_a_plain_save_at_most(tmp_path):
     result = measure(tmp_path)
     print(json.dumps(result, indent=1))
     assert len(result["stall_s"]) == SAVES

@@ -5,8 +5,6 @@ checkpoint is half written; they hit one rank, the launcher, or everything at on
 that was never disturbed, bit for bit, and nothing may lie around that does not belong there.
 """
 
-from __future__ import annotations
-
 import getpass
 import itertools
 import json
@@ -124,7 +122,7 @@ def check_log(log: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_killed_50_times_it_is_still_the_same_run(tmp_path: Path) -> None:
+def test_killed_50_times_it_is_still_the_same_run(tmp_path):
     write_tokens(tmp_path)
     (tmp_path / "soak.toml").write_text(RECIPE)
     (tmp_path / "temporary").mkdir()

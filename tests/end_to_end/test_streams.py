@@ -1,15 +1,13 @@
 """Streams that are closed, full or lose their reader, and limits of the shell, under the real commands."""
 
-from __future__ import annotations
-
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from sessions import write_tokens
 from tiny import tiny_recipe
 
@@ -34,15 +32,7 @@ def shell(tmp_path: Path) -> Shell:
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         script = f'lmkit() {{ {sys.executable} -m lmkit "$@"; }}; {line}'
-        return subprocess.run(
-            ["sh", "-c", script],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        return run_program("sh", "-c", script, cwd=tmp_path)
 
     return run
 
@@ -58,9 +48,7 @@ def shell(tmp_path: Path) -> Shell:
         pytest.param("lmkit train tiny.toml --nproc 2 2>&1 | head -2", None, marks=full),
     ],
 )
-def test_fault_96_who_loses_the_log_does_not_lose_the_run(
-    line: str, why: str | None, shell: Shell, tmp_path: Path
-) -> None:
+def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, why, shell, tmp_path):
     done = shell(line)
     run = tmp_path / "runs" / "run"
     assert done.returncode == 0, done.stdout
@@ -78,9 +66,7 @@ def test_fault_96_who_loses_the_log_does_not_lose_the_run(
 @pytest.mark.parametrize(
     "command", ["--help", "--version", pytest.param("train tiny.toml --steps 2", marks=full)]
 )
-def test_fault_101_output_that_cannot_be_written_is_one_line(
-    command: str, where: str, shell: Shell, tmp_path: Path
-) -> None:
+def test_fault_101_output_that_cannot_be_written_is_one_line(command, where, shell, tmp_path):
     commands = [command]
     if command.startswith("train"):
         commands.append("evaluate runs/run")
@@ -106,7 +92,7 @@ def test_fault_101_output_that_cannot_be_written_is_one_line(
         ),
     ],
 )
-def test_fault_101_a_limit_of_the_shell_is_named(line: str, code: str, limit: str, shell: Shell) -> None:
+def test_fault_101_a_limit_of_the_shell_is_named(line, code, limit, shell):
     done = shell(line)
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()[-2:]

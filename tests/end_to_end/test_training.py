@@ -1,22 +1,16 @@
 """`lmkit train` as a user starts it: alone, with --nproc, under torchrun; what it says, and how it ends."""
 
-from __future__ import annotations
-
 import json
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from sessions import PATIENCE_S, TORCHRUN, losses, start, write_tokens
 from tiny import tiny_recipe
 
 from lmkit.training.atomic_checkpoint import newest_valid, saved_steps
-
-Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 RECIPE = tiny_recipe(
     *('data.train="train.npy"', 'data.valid="valid.npy"', "train.steps=10", "train.batch_size=8"),
@@ -38,7 +32,7 @@ def weights(run: Path) -> bytes:
     return (choice.path / "model.safetensors").read_bytes()
 
 
-def test_fault_54_stopping_and_going_on_is_the_same_run(terminal, recipe: Path, tmp_path: Path) -> None:
+def test_fault_54_stopping_and_going_on_is_the_same_run(terminal, recipe, tmp_path):
     runs = tmp_path / "runs"
     result = json.loads(terminal("train tiny.toml --name whole --json"))
     assert (result["status"], result["step"]) == ("finished", 10)
@@ -67,20 +61,12 @@ def test_fault_54_stopping_and_going_on_is_the_same_run(terminal, recipe: Path, 
 
 
 @pytest.mark.full
-def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
-    lmkit: Lmkit, recipe: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(lmkit, recipe, tmp_path):
     own = lmkit("train", recipe, "--name", "own", "--nproc", "2", "--json")
     assert own.returncode == 0, own.stderr
     assert json.loads(own.stdout)["step"] == 10
-    elastic = subprocess.run(
-        [sys.executable, *TORCHRUN, "-m", "lmkit", "train", recipe, "--name", "elastic", "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "lmkit", "train", recipe, "--name", "elastic", "--json")
+    elastic = run_program(sys.executable, *TORCHRUN, *command, cwd=tmp_path)
     assert elastic.returncode == 0, elastic.stderr
     assert json.loads(elastic.stdout)["step"] == 10  # rank 0 alone speaks
     assert losses(tmp_path / "runs" / "own") == losses(tmp_path / "runs" / "elastic")
@@ -92,9 +78,7 @@ def test_two_ranks_by_nproc_and_by_torchrun_are_the_same_run(
     ("number", "code", "arguments"),
     [(signal.SIGTERM, 143, ()), (signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--nproc", "2"))],
 )
-def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(
-    number: int, code: int, arguments: tuple[str, ...], recipe: Path, lmkit: Lmkit
-) -> None:
+def test_fault_69_a_signal_saves_once_and_gives_the_exit_code(number, code, arguments, recipe, lmkit):
     process = start("-m", "lmkit", "train", str(recipe), "--steps", "100000", *arguments, cwd=recipe.parent)
     try:
         process.send_signal(number)

@@ -1,7 +1,5 @@
 """Formats of conversations: chat JSON lines, chat templates of lmkit and of Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

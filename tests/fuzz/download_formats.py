@@ -1,7 +1,5 @@
 """Formats of downloads: what lies in the folder, and what a server answers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip

@@ -3,8 +3,6 @@
 The import itself starts processes (git) and syncs files; here the folder is opened and every weight is read.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@
 against the undamaged content if a checksum protects it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -25,12 +23,7 @@ from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.token_files import TokenFileWriter, as_json, open_tokens
 from lmkit.errors import LmkitError
-from lmkit.recipe.load import (
-    load_recipe,
-    recipe_to_toml,
-    shipped_recipes,
-    with_our_names,
-)
+from lmkit.recipe.load import load_recipe, recipe_to_toml, shipped_recipes, with_our_names
 from lmkit.recipe.tables import PRESETS, CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes

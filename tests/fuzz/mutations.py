@@ -1,7 +1,5 @@
 """Seeded damage: to bytes of any kind, to tokens and lines of text, to binary headers, to cells of a database."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Formats of run folders, results and profiles."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -26,10 +24,7 @@ from lmkit.measure.trace import Trace
 from lmkit.optim.adamw import AdamW
 from lmkit.profile.nsys import read_nsys_database
 from lmkit.profile.summary import report_of, summarize
-from lmkit.recipe.load import (
-    load_recipe,
-    validate,
-)
+from lmkit.recipe.load import load_recipe, validate
 from lmkit.training import session
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,

@@ -1,7 +1,5 @@
 """Files that fuzzing found: each once ended in a traceback or was read wrongly."""
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -3,8 +3,6 @@
 Here with 60 cases a format; `nox -s fuzz` takes 10,000 and keeps the figures.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

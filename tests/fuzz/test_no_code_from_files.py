@@ -1,7 +1,5 @@
 """Files are data: nothing in lmkit unpickles, evaluates or unpacks what it reads."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -8,8 +8,6 @@ a reader that runs code, writes outside its folder, hangs, or takes a gigabyte: 
 first two below any library, a thread ends a process that hangs, and the kernel limits memory.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

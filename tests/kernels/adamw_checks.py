@@ -1,7 +1,5 @@
 """What the one-pass AdamW must do, on any device: run by Triton's interpreter on CPUs, and on GPUs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from itertools import pairwise

@@ -5,8 +5,6 @@ form in the same dtype, plus one rounding; attention_oracle.py says how errors a
 `check_faults_are_seen` makes sure that zeros and a mask that is off by one show.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Models on the fused kernels, in Triton's interpreter, against the same models on PyTorch's operations."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

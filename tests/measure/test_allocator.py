@@ -1,7 +1,5 @@
 """The settings of PyTorch's CUDA allocator: what it is told, in place of a GPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -28,9 +26,7 @@ def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["True", "False"])
-def test_they_are_switched_off_with_all_other_settings_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, told: list[str], name: str, value: str
-) -> None:
+def test_they_are_switched_off_with_all_other_settings_as_they_are(monkeypatch, told, name, value):
     """And are back whatever happens."""
     monkeypatch.setenv(name, f"max_split_size_mb:64, expandable_segments:{value}")
 
@@ -53,9 +49,7 @@ def test_they_are_switched_off_with_all_other_settings_as_they_are(
         ("backend:cudaMallocAsync", None),
     ],
 )
-def test_segments_expand_unless_the_environment_decides(
-    monkeypatch: pytest.MonkeyPatch, told: list[str], given: str | None, expected: str | None
-) -> None:
+def test_segments_expand_unless_the_environment_decides(monkeypatch, told, given, expected):
     """Later processes, and `without_expandable_segments`, read it from the environment."""
     monkeypatch.setenv(NAMES[0], given or "")
     if given is None:

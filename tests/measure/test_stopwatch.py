@@ -4,8 +4,6 @@ How long a known duration is said to take; how often a 2% difference is found, a
 real work while other processes keep taking the CPU away, and in simulated ones.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -109,7 +107,7 @@ def simulated_comparisons(noisy_rounds: Callable[..., Any]) -> list[dict[str, An
     return [verdicts(slower_by, partial(compare, slower_by), SIMULATIONS) for slower_by in (0.0, 0.02)]
 
 
-def test_the_stop_watch(noisy_rounds) -> None:
+def test_the_stop_watch(noisy_rounds):
     torch.set_num_threads(1)
     record: dict[str, Any] = {"known_duration": known_duration(4.0)}
     with neighbours() as count:

@@ -1,7 +1,5 @@
 """Small models whose every weight is random, gains included."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

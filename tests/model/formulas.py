@@ -1,7 +1,5 @@
 """The model's formulas in loops, and the switches that change them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Count the bytes of tensors that are alive, whoever holds them: what a CUDA allocator would count, on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models whose blocks are computed again in the backward pass, or compiled, give the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +8,7 @@ import torch
 from formulas import ALL_SWITCHES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmkit.model import TransformerLM, compile_model, transformer
-
-MakeModel = Callable[..., TransformerLM]
+from lmkit.model import compile_model, transformer
 
 KEPT = [
     {"activation_checkpointing": "block"},
@@ -23,7 +19,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("keep", ["block", "attention", "selective"])
-def test_switches_are_recomputed_the_same(make_model: MakeModel, keep: str) -> None:
+def test_switches_are_recomputed_the_same(make_model, keep):
     budget = {"activation_gb": 60e-6} if keep == "selective" else {}
     test_activation_checkpointing_recomputes_the_same_gradients(
         make_model, {**ALL_SWITCHES, "activation_checkpointing": keep, **budget}, "sdpa", False
@@ -33,9 +29,7 @@ def test_switches_are_recomputed_the_same(make_model: MakeModel, keep: str) -> N
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen embeddings"])
 @pytest.mark.parametrize("attention", ["reference", "flash_torch", "sdpa"])
 @pytest.mark.parametrize("fields", KEPT, ids=str)
-def test_activation_checkpointing_recomputes_the_same_gradients(
-    make_model: MakeModel, fields: dict[str, Any], attention: str, frozen: bool
-) -> None:
+def test_activation_checkpointing_recomputes_the_same_gradients(make_model, fields, attention, frozen):
     """Bit for bit; also where the first block's input needs no gradient but its weights do."""
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
     same = {key: value for key, value in fields.items() if not key.startswith("activation")}
@@ -61,9 +55,7 @@ def test_activation_checkpointing_recomputes_the_same_gradients(
         ("all", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 1, "attention": 1}),
     ],
 )
-def test_what_a_block_keeps_is_not_computed_again(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, keep: str, again: dict[str, int]
-) -> None:
+def test_what_a_block_keeps_is_not_computed_again(make_model, monkeypatch, keep, again):
     model = make_model(num_layers=1, activation_checkpointing="block")
     monkeypatch.setattr(
         transformer, "kept_by_layers", lambda config, form, tokens: [keep] * config.num_layers
@@ -99,9 +91,7 @@ ignore_dynamo = pytest.mark.filterwarnings(
 @ignore_dynamo
 @pytest.mark.parametrize("fields", [{}, *KEPT[:2], KEPT[4], KEPT[5]], ids=str)
 @pytest.mark.parametrize("how", ["none", "block", pytest.param("whole", marks=pytest.mark.full)])
-def test_a_compiled_model_has_the_same_names_and_numbers(
-    make_model: MakeModel, how: str, fields: dict[str, Any]
-) -> None:
+def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields):
     torch.compiler.reset()
     torch.manual_seed(0)
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
@@ -120,13 +110,13 @@ def test_a_compiled_model_has_the_same_names_and_numbers(
 
 @ignore_dynamo
 @pytest.mark.full
-def test_switches_are_compiled(make_model: MakeModel) -> None:
+def test_switches_are_compiled(make_model):
     test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", ALL_SWITCHES)
 
 
 @ignore_dynamo
 @pytest.mark.parametrize(("how", "graphs"), [("none", 0), ("block", 2), ("whole", 2)])
-def test_blocks_share_one_graph(make_model: MakeModel, how: str, graphs: int) -> None:
+def test_blocks_share_one_graph(make_model, how, graphs):
     """One for the blocks, whether there are two or ten, and one for the loss."""
     torch.compiler.reset()
     seen = []

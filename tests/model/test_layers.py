@@ -8,7 +8,7 @@ from lmkit.model import Embedding, Linear, RMSNorm, SwiGLU, silu, softmax
 
 
 @pytest.mark.parametrize("dim", [-1, 0, 1])
-def test_softmax_equals_torchs(dim: int) -> None:
+def test_softmax_equals_torchs(dim):
     torch.manual_seed(0)
     x = torch.randn(3, 4, 5)
     for shift in (0.0, 1000.0, -1000.0):  # exp(1000) overflows, exp(-1000) is 0
@@ -16,12 +16,12 @@ def test_softmax_equals_torchs(dim: int) -> None:
         torch.testing.assert_close(softmax(x + shift, dim), F.softmax(x + shift, dim), rtol=0, atol=1e-6)
 
 
-def test_silu_equals_torchs() -> None:
+def test_silu_equals_torchs():
     x = torch.linspace(-100, 100, 1001)
     torch.testing.assert_close(silu(x), F.silu(x), rtol=1e-6, atol=1e-6)  # float32 rounding
 
 
-def test_linear_embedding_and_swiglu_equal_their_formulas() -> None:
+def test_linear_embedding_and_swiglu_equal_their_formulas():
     torch.manual_seed(0)
     linear, embedding, swiglu = Linear(6, 4), Embedding(10, 6), SwiGLU(6, 8)
     x, ids = torch.randn(2, 3, 6), torch.tensor([[1, 9], [0, 1]])
@@ -38,7 +38,7 @@ def formula(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (2, 3, 40), (1, 1, 2), (16,)])
-def test_rms_norm_and_its_gradients_follow_the_formula(shape: tuple[int, ...]) -> None:
+def test_rms_norm_and_its_gradients_follow_the_formula(shape):
     torch.manual_seed(0)
     norm = RMSNorm(shape[-1], eps=0.1, dtype=torch.float64)  # a large eps, so that its place matters
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_rms_norm_and_its_gradients_follow_the_formula(shape: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("how", ["mixed dtypes", "compiled"])
-def test_rms_norm_by_other_ways_has_the_same_eps(how: str) -> None:
+def test_rms_norm_by_other_ways_has_the_same_eps(how):
     torch.manual_seed(0)
     dtype = torch.float32 if how == "mixed dtypes" else torch.float64
     norm = RMSNorm(16, eps=0.1, dtype=dtype)
@@ -64,7 +64,7 @@ def test_rms_norm_by_other_ways_has_the_same_eps(how: str) -> None:
     torch.testing.assert_close(layer(x), formula(x, norm.weight.double(), 0.1), rtol=1e-12, atol=0)
 
 
-def test_rms_norm_computes_bfloat16_in_float32() -> None:
+def test_rms_norm_computes_bfloat16_in_float32():
     torch.manual_seed(0)
     norm = RMSNorm(512)
     x = (torch.randn(64, 512) * 100).bfloat16()

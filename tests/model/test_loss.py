@@ -22,7 +22,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 1000.0])  # exp(1000) overflows
-def test_cross_entropy_equals_torchs(shape: tuple[int, ...], factor: float) -> None:
+def test_cross_entropy_equals_torchs(shape, factor):
     torch.manual_seed(0)
     logits = (torch.randn(*shape, 11) * factor).requires_grad_()
     targets = torch.randint(11, shape)
@@ -34,7 +34,7 @@ def test_cross_entropy_equals_torchs(shape: tuple[int, ...], factor: float) -> N
 
 
 @pytest.mark.usefixtures("slice_elements")
-def test_value_and_gradients_equal_the_plain_way() -> None:
+def test_value_and_gradients_equal_the_plain_way():
     hidden, weight, targets = inputs(torch.float64)
     ours = linear_cross_entropy(hidden, weight, targets)
     plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
@@ -48,7 +48,7 @@ def test_value_and_gradients_equal_the_plain_way() -> None:
 
 @pytest.mark.usefixtures("slice_elements")
 @pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_targets_below_zero_do_not_count(form: str) -> None:
+def test_targets_below_zero_do_not_count(form):
     hidden, weight, targets = inputs(torch.float64)
     targets[0, :4] = targets[2] = -1
     slice_loss = SliceLoss()
@@ -68,7 +68,7 @@ def test_targets_below_zero_do_not_count(form: str) -> None:
     assert not any(grad.any() for grad in torch.autograd.grad(none, (hidden, weight)))
 
 
-def test_a_single_token_needs_no_other_axis() -> None:
+def test_a_single_token_needs_no_other_axis():
     hidden, weight, targets = inputs(torch.float64)
     alone = linear_cross_entropy(hidden[0, 0], weight, targets[0, 0])
     in_a_batch = linear_cross_entropy(hidden[:1, :1], weight, targets[:1, :1])
@@ -77,7 +77,7 @@ def test_a_single_token_needs_no_other_axis() -> None:
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch):
     """1024 slices of one token: a bfloat16 sum would stand still once it is 256 times what is added."""
     monkeypatch.setitem(memory.SLICE_ELEMENTS, "cpu", 1)
     hidden = torch.ones(1024, 2)
@@ -94,7 +94,7 @@ def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("slice_elements")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:
+def test_autocast_keeps_loss_and_sums_in_float32(dtype):
     hidden, weight, targets = inputs(torch.float32)
     with torch.autocast("cpu", dtype=dtype):
         ours = linear_cross_entropy(hidden, weight, targets)
@@ -113,7 +113,7 @@ def test_autocast_keeps_loss_and_sums_in_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4096])
-def test_a_confident_float16_model_keeps_its_gradients(tokens: int) -> None:
+def test_a_confident_float16_model_keeps_its_gradients(tokens):
     """Inside float16, 1 / tokens would push them below the smallest number before the loss scale lifts them, and the
     loss scale itself is beyond the largest."""
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_a_confident_float16_model_keeps_its_gradients(tokens: int) -> None:
     assert (ours.double() - truth).norm() <= 2**-8 * truth.norm()
 
 
-def test_certain_and_hopeless_predictions_stay_finite() -> None:
+def test_certain_and_hopeless_predictions_stay_finite():
     hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]])
     loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 0]))
@@ -138,7 +138,7 @@ def test_certain_and_hopeless_predictions_stay_finite() -> None:
     assert grad.tolist() == [[0.0], [-1.0]]
 
 
-def test_without_gradients_the_only_product_is_that_of_the_logits() -> None:
+def test_without_gradients_the_only_product_is_that_of_the_logits():
     """Evaluation would pay for the head's gradient otherwise: `ctx.needs_input_grad` is true under no_grad too."""
     weight = torch.nn.Parameter(torch.randn(10, 8))
     hidden, targets = torch.randn(6, 8), torch.randint(10, (6,))

@@ -1,7 +1,5 @@
 """Bytes that are planned against bytes that are alive when the real model runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +24,7 @@ from lmkit.training import build_step
 from lmkit.training.plan import form_of, held_by
 from lmkit.training.precision import autocast
 
-SIZES = {
-    "vocab_size": 80,
-    "context_length": 32,
-    "d_model": 32,
-    "d_ff": 80,
-    "num_layers": 3,
-    "num_heads": 4,
-}
+SIZES = {"vocab_size": 80, "context_length": 32, "d_model": 32, "d_ff": 80, "num_layers": 3, "num_heads": 4}
 LEVELS: list[dict[str, Any]] = [
     {},
     {"activation_checkpointing": "block"},
@@ -63,7 +54,7 @@ def batch(config: ModelConfig) -> torch.Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fields", LEVELS, ids=str)
-def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields: dict[str, Any], precision: str) -> None:
+def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, precision):
     step, form, held = build(precision, **fields)
     config, ids = step.model.config, batch(step.model.config)[0]
     planned = step_memory(config, form, held, tokens=ids.numel())
@@ -86,11 +77,11 @@ def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields: dict[str, A
     ],
     ids=str,
 )
-def test_other_shapes_too(fields: dict[str, Any]) -> None:
+def test_other_shapes_too(fields):
     test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, "fp32")
 
 
-def test_weights_that_autocast_casts_are_counted() -> None:
+def test_weights_that_autocast_casts_are_counted():
     step, form, held = build("bf16-autocast")
     ids = batch(step.model.config)[0]
     planned = step_memory(step.model.config, form, held, tokens=ids.numel())
@@ -102,7 +93,7 @@ def test_weights_that_autocast_casts_are_counted() -> None:
 
 
 @pytest.mark.parametrize("fields", LEVELS[:5], ids=str)
-def test_the_peak_of_forward_and_backward(fields: dict[str, Any]) -> None:
+def test_the_peak_of_forward_and_backward(fields):
     """Within 1% of what a step adds: the plan leaves out scalars and statistics of the loss."""
     step, form, held = build("fp32", vocab_size=16, d_ff=96, **fields)
     ids = batch(step.model.config)
@@ -113,7 +104,7 @@ def test_the_peak_of_forward_and_backward(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_held_from_step_to_step(precision: str) -> None:
+def test_what_is_held_from_step_to_step(precision):
     step, _, held = build(precision)
     ids = batch(step.model.config)
     planned = training_memory(step.model.config, held)
@@ -126,7 +117,7 @@ def test_what_is_held_from_step_to_step(precision: str) -> None:
     assert planned.optimizer == sum(x.nbytes for each in state for name, x in each.items() if name != "step")
 
 
-def test_a_forward_pass_that_is_dropped_leaves_nothing() -> None:
+def test_a_forward_pass_that_is_dropped_leaves_nothing():
     """Saved-tensor hooks that hold an output make a cycle that no garbage collector sees."""
     model = TransformerLM(ModelConfig(**SIZES, activation_checkpointing="attention"))
     ids = batch(model.config)[0]
@@ -138,7 +129,7 @@ def test_a_forward_pass_that_is_dropped_leaves_nothing() -> None:
         assert memory.live <= 2 * 4 * 3 * 32  # caches of PyTorch
 
 
-def test_shards_and_gathered_units() -> None:
+def test_shards_and_gathered_units():
     config = ModelConfig(**SIZES)
     form = Form(True, "cuda", 2, 2)
     whole = step_memory(config, form, Held(2, 2, 4), tokens=128)
@@ -169,7 +160,7 @@ def test_shards_and_gathered_units() -> None:
     assert whole.optimizer == 8 * total + 4 * (total - 7 * 32)
 
 
-def test_segments_of_the_allocator() -> None:
+def test_segments_of_the_allocator():
     for num_bytes, taken in (
         (1, 2),
         (MIB, 2),
@@ -181,7 +172,7 @@ def test_segments_of_the_allocator() -> None:
         assert segment(num_bytes) == taken * MIB
 
 
-def test_a_budget_bounds_what_blocks_keep() -> None:
+def test_a_budget_bounds_what_blocks_keep():
     form = Form(True, "cuda", 2, 2)
     for kb in range(25, 600, 25):
         config = ModelConfig(**SIZES, activation_checkpointing="selective", activation_gb=kb * 1e-6)
@@ -192,7 +183,7 @@ def test_a_budget_bounds_what_blocks_keep() -> None:
         assert len(kept_by_layers(config, form, tokens=128)) == 3
 
 
-def test_a_budget_is_spent_on_the_dearest_first() -> None:
+def test_a_budget_is_spent_on_the_dearest_first():
     config = ModelConfig(**SIZES, attention="sdpa")
     form = Form(reuses_memory=True, device="cuda", stream=2, product=2)
     size = {keep: 1000 * kept(config, form, keep) for keep in KEEPS}

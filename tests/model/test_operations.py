@@ -1,9 +1,7 @@
 """Which operations a model runs, and that all of them go through the set. The kernels' numbers: tests/kernels."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ from lmkit.model.operations import PLAIN
 from lmkit.optim.adamw import _Kind
 from lmkit.registry import OPERATIONS
 
-MakeModel = Callable[..., TransformerLM]
 NAMES = {"embedding", "add_rms_norm", "rotated", "swiglu", "linear_cross_entropy"}
 
 
@@ -40,9 +37,7 @@ def watched() -> Iterator[str]:
     OPERATIONS.unregister("watched")
 
 
-def test_a_set_from_outside_runs_everything_around_the_matrix_products(
-    make_model: MakeModel, watched: str
-) -> None:
+def test_a_set_from_outside_runs_everything_around_the_matrix_products(make_model, watched):
     model, plain = make_model(operations=watched), make_model()
     ids = torch.randint(61, (2, 9))
     loss = model.loss(ids, ids)
@@ -52,14 +47,14 @@ def test_a_set_from_outside_runs_everything_around_the_matrix_products(
     assert torch.equal(loss, plain.loss(ids, ids))
 
 
-def test_auto_takes_what_runs() -> None:
+def test_auto_takes_what_runs():
     assert OPERATIONS.names[:2] == ("fused", "plain")
     for weight in (torch.empty(1), torch.empty(1).double(), torch.empty(1, device="meta")):
         assert type(choose_operations("auto", weight)) is Operations
     assert type(choose_operations("fused", torch.empty(1, device="meta"))) is Operations  # nothing runs yet
 
 
-def test_a_named_set_that_does_not_run_is_refused() -> None:
+def test_a_named_set_that_does_not_run_is_refused():
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs kernels on CPUs")
     pytest.importorskip("triton", reason="Triton exists for Linux only")
@@ -68,7 +63,7 @@ def test_a_named_set_that_does_not_run_is_refused() -> None:
     assert "model.operations" in str(caught.value)
 
 
-def test_auto_is_plain_on_a_gpu_that_is_too_old_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_plain_on_a_gpu_that_is_too_old_for_triton(monkeypatch):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     weight: Any = SimpleNamespace(
         is_cuda=True, is_meta=False, device=torch.device("cuda", 0), dtype=torch.float16
@@ -80,14 +75,14 @@ def test_auto_is_plain_on_a_gpu_that_is_too_old_for_triton(monkeypatch: pytest.M
         assert kind.fits_one_pass == (expected == "fused")
 
 
-def test_a_model_chooses_again_where_it_is_moved(make_model: MakeModel, watched: str) -> None:
+def test_a_model_chooses_again_where_it_is_moved(make_model, watched):
     model = make_model(operations=watched)
     before = model.operations
     assert model.float().operations is not before
     assert isinstance(model.operations, Watched)
 
 
-def test_compiled_blocks_are_left_to_the_compiler(make_model: MakeModel, watched: str) -> None:
+def test_compiled_blocks_are_left_to_the_compiler(make_model, watched):
     """Unless a set is named."""
     for name, expected in (("auto", PLAIN), (watched, None)):
         model = make_model(operations=name)

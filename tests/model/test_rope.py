@@ -1,7 +1,6 @@
 """RoPE against explicit rotation matrices."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ def rotation_matrix(position: int, head_dim: int, theta: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("theta", [10_000.0, 500.0])
 @pytest.mark.parametrize("head_dim", [2, 6, 16])
-def test_each_position_is_multiplied_by_its_matrix(head_dim: int, theta: float) -> None:
+def test_each_position_is_multiplied_by_its_matrix(head_dim, theta):
     torch.manual_seed(0)
     rope = RotaryEmbedding(head_dim=head_dim, context_length=40, theta=theta)
     x = torch.randn(2, 40, 3, head_dim, dtype=torch.float64)
@@ -32,14 +31,14 @@ def test_each_position_is_multiplied_by_its_matrix(head_dim: int, theta: float) 
     torch.testing.assert_close(apply_rope(x, rope(40)), expected, rtol=0, atol=1e-6)
 
 
-def test_gradient_is_the_rotation_back() -> None:
+def test_gradient_is_the_rotation_back():
     torch.manual_seed(0)
     rope = RotaryEmbedding(head_dim=8, context_length=16)
     x = torch.randn(1, 16, 2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda y: apply_rope(y, rope(16)), (x,))
 
 
-def test_chosen_positions_agree_with_the_sequence() -> None:
+def test_chosen_positions_agree_with_the_sequence():
     torch.manual_seed(0)
     rope = RotaryEmbedding(head_dim=8, context_length=16)
     x = torch.randn(2, 16, 2, 8)
@@ -48,7 +47,7 @@ def test_chosen_positions_agree_with_the_sequence() -> None:
     assert torch.equal(apply_rope(x[chosen], rope.at(positions)), apply_rope(x, rope(16))[chosen])
 
 
-def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
+def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16():
     rope = RotaryEmbedding(head_dim=4, context_length=100_001).bfloat16()
     assert rope.cos_sin.dtype == torch.float32
     for pair, angle in enumerate((100_000.0, 100_000.0 / 100)):
@@ -68,7 +67,7 @@ def test_distant_positions_are_exact_in_a_model_cast_to_bfloat16() -> None:
     ],
     ids=["odd strides", "odd strides and offset", "odd offset", "last stride not 1", "contiguous"],
 )
-def test_where_the_channels_lie_does_not_matter(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_where_the_channels_lie_does_not_matter(cut):
     torch.manual_seed(0)
     rope = RotaryEmbedding(head_dim=8, context_length=16)
     x = cut(torch.randn(2, 16, 3, 9))
@@ -79,13 +78,13 @@ def test_where_the_channels_lie_does_not_matter(cut: Callable[[torch.Tensor], to
     torch.testing.assert_close(compiled(x, rope(16)), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_odd_channels_and_long_sequences_are_refused() -> None:
+def test_odd_channels_and_long_sequences_are_refused():
     with pytest.raises(ValueError, match="head_dim 5 is odd"):
         RotaryEmbedding(head_dim=5, context_length=8)
     with pytest.raises(ValueError, match="9 tokens is longer than the context of 8"):
         RotaryEmbedding(head_dim=4, context_length=8)(9)
 
 
-def test_the_table_survives_meta_construction() -> None:
+def test_the_table_survives_meta_construction():
     rope = RotaryEmbedding(head_dim=4, context_length=8, device="meta").to_empty(device="cpu")
     assert torch.equal(rope.cos_sin, RotaryEmbedding(head_dim=4, context_length=8).cos_sin)

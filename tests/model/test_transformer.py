@@ -1,10 +1,7 @@
 """The whole model against formulas in float64, against Hugging Face's Llama, and its options against each other."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
 from itertools import chain
 
 import pytest
@@ -15,8 +12,6 @@ from torch.nn import functional as F
 
 from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, TransformerLM, parameter_names
-
-MakeModel = Callable[..., TransformerLM]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +30,7 @@ MakeModel = Callable[..., TransformerLM]
     ],
     ids=str,
 )
-def test_logits_and_loss_follow_the_formulas(make_model: MakeModel, fields: dict) -> None:
+def test_logits_and_loss_follow_the_formulas(make_model, fields):
     model = make_model(**fields)
     ids = torch.randint(61, (2, 13))
     targets = torch.randint(61, (2, 13))
@@ -58,7 +53,7 @@ def test_logits_and_loss_follow_the_formulas(make_model: MakeModel, fields: dict
     ],
     ids=str,
 )
-def test_packed_documents_are_computed_as_if_each_stood_alone(make_model: MakeModel, fields: dict) -> None:
+def test_packed_documents_are_computed_as_if_each_stood_alone(make_model, fields):
     """Losses and gradients; the first row begins in the middle of a document, the second has one of one token."""
     model = make_model(**fields, document_token=7)
     rows = [[[3, 8, 2, 2], [7, 4, 9, 9, 1, 5], [7, 30]], [[7], [7, 5, 5, 5, 6, 1], [7, 2, 60, 60, 12]]]
@@ -78,7 +73,7 @@ def test_packed_documents_are_computed_as_if_each_stood_alone(make_model: MakeMo
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_token_is_no_switch(make_model: MakeModel) -> None:
+def test_a_document_token_is_no_switch(make_model):
     """A document by itself is the same to a model with it: decode steps and exports need not know it."""
     ids = torch.randint(1, 61, (2, 9))
     ids[:, 0] = 0
@@ -87,7 +82,7 @@ def test_a_document_token_is_no_switch(make_model: MakeModel) -> None:
     assert torch.equal(model(ids), make_model()(ids))
 
 
-def test_parameter_names(make_model: MakeModel) -> None:
+def test_parameter_names(make_model):
     model = make_model()
     in_a_layer = "ln1 ln2 attn.q_proj attn.k_proj attn.v_proj attn.output_proj ffn.w1 ffn.w2 ffn.w3"
     names = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
@@ -105,7 +100,7 @@ def test_parameter_names(make_model: MakeModel) -> None:
     ]
 
 
-def test_biases_have_names_of_their_own_and_start_from_zero(make_model: MakeModel) -> None:
+def test_biases_have_names_of_their_own_and_start_from_zero(make_model):
     config = make_model(num_kv_heads=2, qkv_bias=True).config
     model = TransformerLM(config)
     biases = {name: value for name, value in model.state_dict().items() if name.endswith("bias")}
@@ -122,7 +117,7 @@ def test_biases_have_names_of_their_own_and_start_from_zero(make_model: MakeMode
     assert list(names) == [f"layers.1.attn.{name}_proj.bias" for name in "qkv"]
 
 
-def test_joined_matrices_load_by_their_own_names(make_model: MakeModel) -> None:
+def test_joined_matrices_load_by_their_own_names(make_model):
     model, other = make_model(num_kv_heads=2), make_model(num_kv_heads=2, seed=1)
     state = {name: weight.clone() for name, weight in model.state_dict().items()}
     twin = copy.deepcopy(other)
@@ -138,7 +133,7 @@ def test_joined_matrices_load_by_their_own_names(make_model: MakeModel) -> None:
             twin.load_state_dict(given)
 
 
-def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) -> None:
+def test_a_tied_head_is_one_matrix_with_both_gradients(make_model):
     tied = make_model(tie_embeddings=True)
     assert tied.lm_head.weight is tied.token_embeddings.weight
     assert "lm_head.weight" not in dict(tied.named_parameters())
@@ -152,7 +147,7 @@ def test_a_tied_head_is_one_matrix_with_both_gradients(make_model: MakeModel) ->
     assert tied.float().lm_head.weight is tied.token_embeddings.weight  # a cast keeps them one
 
 
-def test_switches_have_their_parameters_and_are_all_listed(make_model: MakeModel) -> None:
+def test_switches_have_their_parameters_and_are_all_listed(make_model):
     """A switch without the mark would be used by decode steps that do not know it."""
     config = make_model(**ALL_SWITCHES).config
     assert config.switches == set(ALL_SWITCHES) - {"num_kv_heads", "attention"}
@@ -168,7 +163,7 @@ def test_switches_have_their_parameters_and_are_all_listed(make_model: MakeModel
         assert layer.attn.qkv_proj.weight.any()
 
 
-def test_a_token_sees_nothing_that_follows(make_model: MakeModel) -> None:
+def test_a_token_sees_nothing_that_follows(make_model):
     model = make_model()
     ids = torch.randint(61, (1, 12))
     changed = ids.clone()
@@ -179,7 +174,7 @@ def test_a_token_sees_nothing_that_follows(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(make_model: MakeModel, dtype: torch.dtype) -> None:
+def test_half_precision_stays_near(make_model, dtype):
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
     exact = make_model()
     wide, narrow = copy.deepcopy(exact).float(), copy.deepcopy(exact).to(dtype)
@@ -196,7 +191,7 @@ def test_half_precision_stays_near(make_model: MakeModel, dtype: torch.dtype) ->
             assert (parameter.grad.double() - truth.grad).norm() < 0.05 * truth.grad.norm(), name
 
 
-def test_attention_gets_views_of_the_projections(make_model: MakeModel) -> None:
+def test_attention_gets_views_of_the_projections(make_model):
     model = make_model(num_kv_heads=2, dtype=torch.float32)
     seen = {}
 
@@ -216,7 +211,7 @@ def test_attention_gets_views_of_the_projections(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_initial_weights_have_the_promised_spread(tied: bool) -> None:
+def test_initial_weights_have_the_promised_spread(tied):
     """A tied matrix starts as a head."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 500, "d_model": 128, "d_ff": 256, "num_layers": 1, "num_heads": 4}
@@ -236,7 +231,7 @@ def test_initial_weights_have_the_promised_spread(tied: bool) -> None:
     assert abs(loss.item() - math.log(500)) < 0.3  # near-uniform predictions at the start
 
 
-def test_a_seed_draws_the_weights_of_the_first_edition(make_model: MakeModel) -> None:
+def test_a_seed_draws_the_weights_of_the_first_edition(make_model):
     """One after the other, by name, as before matrices were joined."""
     config = make_model(num_kv_heads=2).config
     torch.manual_seed(3)
@@ -250,7 +245,7 @@ def test_a_seed_draws_the_weights_of_the_first_edition(make_model: MakeModel) ->
         assert torch.equal(weight, expected), name
 
 
-def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model: MakeModel) -> None:
+def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model):
     config = make_model().config
     torch.manual_seed(3)
     reference = TransformerLM(config)
@@ -268,7 +263,7 @@ def test_a_model_without_memory_gets_the_values_of_the_seed_later(make_model: Ma
     assert torch.equal(model(ids), reference(ids))  # RoPE's table too
 
 
-def test_refusals(make_model: MakeModel) -> None:
+def test_refusals(make_model):
     with pytest.raises(ValueError, match="vocab_size is not set"):
         TransformerLM(ModelConfig())
     with pytest.raises(ValueError, match="25 tokens is longer than the context of 24"):

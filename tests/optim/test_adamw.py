@@ -1,7 +1,5 @@
 """AdamW against PyTorch's over recorded gradients, against the formula, and its state."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -48,7 +46,7 @@ def run(optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]], s
 
 
 @pytest.mark.parametrize("sweep", [1, 30, 1 << 20])
-def test_equals_torch_over_a_thousand_steps(sweep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_torch_over_a_thousand_steps(sweep, monkeypatch):
     monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", sweep)
     ours, theirs = parameters(), parameters()
     gradients = recorded(1000)
@@ -60,7 +58,7 @@ def test_equals_torch_over_a_thousand_steps(sweep: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("cautious", "peak"), [(False, 0.0), (True, 0.0), (True, 0.04)])
-def test_equals_the_formula_in_float64(cautious: bool, peak: float) -> None:
+def test_equals_the_formula_in_float64(cautious, peak):
     params = parameters(torch.float64)
     gradients = recorded(20)
     own = {"cautious": cautious, "decay_peak": peak}
@@ -83,7 +81,7 @@ def test_equals_the_formula_in_float64(cautious: bool, peak: float) -> None:
         torch.testing.assert_close(param.detach(), w, rtol=1e-12, atol=1e-13)  # float64 rounding of 20 steps
 
 
-def test_state_survives_a_file_bit_for_bit() -> None:
+def test_state_survives_a_file_bit_for_bit():
     gradients = recorded(20)
     whole, halves = parameters(), parameters()
     run(AdamW(whole, **SETTINGS), gradients)
@@ -98,7 +96,7 @@ def test_state_survives_a_file_bit_for_bit() -> None:
     assert all(torch.equal(*pair) for pair in zip(whole, halves, strict=True))
 
 
-def test_state_has_torchs_names_and_loads_both_ways() -> None:
+def test_state_has_torchs_names_and_loads_both_ways():
     gradients = recorded(5)
     ours, theirs = parameters(), parameters()
     mine, yours = AdamW(ours, **SETTINGS), torch.optim.AdamW(theirs, **SETTINGS)
@@ -126,7 +124,7 @@ def narrow(exact: list) -> tuple[list, AdamW]:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_bf16_parameters_are_rounded_masters_also_after_their_state_was_loaded(saved: bool) -> None:
+def test_bf16_parameters_are_rounded_masters_also_after_their_state_was_loaded(saved):
     """`load_state_dict` of torch casts state to the parameter's dtype."""
     gradients = [[grad.bfloat16() for grad in grads] for grads in recorded(20)]
     exact, initial = parameters(), parameters()
@@ -147,7 +145,7 @@ def test_bf16_parameters_are_rounded_masters_also_after_their_state_was_loaded(s
             assert torch.equal(state[name], expected.state[master][name])
 
 
-def test_masters_of_loaded_state_without_any_are_the_weights() -> None:
+def test_masters_of_loaded_state_without_any_are_the_weights():
     gradients = recorded(5)
     theirs = parameters()
     yours = torch.optim.AdamW(theirs, **SETTINGS)
@@ -160,13 +158,13 @@ def test_masters_of_loaded_state_without_any_are_the_weights() -> None:
 
 
 @pytest.mark.parametrize("setting", ["maximize", "amsgrad"])
-def test_state_of_another_rule_is_refused(setting: str) -> None:
+def test_state_of_another_rule_is_refused(setting):
     theirs, mine = torch.optim.AdamW(parameters(), **{setting: True}), AdamW(parameters(), **SETTINGS)
     with pytest.raises(ValueError, match=f"{setting}=True"):
         mine.load_state_dict(theirs.state_dict())
 
 
-def test_parameters_without_gradient_stay_and_count_their_own_steps() -> None:
+def test_parameters_without_gradient_stay_and_count_their_own_steps():
     ours, theirs = parameters(), parameters()
     mine, yours = AdamW(ours, **SETTINGS), torch.optim.AdamW(theirs, **SETTINGS)
     for step, grads in enumerate(recorded(9)):
@@ -180,7 +178,7 @@ def test_parameters_without_gradient_stay_and_count_their_own_steps() -> None:
     assert int(mine.state[ours[1]]["step"]) == 6
 
 
-def test_mixed_dtypes_and_a_closure() -> None:
+def test_mixed_dtypes_and_a_closure():
     params = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = AdamW(params, lr=0.1, weight_decay=0.0)
 
@@ -196,7 +194,7 @@ def test_mixed_dtypes_and_a_closure() -> None:
         torch.testing.assert_close(param.detach().float(), torch.full((4,), 0.9), rtol=2**-8, atol=0)
 
 
-def test_a_factor_counts_until_the_gradients_are_dropped() -> None:
+def test_a_factor_counts_until_the_gradients_are_dropped():
     ours, theirs = parameters(), parameters()
     mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
     for grads, factor in zip(recorded(4), (0.25, None, 3.0, 1e-3), strict=True):
@@ -213,7 +211,7 @@ def test_a_factor_counts_until_the_gradients_are_dropped() -> None:
     assert all(torch.equal(param, twin) for param, twin in zip(ours, theirs, strict=True))
 
 
-def test_bf16_gradients_and_copies_of_float32_parameters() -> None:
+def test_bf16_gradients_and_copies_of_float32_parameters():
     ours, theirs = parameters(), parameters()
     mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
     mine.copies = {param: torch.zeros_like(param, dtype=torch.bfloat16) for param in ours[1:]}
@@ -228,7 +226,7 @@ def test_bf16_gradients_and_copies_of_float32_parameters() -> None:
     assert all(torch.equal(copied, param.bfloat16()) for param, copied in mine.copies.items())
 
 
-def test_a_copy_of_the_optimizer_steps_its_own_parameters() -> None:
+def test_a_copy_of_the_optimizer_steps_its_own_parameters():
     params = parameters()
     first = AdamW(params, **SETTINGS)
     run(first, recorded(3))
@@ -241,7 +239,7 @@ def test_a_copy_of_the_optimizer_steps_its_own_parameters() -> None:
         assert torch.equal(mine, yours)
 
 
-def test_decay_groups_are_matrices_and_vectors() -> None:
+def test_decay_groups_are_matrices_and_vectors():
     params = parameters()
     params[2].requires_grad_(False)
     matrices, vectors = decay_groups(params, 0.1)
@@ -263,18 +261,18 @@ def test_decay_groups_are_matrices_and_vectors() -> None:
         ),
     ],
 )
-def test_settings_out_of_range_are_refused(setting: str, value: object) -> None:
+def test_settings_out_of_range_are_refused(setting, value):
     with pytest.raises(ValueError, match=setting):
         AdamW(parameters(), **{setting: value})
 
 
-def test_the_recipe_says_how_weights_decay() -> None:
+def test_the_recipe_says_how_weights_decay():
     table = OptimizerConfig(cautious_decay=True, decay_schedule="lr", lr=0.02)
     (group,) = OPTIMIZERS.load("adamw")([{"params": parameters(), "weight_decay": 0.3}], table).param_groups
     assert (group["cautious"], group["decay_peak"]) == (True, 0.02)
 
 
-def test_the_recipes_table_makes_it() -> None:
+def test_the_recipes_table_makes_it():
     table = OptimizerConfig(lr=0.0625, betas=(0.5, 0.75), eps=1e-3)
     made = OPTIMIZERS.load(table.name)(decay_groups(parameters(), 0.1), table)
     assert isinstance(made, AdamW)
@@ -283,7 +281,7 @@ def test_the_recipes_table_makes_it() -> None:
         assert group["weight_decay"] == decay
 
 
-def test_an_optimizer_from_outside_is_a_name_in_recipes() -> None:
+def test_an_optimizer_from_outside_is_a_name_in_recipes():
     OPTIMIZERS.register("outside", elementwise=False)(torch.optim.SGD)
     try:
         table = OptimizerConfig(name="outside")
@@ -295,7 +293,7 @@ def test_an_optimizer_from_outside_is_a_name_in_recipes() -> None:
         OptimizerConfig(name="outside")
 
 
-def test_factor_and_copies_outlive_loaded_state() -> None:
+def test_factor_and_copies_outlive_loaded_state():
     params = parameters()
     optimizer = AdamW(params, **SETTINGS)
     optimizer.copies = {params[0]: torch.zeros_like(params[0])}
@@ -316,7 +314,7 @@ def test_factor_and_copies_outlive_loaded_state() -> None:
         ([], []),
     ],
 )
-def test_sweeps_hold_as_much_as_fits_and_at_least_one(sizes: list[int], expected: list[list[int]]) -> None:
+def test_sweeps_hold_as_much_as_fits_and_at_least_one(sizes, expected):
     assert list(sweeps(sizes, lambda size: size, 10)) == expected
 
 
@@ -336,7 +334,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
         *((F32, F32, None, turned, False) for turned in ("param", "grad", "exp_avg", "exp_avg_sq")),
     ],
 )
-def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dtype, turned, fits) -> None:
+def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dtype, turned, fits):
     """The kernel reads contiguous tensors of at most 32 bits; here a function on a CPU stands for it."""
 
     def ones(part: str, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -362,7 +360,7 @@ def test_what_can_be_updated_in_one_pass(monkeypatch, dtype, grad_dtype, copy_dt
         assert torch.equal(param, before) == expected
 
 
-def test_a_decision_calls_a_step_off() -> None:
+def test_a_decision_calls_a_step_off():
     """Also where no kernel reads it."""
     params, grads = parameters(), recorded(3)
     optimizer = AdamW(params, **SETTINGS)

@@ -17,7 +17,7 @@ def parameters(scale: float, dtype: torch.dtype = torch.float32) -> list[torch.n
 @pytest.mark.parametrize(
     ("scale", "max_norm"), [(0.01, 1.5), (1.0, 1.5), (1e4, 1.5), (1e-6, 1e-6), (0.0, 1.0)]
 )
-def test_equals_torch(scale: float, max_norm: float) -> None:
+def test_equals_torch(scale, max_norm):
     ours, theirs = parameters(scale), parameters(scale)
     norm = clip_gradients(ours, max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
@@ -27,7 +27,7 @@ def test_equals_torch(scale: float, max_norm: float) -> None:
     assert ours[-1].grad is None
 
 
-def test_the_norm_of_bfloat16_is_summed_in_float32() -> None:
+def test_the_norm_of_bfloat16_is_summed_in_float32():
     params = parameters(1.0, torch.bfloat16)
     exact = torch.cat([param.grad.double().flatten() for param in params[:-1]]).norm()
     norm = clip_gradients(params, 1e9)
@@ -36,7 +36,7 @@ def test_the_norm_of_bfloat16_is_summed_in_float32() -> None:
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
-def test_gradients_of_several_dtypes_have_one_norm() -> None:
+def test_gradients_of_several_dtypes_have_one_norm():
     single, double = torch.randn(5), torch.randn(7, dtype=torch.float64)
     expected = torch.cat([single.double(), double]).norm()
     for grads in ([single.clone(), double.clone()], [double.clone(), single.clone()]):
@@ -48,7 +48,7 @@ def test_gradients_of_several_dtypes_have_one_norm() -> None:
 
 
 @pytest.mark.parametrize("worst", [0.5, float("inf")])
-def test_infinity_measures_only(worst: float) -> None:
+def test_infinity_measures_only(worst):
     """A factor of inf / inf would spoil the other gradients."""
     params = parameters(1.0)
     params[0].grad[1, 1] = worst
@@ -61,24 +61,24 @@ def test_infinity_measures_only(worst: float) -> None:
     assert optimizer.gradient_factor is None
 
 
-def test_nothing_to_clip_is_harmless() -> None:
+def test_nothing_to_clip_is_harmless():
     assert clip_gradients([], 1.0).item() == 0.0
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
     params = parameters(1.0)
     params[1].grad[2] = float("inf")
     assert not clip_gradients(params, 1.0).isfinite()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_a_bound_that_is_not_positive_is_refused(max_norm: float) -> None:
+def test_a_bound_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match="max_norm must be positive"):
         clip_gradients(parameters(1.0), max_norm)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9, float("inf")])
-def test_our_adamw_clips_as_it_reads(max_norm: float) -> None:
+def test_our_adamw_clips_as_it_reads(max_norm):
     """The same step as after scaling in place; SGD, and who has no optimizer, has its gradients scaled."""
     ours, theirs = parameters(1.0), parameters(1.0)
     mine, other = AdamW(ours), AdamW(theirs)

@@ -1,7 +1,5 @@
 """The optimizer `sgd` of recipes: PyTorch's steps, its options, the precision it trains in, what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from raising import raises

@@ -1,7 +1,5 @@
 """Make the modules of this folder importable by plain name, here and in spawned ranks (they inherit sys.path)."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

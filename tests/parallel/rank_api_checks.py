@@ -1,7 +1,5 @@
 """Checks of `DataParallel` and `ShardedOptimizer` inside a process group, run as those of rank_checks.py are."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

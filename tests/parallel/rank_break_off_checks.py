@@ -1,7 +1,5 @@
 """Checks of backward passes that raise, of gradients left from before, and of passes without `no_sync`."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

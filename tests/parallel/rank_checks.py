@@ -4,8 +4,6 @@ Starting processes costs seconds, the checks milliseconds: all of them share one
 outcomes by name.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import traceback

@@ -1,7 +1,5 @@
 """What ranks do in the tests of faults: functions that `spawn_ranks` runs in every rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

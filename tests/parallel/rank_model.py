@@ -1,8 +1,6 @@
 """What the checks on several ranks share: a small model with everything that makes synchronising gradients hard, the
 run that is its oracle, a training under any strategy, and the list of checks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Muon over shards: whole matrices are orthogonalised, wherever the ranks' borders lie."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

@@ -1,7 +1,5 @@
 """An optimizer's step in two parts, on one process: late gradients arrive when they are waited for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

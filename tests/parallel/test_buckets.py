@@ -1,7 +1,5 @@
 """How parameters share buckets, and when buckets are launched inside a backward pass. No ranks needed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

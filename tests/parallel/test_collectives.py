@@ -1,7 +1,5 @@
 """Averaging where the backend lacks something, and the count of what is moved. No ranks needed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

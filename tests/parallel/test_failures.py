@@ -1,7 +1,5 @@
 """What is said about ranks that died or hang."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

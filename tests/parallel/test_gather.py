@@ -1,7 +1,5 @@
 """When GPUs read one another's memory: the rule, by what CUDA and the other ranks say. (Reading: tests/gpu.)"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Starting ranks, and what happens when one of them fails: always an end, always a name."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

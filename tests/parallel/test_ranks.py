@@ -1,7 +1,5 @@
 """The environment that describes a rank, the rendezvous, and the end of a rank."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -105,7 +103,7 @@ shutdown(7)
 """
 
 
-def test_threads_end_handlers_run_streams_are_flushed_and_nothing_is_torn_down() -> None:
+def test_threads_end_handlers_run_streams_are_flushed_and_nothing_is_torn_down():
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 7
     assert ended.stderr == "said too"

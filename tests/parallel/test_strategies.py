@@ -1,7 +1,5 @@
 """Every strategy on real gloo ranks. The checks are in rank_checks.py; here their outcomes are read by name."""
 
-from __future__ import annotations
-
 import pytest
 import rank_checks
 import rank_model

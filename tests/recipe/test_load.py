@@ -1,7 +1,5 @@
 """Recipes: what is accepted, what is refused, and what the refusal names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +42,12 @@ def write(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str, write) -> None:
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
     recipe = load_recipe(name)
     assert load_recipe(write(recipe_to_toml(recipe))) == recipe
 
 
-def test_no_two_shipped_recipes_share_a_folder() -> None:
+def test_no_two_shipped_recipes_share_a_folder():
     names = [load_recipe(name).run.name for name in shipped_recipes()]
     assert len(set(names)) == len(names)
 
@@ -64,34 +62,33 @@ def test_no_two_shipped_recipes_share_a_folder() -> None:
         ("[train]\nsteps = \n", 2, 9),
     ],
 )
-def test_fault_01_bad_syntax_names_line_and_column(write, text: str, line: int, column: int) -> None:
+def test_fault_01_bad_syntax_names_line_and_column(write, text, line, column):
     message = refusal(write(text), code="recipe.syntax")
     assert f"line {line}" in message
     assert f"column {column}" in message
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"],
+    "text", ["[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"]
 )
-def test_fault_02_duplicate_key(write, text: str) -> None:
+def test_fault_02_duplicate_key(write, text):
     assert "line" in refusal(write(text), code="recipe.syntax")
 
 
 @pytest.mark.parametrize("text", [f"x = {'[' * 2000}", f"x = {'9' * 5000}", f"{'a.' * 60}a = 1"])
-def test_what_would_take_python_long_or_deep_is_refused(write, text: str) -> None:
+def test_what_would_take_python_long_or_deep_is_refused(write, text):
     refusal(write(text), code="recipe.syntax")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_recipe(write) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_recipe(write):
     assert read_toml(write("[train]\nsteps = 7\n".encode("utf-8-sig"))) == {"train": {"steps": 7}}
 
 
-def test_fault_03_not_utf8(write) -> None:
+def test_fault_03_not_utf8(write):
     assert "byte 8" in refusal(write(b'name = "\xff"'), code="recipe.unreadable")
 
 
-def test_a_recipe_that_exists_but_cannot_be_read(tmp_path: Path) -> None:
+def test_a_recipe_that_exists_but_cannot_be_read(tmp_path):
     memory = tmp_path / "recipe.toml"
     memory.symlink_to("/proc/self/mem")  # reading its first page is an input/output error, for root too
     refusal(memory, code="recipe.unreadable")
@@ -105,7 +102,7 @@ def test_a_recipe_that_exists_but_cannot_be_read(tmp_path: Path) -> None:
         ("[bench.ddp]\nrow = 4\n", "rows"),
     ],
 )
-def test_fault_04_unknown_key_with_did_you_mean(write, text: str, near: str) -> None:
+def test_fault_04_unknown_key_with_did_you_mean(write, text, near):
     assert f"did you mean {near}?" in refusal(write(text), code="recipe.unknown_key")
 
 
@@ -128,9 +125,7 @@ def test_fault_04_unknown_key_with_did_you_mean(write, text: str, near: str) -> 
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
 )
-def test_faults_05_06_07_11_27_135_142_wrong_values(
-    write, fault: int, text: str, path: str, shown: str
-) -> None:
+def test_faults_05_06_07_11_27_135_142_wrong_values(write, fault, text, path, shown):
     message = refusal(write(text), code="recipe.wrong_value")
     assert path in message
     assert shown in message
@@ -162,13 +157,13 @@ def test_faults_05_06_07_11_27_135_142_wrong_values(
         ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
     ],
 )
-def test_wrong_values_on_the_command_line(override: str, key: str, wanted: str) -> None:
+def test_wrong_values_on_the_command_line(override, key, wanted):
     message = refusal(None, override, code="recipe.wrong_value")
     assert key in message
     assert wanted in message
 
 
-def test_every_mistake_is_reported_at_once(write) -> None:
+def test_every_mistake_is_reported_at_once(write):
     message = refusal(
         write(
             '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
@@ -205,11 +200,11 @@ def test_every_mistake_is_reported_at_once(write) -> None:
         (["corpus.size_mb=1", "tokenizer.vocab_size=2048", "model.vocab_size=1000"], "model.vocab_size"),
     ],
 )
-def test_tables_that_contradict_one_another(overrides: list[str], key: str) -> None:
+def test_tables_that_contradict_one_another(overrides, key):
     assert key in refusal(None, *overrides, code="recipe.conflict")
 
 
-def test_an_optimizer_of_whole_matrices_is_not_sharded() -> None:
+def test_an_optimizer_of_whole_matrices_is_not_sharded():
     OPTIMIZERS.register("matrices", elementwise=False)(test_an_optimizer_of_whole_matrices_is_not_sharded)
     try:
         overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
@@ -219,7 +214,7 @@ def test_an_optimizer_of_whole_matrices_is_not_sharded() -> None:
         OPTIMIZERS.unregister("matrices")
 
 
-def test_another_optimizer_leaves_the_options_of_the_former_behind() -> None:
+def test_another_optimizer_leaves_the_options_of_the_former_behind():
     assert load_recipe("quickstart").optimizer.options["iterations"] == 3
     assert load_recipe("quickstart", ["optimizer.name=adamw"]).optimizer.options == {}
     assert load_recipe("quickstart", ["optimizer.name=muon"]).optimizer.options["iterations"] == 3
@@ -228,13 +223,13 @@ def test_another_optimizer_leaves_the_options_of_the_former_behind() -> None:
         load_recipe("quickstart", given)
 
 
-def test_a_small_vocabulary_is_right_for_other_tokens() -> None:
+def test_a_small_vocabulary_is_right_for_other_tokens():
     load_recipe("quickstart", ["model.vocab_size=4096"])
     for other_tokens in ("tokenizer.path=t.json", "data.train=t.npy", "data.source=random"):
         load_recipe("quickstart", ["model.vocab_size=1000", other_tokens])
 
 
-def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it() -> None:
+def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it():
     recipe = load_recipe("quickstart", ["run.seed=1"])
     assert recipe == load_recipe(None, [f"run.seed={seed}" for seed in (2, 1)]).model_copy(
         update=dict(recipe)
@@ -251,12 +246,12 @@ def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it() -> None
                 assert getattr(loaded.bench if name == "bench" else loaded, table.split(".")[-1]) is not None
 
 
-def test_fault_09_missing_file_or_folder(tmp_path: Path) -> None:
+def test_fault_09_missing_file_or_folder(tmp_path):
     refusal(tmp_path, code="recipe.not_found")
     assert "did you mean quickstart?" in refusal(Path("quickstrat"), code="recipe.not_found")
 
 
-def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
     assert load_recipe("quickstart").run.name == "quickstart"
@@ -272,14 +267,13 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path: Path, monkeypatch: py
         ("train.step=1", "recipe.unknown_key", "did you mean steps?"),
     ],
 )
-def test_fault_10_wrong_override(override: str, code: str, named: str) -> None:
+def test_fault_10_wrong_override(override, code, named):
     assert named in refusal(None, override, code=code)
 
 
-def test_overrides_are_toml_and_bare_words_are_strings() -> None:
+def test_overrides_are_toml_and_bare_words_are_strings():
     recipe = load_recipe(
-        None,
-        ["run.name=first", "optimizer.betas=[0.8, 0.9]", "run.deterministic=true", "run.folder=a=b"],
+        None, ["run.name=first", "optimizer.betas=[0.8, 0.9]", "run.deterministic=true", "run.folder=a=b"]
     )
     assert recipe.run.name == "first"
     assert recipe.optimizer.betas == (0.8, 0.9)
@@ -287,7 +281,7 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
     assert recipe.run.folder == Path("a=b")
 
 
-def test_order_is_defaults_recipe_overrides_flags(write) -> None:
+def test_order_is_defaults_recipe_overrides_flags(write):
     path = write("[train]\nsteps = 2\nbatch_size = 2\nlog_interval = 2\n")
     overrides = ["train.batch_size=3", "train.log_interval=3"]
     train = load_recipe(path, overrides, flags={"train.log_interval": 4}).train
@@ -300,7 +294,7 @@ def sizes(recipe: Recipe) -> tuple[int, ...]:
     return recipe.model.d_model, recipe.model.d_ff, recipe.model.num_layers, recipe.model.num_heads
 
 
-def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replaces_its_sizes(write) -> None:
+def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replaces_its_sizes(write):
     path = write('[model]\npreset = "small"\nd_model = 96\n')
     assert sizes(load_recipe(path)) == (96, 3072, 12, 12)
     path = write("[model]\nd_model = 64\nnum_layers = 3\ncontext_length = 99\n")
@@ -340,19 +334,19 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("", "bench.optimizer.variants=['pytorch']", "", ("torch_ddp",)),
     ],
 )
-def test_aliases_of_keys_and_values(write, written: str, override: str, key: str, value: object) -> None:
+def test_aliases_of_keys_and_values(write, written, override, key, value):
     found: Any = load_recipe(write(written), [override])
     for name in (key or override.partition("=")[0]).split("."):
         found = getattr(found, name)
     assert found == value
 
 
-def test_a_key_under_both_of_its_names_is_refused(write) -> None:
+def test_a_key_under_both_of_its_names_is_refused(write):
     path = write("[optimizer]\nlr = 1e-3\nlearning_rate = 2e-3\n")
     assert "optimizer.learning_rate" in refusal(path, code="recipe.unknown_key")
 
 
-def test_recipes_are_frozen() -> None:
+def test_recipes_are_frozen():
     from pydantic import ValidationError
 
     with pytest.raises(ValidationError, match="frozen"):
@@ -368,7 +362,7 @@ json_values = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(TABLES)) | st.text(max_size=5), json_values, max_size=4))
-def test_any_content_is_loaded_or_refused_in_one_line(raw: dict[str, object]) -> None:
+def test_any_content_is_loaded_or_refused_in_one_line(raw):
     try:
         recipe = validate(raw, origin="here")
     except UsageError as error:

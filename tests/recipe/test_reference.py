@@ -1,9 +1,5 @@
 """A recipe written out for people: every key, explained, and still a recipe."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from lmkit.recipe.load import load_recipe, shipped_recipes
@@ -26,13 +22,13 @@ def every_table() -> dict[str, type[Table]]:
 
 
 @pytest.mark.parametrize("name", [name for name in every_table() if name != "bench"])
-def test_every_key_says_what_it_means(name: str) -> None:
+def test_every_key_says_what_it_means(name):
     table = every_table()[name]
     assert set(table.model_fields) <= set(meanings(table))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_what_is_shown_is_the_recipe(name: str, tmp_path: Path) -> None:
+def test_what_is_shown_is_the_recipe(name, tmp_path):
     text = annotated_toml(load_recipe(name))
     shown = tmp_path / "shown.toml"
     shown.write_text(text)
@@ -40,7 +36,7 @@ def test_what_is_shown_is_the_recipe(name: str, tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
+def test_a_key_is_shown_with_value_choices_and_meaning():
     changes = ['generate.prompts=["a\\nb", "# c"]', "train.precision=fp32"]
     lines = annotated_toml(load_recipe("quickstart", changes)).splitlines()
     (precision,) = (line for line in lines if line.startswith('precision = "fp32"'))  # of [train]
@@ -53,7 +49,7 @@ def test_a_key_is_shown_with_value_choices_and_meaning() -> None:
     assert any(line.startswith("# Tables that this recipe does not have: [bench.") for line in lines[-3:])
 
 
-def test_long_arrays_are_broken_between_items(tmp_path: Path) -> None:
+def test_long_arrays_are_broken_between_items(tmp_path):
     given = load_recipe(None, flags={"generate.prompts": [f"prompt number {i}" for i in range(9)]})
     text = annotated_toml(given)
     assert max(map(len, text.splitlines())) <= 100

@@ -12,8 +12,6 @@ end equally likely, so that every text has a probability.
 Run as a script it prints bits per byte: python tests/shared/bigram_baseline.py TRAIN.txt VALID.txt
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

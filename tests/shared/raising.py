@@ -1,7 +1,5 @@
 """The errors of lmkit that tests expect: by kind, code and what their lines name, not by their wording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The recipe of a model of 2,500 parameters that trains on one thread of the CPU."""
 
-from __future__ import annotations
-
 TINY = (
     'run.folder="runs"',
     'run.device="cpu"',

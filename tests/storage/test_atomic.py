@@ -1,7 +1,5 @@
 """Files are whole or absent: under errors, after kills, and when the power goes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

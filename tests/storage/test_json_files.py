@@ -1,9 +1,5 @@
 """Whatever a file holds, it is an object or a ValueError of a few words."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from lmkit.storage.json_files import read_object
@@ -22,14 +18,14 @@ from lmkit.storage.json_files import read_object
     ],
     ids=["empty", "cut", "a list", "no text", "deep", "a long number", "large"],
 )
-def test_other_content_is_a_value_error(content: bytes, words: str, tmp_path: Path) -> None:
+def test_other_content_is_a_value_error(content, words, tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=words):
         read_object(path, most_bytes=200_000)
 
 
-def test_an_object_is_read_also_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_an_object_is_read_also_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "file.json"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_object(path) == {"a": 1}

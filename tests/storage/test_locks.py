@@ -1,7 +1,5 @@
 """One writer per folder, and no lock that outlives its holder."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from multiprocessing.connection import Connection

@@ -1,7 +1,5 @@
 """Oracles for the tokenizer, texts, and a small trained tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

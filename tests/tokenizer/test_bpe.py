@@ -1,7 +1,5 @@
 """The readable form of BPE: worked by hand, and against one merge at a time."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,10 +1,7 @@
 """Chat templates against transformers' `apply_chat_template`, and those that are damaged or do not fit."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +60,7 @@ def joined(template: ChatTemplate, messages: list[Message], tokenizer: Tokenizer
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_parts_joined_are_the_tokens_of_the_text(name: str, pattern: str) -> None:
+def test_parts_joined_are_the_tokens_of_the_text(name, pattern):
     tokenizer, template = tokenizer_of(pattern, nfc=pattern == "qwen2"), TEMPLATES[name]
     if name == "llama3" and pattern in ("gpt2", "digits"):  # the second new line would begin a word
         with raises(UsageError, "chat.border"):
@@ -82,7 +79,7 @@ def test_parts_joined_are_the_tokens_of_the_text(name: str, pattern: str) -> Non
 
 @pytest.mark.full  # importing transformers takes seconds
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_transformers_renders_the_same_text_tokens_and_mask(name: str, tmp_path: Path) -> None:
+def test_transformers_renders_the_same_text_tokens_and_mask(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer, template = tokenizer_of("llama3"), TEMPLATES[name]
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -107,7 +104,7 @@ def test_transformers_renders_the_same_text_tokens_and_mask(name: str, tmp_path:
     check()
 
 
-def test_the_assistants_words_and_their_end_count() -> None:
+def test_the_assistants_words_and_their_end_count():
     messages = [Message("user", "Hi"), Message("assistant", " the\n"), Message("assistant", "")]
     tokenizer = tokenizer_of()
     found = joined(TEMPLATES["chatml"], messages, tokenizer)
@@ -126,7 +123,7 @@ TEXTS = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, TEXTS, TEXTS, TEXTS)
-def test_the_program_of_a_template_is_read_back_and_no_other(a: str, b: str, c: str, end: str) -> None:
+def test_the_program_of_a_template_is_read_back_and_no_other(a, b, c, end):
     try:
         template = ChatTemplate(a, f"{b}{{role}}{c}", end)
     except ValueError:
@@ -137,7 +134,7 @@ def test_the_program_of_a_template_is_read_back_and_no_other(a: str, b: str, c: 
         assert from_jinja(other) is None
 
 
-def test_templates_are_saved_and_read(tmp_path: Path) -> None:
+def test_templates_are_saved_and_read(tmp_path):
     assert beside(None) is beside(tmp_path / "tokenizer.json") is None
     for template in TEMPLATES.values():
         template.save(tmp_path / "chat_template.json")
@@ -157,7 +154,7 @@ def test_templates_are_saved_and_read(tmp_path: Path) -> None:
         b'{"begin": "\\ud800", "before": "{role}", "after": "x"}',
     ],
 )  # fmt: skip
-def test_a_damaged_template_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_template_is_named(content, tmp_path):
     path = tmp_path / "chat_template.json"
     path.write_bytes(content)
     with raises(LmkitError, "chat.damaged_template", path) as caught:
@@ -165,7 +162,7 @@ def test_a_damaged_template_is_named(content: bytes, tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
-def test_a_template_that_does_not_fit_the_tokenizer_is_refused() -> None:
+def test_a_template_that_does_not_fit_the_tokenizer_is_refused():
     bare = Tokenizer.from_merges([], ["<|endoftext|>"])
     for template, code in (
         (TEMPLATES["chatml"], "chat.no_end"),
@@ -187,6 +184,6 @@ def test_a_template_that_does_not_fit_the_tokenizer_is_refused() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
     ],
 )
-def test_what_is_no_conversation_is_refused(record: object, code: str) -> None:
+def test_what_is_no_conversation_is_refused(record, code):
     with raises(UsageError, code, "a.jsonl, line 3"):
         messages_of(record, "a.jsonl, line 3")

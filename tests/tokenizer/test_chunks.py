@@ -1,7 +1,5 @@
 """Cuts of a text stream: the words of the chunks are the words of the whole."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Encoding and counting, in Python and in C, against the textbook; compiling the C code; threads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Tokenizer files: round trips, other libraries, and damage."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """The fast learner against the readable one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

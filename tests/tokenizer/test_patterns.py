@@ -1,7 +1,5 @@
 """The words of Llama 3, Qwen2 and SmolLM, whole words and normal forms, against Hugging Face's library."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,7 +1,5 @@
 """`Tokenizer`: round trips, special tokens, streams, other libraries."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import itertools

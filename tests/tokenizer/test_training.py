@@ -1,7 +1,5 @@
 """`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

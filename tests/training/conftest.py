@@ -1,7 +1,5 @@
 """A tiny run: random token files and a model of 7,000 parameters that trains 20 steps in a fraction of a second."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator

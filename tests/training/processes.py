@@ -1,7 +1,5 @@
 """Runs in processes of their own, one per rank, with faults that are patched into a rank's code before it begins."""
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import math

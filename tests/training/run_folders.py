@@ -1,7 +1,5 @@
 """Helpers of the tests: train in this process, read run folders, expect errors."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

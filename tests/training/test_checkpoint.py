@@ -1,7 +1,5 @@
 """Checkpoint folders: damage is noticed, an older checkpoint takes over, the right ones are deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -80,9 +78,7 @@ def flip_a_bit(path: Path, generator: random.Random) -> bytes:
 
 @pytest.mark.parametrize("name", [MODEL, SHARD, STATE, MANIFEST])
 @pytest.mark.parametrize("keep", [None, 0.0, 0.5, 0.99], ids=["gone", "empty", "half", "almost whole"])
-def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(
-    name: str, keep: float | None, tmp_path: Path
-) -> None:
+def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(name, keep, tmp_path):
     good, newest = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
     whole = (newest / name).read_bytes()
     if keep is None:
@@ -95,7 +91,7 @@ def test_fault_44_a_cut_file_falls_back_to_the_checkpoint_before(
     assert name in choice.skipped[0]
 
 
-def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
     folder = make_checkpoint(tmp_path, 1)
     generator = random.Random(45)
     for _ in range(200):
@@ -114,7 +110,7 @@ def test_fault_45_every_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -
     verify(folder)
 
 
-def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(tmp_path: Path) -> None:
+def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(tmp_path):
     for step in (1, 2, 3):
         make_checkpoint(tmp_path, step)
     # Pruning began with this.
@@ -124,7 +120,7 @@ def test_fault_47_a_kill_between_rename_and_prune_leaves_a_folder_that_resumes(t
     assert steps_in(tmp_path) == [2, 3]
 
 
-def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path) -> None:
+def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path):
     old = make_checkpoint(tmp_path, 1, text="old")
     os.replace(old, tmp_path / (step_name(1) + ".replaced"))  # killed before the second rename
     assert clean_leftovers(tmp_path) == []
@@ -138,7 +134,7 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path: Path
     verify(old)
 
 
-def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path: Path) -> None:
+def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path):
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
         for suffix in (".lmkit-partial", ".replaced"):
@@ -153,14 +149,14 @@ def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path: Path) -> None:
     verify(tmp_path / step_name(1))
 
 
-def test_fault_51_all_corrupt_lists_each(tmp_path: Path) -> None:
+def test_fault_51_all_corrupt_lists_each(tmp_path):
     for step in (1, 2):
         (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
     with refused("checkpoint.none_good", step_name(1), step_name(2)):
         newest_valid(tmp_path)
 
 
-def test_fault_52_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_path: Path) -> None:
+def test_fault_52_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_path):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
     (tmp_path / step_name(3) / MANIFEST).unlink()
@@ -169,7 +165,7 @@ def test_fault_52_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_
     assert prune(tmp_path, keep_last=1) == [step_name(1), step_name(2), step_name(3)]
 
 
-def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path: Path) -> None:
+def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path):
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
     (tmp_path / step_name(2) / MODEL).write_text("damaged")
@@ -179,7 +175,7 @@ def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_kee
     assert prune(tmp_path) == [step_name(1), step_name(2)]
 
 
-def test_the_best_are_kept_besides_the_last(tmp_path: Path) -> None:
+def test_the_best_are_kept_besides_the_last(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
         make_checkpoint(tmp_path, step, loss=loss)
     assert prune(tmp_path, keep_best=2) == [step_name(1), step_name(4)]
@@ -187,7 +183,7 @@ def test_the_best_are_kept_besides_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newer", [MANIFEST, STATE])
-def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer: str, tmp_path: Path) -> None:
+def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer, tmp_path):
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
     folder = tmp_path / step_name(2)
@@ -208,7 +204,7 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer:
     assert steps_in(tmp_path) == [2, 3]
 
 
-def test_fault_63_the_latest_is_the_one_with_the_highest_step_whatever_the_clock_said(tmp_path: Path) -> None:
+def test_fault_63_the_latest_is_the_one_with_the_highest_step_whatever_the_clock_said(tmp_path):
     for step in (9, 100_000_001, 10):
         make_checkpoint(tmp_path, step)
         os.utime(tmp_path / step_name(step), (1e9 - step, 1e9 - step))
@@ -217,7 +213,7 @@ def test_fault_63_the_latest_is_the_one_with_the_highest_step_whatever_the_clock
 
 
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "a/b", "", ".hidden"])
-def test_a_manifest_names_only_files_in_its_folder(name: str, tmp_path: Path) -> None:
+def test_a_manifest_names_only_files_in_its_folder(name, tmp_path):
     folder = make_checkpoint(tmp_path, 1)
     files = json.loads((folder / MANIFEST).read_text())["files"]
     rewrite_manifest(folder, files={**files, name: {"sha256": "0" * 64, "bytes": 0}})
@@ -226,7 +222,7 @@ def test_a_manifest_names_only_files_in_its_folder(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"format": 1}', None])
-def test_a_manifest_of_another_shape_is_damage(text: str | None, tmp_path: Path) -> None:
+def test_a_manifest_of_another_shape_is_damage(text, tmp_path):
     folder = make_checkpoint(tmp_path, 1)
     if text is None:
         with open(folder / MANIFEST, "r+b") as file:
@@ -237,7 +233,7 @@ def test_a_manifest_of_another_shape_is_damage(text: str | None, tmp_path: Path)
         read_manifest(folder)
 
 
-def test_weights_in_several_files_are_one_model(tmp_path: Path) -> None:
+def test_weights_in_several_files_are_one_model(tmp_path):
     parts = [{"a": torch.ones(2), "c": torch.zeros(1)}, {"b": torch.ones(3)}, {}]
     entries = {
         name: write_tensors(tmp_path / name, part)
@@ -271,7 +267,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_tensors_are_read_back_as_they_were_written_also_by_the_library(tmp_path: Path) -> None:
+def test_tensors_are_read_back_as_they_were_written_also_by_the_library(tmp_path):
     tensors, path = some_tensors(), tmp_path / "t.safetensors"
     entry = write_tensors(path, tensors)
     assert (entry.sha256, entry.bytes) == (sha256_file(path), path.stat().st_size)
@@ -283,7 +279,7 @@ def test_tensors_are_read_back_as_they_were_written_also_by_the_library(tmp_path
             assert torch.equal(loaded[name], tensor)
 
 
-def test_fault_45_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_fault_45_every_flipped_bit_is_noticed(tmp_path):
     path, generator = tmp_path / "t.safetensors", random.Random(45)
     entry = write_tensors(path, some_tensors())
     for _ in range(200):
@@ -293,7 +289,7 @@ def test_fault_45_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole)
 
 
-def test_fault_64_loaded_tensors_survive_the_file_being_overwritten(tmp_path: Path) -> None:
+def test_fault_64_loaded_tensors_survive_the_file_being_overwritten(tmp_path):
     tensors, path = some_tensors(), tmp_path / "t.safetensors"
     loaded = parse_tensors(read_verified(path, write_tensors(path, tensors)), path=path)
     path.write_bytes(b"")  # a tensor in a memory map would now end the process with SIGBUS
@@ -302,7 +298,7 @@ def test_fault_64_loaded_tensors_survive_the_file_being_overwritten(tmp_path: Pa
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 8, b"\xff" * 64, b"\x80\x04K\x01."])
-def test_other_content_is_refused(data: bytes) -> None:
+def test_other_content_is_refused(data):
     with refused("checkpoint.damaged", "some/file"):
         parse_tensors(data, path="some/file")
 
@@ -311,7 +307,7 @@ def test_other_content_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"{}", b"\xff", b'{"step": true}', b"[" * 50_000])
-def test_a_state_of_another_shape_is_damage(text: bytes) -> None:
+def test_a_state_of_another_shape_is_damage(text):
     with refused("checkpoint.damaged", "state.json: "):
         parse_state(text, path="state.json")
 
@@ -320,7 +316,7 @@ def test_a_state_of_another_shape_is_damage(text: bytes) -> None:
     ("key", "value"),
     [("format", 0), ("step", -1), ("rng", []), ("loss_scale.scale", 0.0), ("data.vocab_size", 0)],
 )
-def test_a_number_out_of_range_is_named_by_its_whole_key(key: str, value: object) -> None:
+def test_a_number_out_of_range_is_named_by_its_whole_key(key, value):
     content = make_state(7).model_dump(mode="json")
     content |= {
         "loss_scale": {"scale": 4.0, "good_steps": 3},
@@ -334,7 +330,7 @@ def test_a_number_out_of_range_is_named_by_its_whole_key(key: str, value: object
         parse_state(json.dumps(content).encode(), path="state.json")
 
 
-def test_generators_continue_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_continue_where_they_were(monkeypatch):
     gpu = torch.device("cuda", 1)
     states = {gpu: torch.arange(16, dtype=torch.uint8)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
@@ -352,7 +348,7 @@ def test_generators_continue_where_they_were(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("cpu", ["", "AAAA", "not base64", "A" * 6744])
-def test_generators_that_cannot_be_restored_are_one_error(cpu: str) -> None:
+def test_generators_that_cannot_be_restored_are_one_error(cpu):
     before = torch.get_rng_state()
     with refused("checkpoint.bad_rng"):
         restore_rng(RngState(cpu=cpu), CPU)

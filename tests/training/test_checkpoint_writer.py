@@ -1,7 +1,5 @@
 """Checkpoints written in the background: the right moment, in the right order, or an error that loses nothing."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -64,7 +62,7 @@ def save(model: dict[str, torch.Tensor]) -> Save:
     return begin
 
 
-def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path: Path, model, save: Save) -> None:
+def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path, model, save):
     writer = make_writer(tmp_path)
     at_the_call = {}
     for step in (1, 2, 3):
@@ -82,9 +80,7 @@ def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path: Pat
     assert not list(tmp_path.glob("*.lmkit-partial"))
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
-    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, save, monkeypatch):
     """No test can cut the power, but the order of fsync and rename can be watched."""
     events: list[tuple[str, int]] = []
     fsync, replace = os.fsync, os.replace
@@ -112,9 +108,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
     assert name == ("synced", tmp_path.stat().st_ino)
 
 
-def test_fault_53_keep_1_writes_before_it_deletes(
-    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_53_keep_1_writes_before_it_deletes(tmp_path, save, monkeypatch):
     writer = make_writer(tmp_path, keep_last=1)
     seen = []
     prune = Retention.prune
@@ -131,9 +125,7 @@ def test_fault_53_keep_1_writes_before_it_deletes(
     assert [saved.step for saved in saved_steps(tmp_path)] == [3]
 
 
-def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact(
-    tmp_path: Path, save: Save
-) -> None:
+def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact(tmp_path, save):
     writer = make_writer(tmp_path)
     save(writer, 1)
     writer.wait()
@@ -149,9 +141,7 @@ def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(
-    value: float, tmp_path: Path, model, save: Save
-) -> None:
+def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(value, tmp_path, model, save):
     writer = make_writer(tmp_path, keep_last=1)
     save(writer, 1)
     writer.wait()
@@ -162,9 +152,7 @@ def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(
     assert [saved.step for saved in saved_steps(tmp_path)] == [1]
 
 
-def test_an_error_in_the_background_is_raised_before_the_next_update(
-    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_background_is_raised_before_the_next_update(tmp_path, save, monkeypatch):
     def broken(self: Retention) -> list[Path]:
         raise ZeroDivisionError
 
@@ -180,9 +168,7 @@ def test_an_error_in_the_background_is_raised_before_the_next_update(
         writer.wait()
 
 
-def test_the_stall_is_the_time_in_save_and_in_release_weights(
-    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stall_is_the_time_in_save_and_in_release_weights(tmp_path, save, monkeypatch):
     writer = make_writer(tmp_path)
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=time.monotonic)
@@ -194,7 +180,7 @@ def test_the_stall_is_the_time_in_save_and_in_release_weights(
     assert writer.stall_seconds == 4  # a tick in each call
 
 
-def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Path, model, save: Save) -> None:
+def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path, model, save):
     writer = make_writer(tmp_path)
     writer.reserve(make_state(0), model=model, optimizer={"w.exp_avg": torch.zeros(100, 100)})
     writer.wait()
@@ -207,7 +193,7 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_threads_of_the_training_do_not_sleep_because_of_the_writers(tmp_path: Path) -> None:
+def test_threads_of_the_training_do_not_sleep_because_of_the_writers(tmp_path):
     """Beside a second team, OpenMP puts those of the first to sleep between their tasks."""
     usual = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -232,9 +218,7 @@ def two_writers(tmp_path: Path) -> list[CheckpointWriter]:
     return [make_writer(tmp_path, 9, each) for each in ranks]
 
 
-def test_ranks_leave_no_messages_in_their_store(
-    tmp_path: Path, save: Save, two_writers: list[CheckpointWriter]
-) -> None:
+def test_ranks_leave_no_messages_in_their_store(tmp_path, save, two_writers):
     for step in (1, 2, 3):
         for writer in two_writers:
             save(writer, step, world_size=2, optimizer_shards=2)
@@ -244,9 +228,7 @@ def test_ranks_leave_no_messages_in_their_store(
         assert two_writers[0]._ranks.store.num_keys() == 0  # type: ignore[union-attr]
 
 
-def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(
-    tmp_path: Path, save: Save, two_writers: list[CheckpointWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save, two_writers, monkeypatch):
     original, full = checkpoint_writer.write_tensors, step_name(2) + ".lmkit-partial"
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
@@ -266,9 +248,7 @@ def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(
     assert newest_valid(tmp_path).path == tmp_path / step_name(1)
 
 
-def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(
-    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path, save, monkeypatch):
     writer, may_write, original = make_writer(tmp_path), threading.Event(), checkpoint_writer.write_tensors
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:

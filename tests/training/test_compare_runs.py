@@ -1,7 +1,5 @@
 """Trainings compared at equal steps, tokens and minutes; differences by hand."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ def write_run(
     return folder
 
 
-def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path: Path) -> None:
+def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path):
     # After: half the tokens a step, a quarter of the time.
     before = write_run(tmp_path / "a", [8.0, 6.0], seconds=60)
     after = write_run(tmp_path / "b", [9.0, 8.0, 5.0, 4.0], seconds=15, batch=50, lr=0.2)
@@ -58,7 +56,7 @@ def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path: Path) 
     assert minutes.after == pytest.approx(2.5)
 
 
-def test_runs_evaluated_at_the_end_only_say_what_is_missing(tmp_path: Path) -> None:
+def test_runs_evaluated_at_the_end_only_say_what_is_missing(tmp_path):
     runs = [write_run(tmp_path / name, [8.0, end], seconds=60) for name, end in (("a", 6.0), ("b", 5.0))]
     assert "train.eval_interval" not in str(compare_training(*runs))
     for run in runs:
@@ -67,7 +65,7 @@ def test_runs_evaluated_at_the_end_only_say_what_is_missing(tmp_path: Path) -> N
     assert "train.eval_interval" in str(compare_training(*runs))
 
 
-def test_intervals_are_over_seeds(tmp_path: Path, terminal) -> None:
+def test_intervals_are_over_seeds(tmp_path, terminal):
     losses = {"a": [4.0, 4.1, 4.2], "better": [3.5, 3.6, 3.4], "same": [4.0, 4.3, 4.15]}
     for name, ends in losses.items():
         for seed, end in enumerate(ends):
@@ -87,7 +85,7 @@ def test_intervals_are_over_seeds(tmp_path: Path, terminal) -> None:
     assert compare_training(tmp_path / "better", tmp_path / "a").rows[0].verdict == "worse"
 
 
-def test_the_interval_holds_the_truth_in_95_of_100() -> None:
+def test_the_interval_holds_the_truth_in_95_of_100():
     generator = random.Random(1)
     missed = 0
     for _ in range(2000):
@@ -99,7 +97,7 @@ def test_the_interval_holds_the_truth_in_95_of_100() -> None:
     assert 70 < missed < 130  # 100 expected, standard deviation 10
 
 
-def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_named(tmp_path):
     run = write_run(tmp_path / "a", [3.0], seconds=1)
     (tmp_path / "b").mkdir()
     with refused("compare.no_run", tmp_path / "b"):

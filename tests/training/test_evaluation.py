@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +44,7 @@ def result_of(model: TransformerLM, ids: np.ndarray, **options: Any) -> Evaluati
 
 
 @pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])
-def test_every_token_but_the_first_counts_once_whatever_the_length(model: TransformerLM, length: int) -> None:
+def test_every_token_but_the_first_counts_once_whatever_the_length(model, length):
     ids = tokens(length)
     result = result_of(model, ids)
     expected, count = plain_loss(model, ids)
@@ -59,7 +57,7 @@ def test_every_token_but_the_first_counts_once_whatever_the_length(model: Transf
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_recorded_and_the_mode_comes_back(model: TransformerLM, training: bool) -> None:
+def test_nothing_is_recorded_and_the_mode_comes_back(model, training):
     seen = []
     model.ln_final.register_forward_hook(
         lambda module, *_: seen.append((module.training, torch.is_grad_enabled()))
@@ -71,7 +69,7 @@ def test_nothing_is_recorded_and_the_mode_comes_back(model: TransformerLM, train
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_products_run_in_the_precision_asked_for(model: TransformerLM) -> None:
+def test_products_run_in_the_precision_asked_for(model):
     exact, rounded = (
         result_of(model.float(), tokens(60), precision=name).loss for name in ("fp32", "bf16-autocast")
     )
@@ -80,9 +78,7 @@ def test_products_run_in_the_precision_asked_for(model: TransformerLM) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_the_batches_and_the_sums(
-    model: TransformerLM, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_the_batches_and_the_sums(model, world_size, monkeypatch):
     """Seven batches (the last one a short row): batch b belongs to rank b mod world_size. What each rank brings to
     the sum is noted; all go on with the sum."""
     ids = tokens(6 * 3 * 8 + 6)
@@ -117,7 +113,7 @@ def test_ranks_share_the_batches_and_the_sums(
     assert asked == [rank for rank in range(world_size) for _ in range(rounds)]
 
 
-def test_bits_per_byte_by_hand() -> None:
+def test_bits_per_byte_by_hand():
     # A loss of 2 ln 2 nats is 2 bits per token; with 4 bytes per token that is half a bit per byte.
     result = summarise(2 * math.log(2), 10, bytes_per_token=4.0)
     assert result.bits_per_byte == pytest.approx(0.5)
@@ -127,7 +123,7 @@ def test_bits_per_byte_by_hand() -> None:
     assert summarise(699.0, 10, None).perplexity == pytest.approx(math.exp(699.0))
 
 
-def test_stops_when_asked_and_leaves_the_model_in_training_mode(model: TransformerLM) -> None:
+def test_stops_when_asked_and_leaves_the_model_in_training_mode(model):
     answers = iter([False, True])
     model.train()
     held_out = HeldOut(tokens(200), None, 8, rows=3)

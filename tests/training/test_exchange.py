@@ -1,10 +1,7 @@
 """Models to and from Hugging Face folders, against transformers, and folders that are damaged or foreign."""
 
-from __future__ import annotations
-
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +38,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_import_and_export_keep_logits_and_tensors(case: str, tmp_path: Path) -> None:
+def test_import_and_export_keep_logits_and_tensors(case, tmp_path):
     kind, changes = CASES[case]
     theirs = make_theirs(kind, changes)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -62,7 +59,7 @@ def test_import_and_export_keep_logits_and_tensors(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_weights_keep_their_bits(dtype: str, tmp_path: Path) -> None:
+def test_narrow_weights_keep_their_bits(dtype, tmp_path):
     theirs = make_theirs("Qwen2", GROUPED).to(getattr(torch, dtype))
     theirs.save_pretrained(tmp_path / "theirs")
     assert import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False).dtype == dtype
@@ -77,7 +74,7 @@ def test_narrow_weights_keep_their_bits(dtype: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor.float(), wide[name]) for name, tensor in before.items())
 
 
-def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
+def test_greedy_text_is_that_of_transformers(tmp_path):
     """200 tokens, with biases and scaled positions in the KV cache."""
     import_model(their_folder(tmp_path, "Qwen2", {**GROUPED, **LLAMA3}), tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "exported")
@@ -105,7 +102,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def test_the_exported_tokenizer_is_ours(tmp_path: Path) -> None:
+def test_the_exported_tokenizer_is_ours(tmp_path):
     import_model(their_folder(tmp_path), tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "exported")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), byte_tokenizer()
@@ -122,9 +119,7 @@ def test_the_exported_tokenizer_is_ours(tmp_path: Path) -> None:
     check()
 
 
-def test_an_imported_run_is_verified_evaluated_trained_and_resumed(
-    settings: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp_path):
     import_model(
         their_folder(tmp_path, "Qwen2"), tmp_path / "runs/run", context_length=8, with_tokenizer=False
     )
@@ -144,7 +139,7 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(
     assert again.valid_loss is not None
 
 
-def test_a_trained_run_opens_in_transformers(tiny: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_trained_run_opens_in_transformers(tiny, tmp_path):
     changes = ("model.num_kv_heads=1", "model.rope_scaling=linear", "model.rope_factor=2.0", "train.steps=4")
     recipe = tiny(*changes, "model.norm_eps=1e-3")
     train(recipe)
@@ -156,7 +151,7 @@ def test_a_trained_run_opens_in_transformers(tiny: Callable[..., Any], tmp_path:
         torch.testing.assert_close(ours_of(recipe.run.path)(ids), theirs(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_one_loader_opens_all_three(tmp_path: Path) -> None:
+def test_one_loader_opens_all_three(tmp_path):
     theirs = their_folder(tmp_path, "Qwen2", GROUPED)
     import_model(theirs, tmp_path / "run")
     places = (theirs, tmp_path / "run", tmp_path / "run/checkpoints/step-00000000")
@@ -175,7 +170,7 @@ def test_one_loader_opens_all_three(tmp_path: Path) -> None:
     }
 
 
-def test_shards_and_memory(tmp_path: Path) -> None:
+def test_shards_and_memory(tmp_path):
     """No more than a tensor and its turned copy are in memory at a time."""
     theirs = their_folder(tmp_path, "Llama", {"hidden_size": 64}, max_shard_size="100KB")
     assert len([*theirs.glob("model-*.safetensors")]) > 2
@@ -214,7 +209,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_at_the_terminal(tmp_path: Path, terminal: Any) -> None:
+def test_at_the_terminal(tmp_path, terminal):
     path = their_folder(tmp_path, "Mistral", {"sliding_window": 64})
     terminal.refuses("import", path, "run", code="import.unsupported", says=["sliding_window"])
     shown = json.loads(terminal("import", path, "run", "--context-length", "64", "--json"))

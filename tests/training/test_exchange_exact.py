@@ -4,9 +4,6 @@ In float32 the two cannot always agree to 1e-5: transformers computes angles in 
 kernels differ by more than that in models of some width. What can hold is that lmkit is as close to the exact logits.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +52,7 @@ def distance(x: Tensor, y: Tensor) -> float:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full if "wide" in case else ()) for case in ALL]
 )
-def test_an_imported_model_is_the_same_function(case: str, tmp_path: Path) -> None:
+def test_an_imported_model_is_the_same_function(case, tmp_path):
     kind, changes = ALL[case]
     theirs = make_theirs(kind, changes)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -74,7 +71,7 @@ def test_an_imported_model_is_the_same_function(case: str, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_an_exported_model_is_the_same_function(tmp_path: Path) -> None:
+def test_an_exported_model_is_the_same_function(tmp_path):
     import transformers
 
     theirs = make_theirs("Qwen2", LONG)

@@ -1,7 +1,5 @@
 """Refused: Hugging Face folders that are damaged or of another kind of model, and models that Llama lacks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -44,9 +42,7 @@ from lmkit.training.given_weights import INDEX, open_weights
         ({"model_type": "qwen3", "architectures": None, "head_dim": None}, "head_dim"),
     ],
 )  # fmt: skip
-def test_what_lmkit_cannot_express_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_what_lmkit_cannot_express_is_refused_by_name(tmp_path, changes, named):
     path = their_folder(tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
@@ -151,9 +147,7 @@ def three_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("code", "damage"), [(code, damage) for code, damages in DAMAGES.items() for damage in damages]
 )
-def test_a_damaged_folder_ends_in_one_line_and_leaves_nothing(
-    three_shards: Path, tmp_path: Path, code: str, damage: str
-) -> None:
+def test_a_damaged_folder_ends_in_one_line_and_leaves_nothing(three_shards, tmp_path, code, damage):
     path = shutil.copytree(three_shards, tmp_path / "theirs")
     DAMAGES[code][damage](path)
     with refused(code, path):
@@ -161,7 +155,7 @@ def test_a_damaged_folder_ends_in_one_line_and_leaves_nothing(
     assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
 
 
-def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+def test_a_pickle_is_never_read(tmp_path):
     path = tmp_path / "theirs"
     make_theirs("Llama", {}).config.save_pretrained(path)
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch stolen'\ntR.")
@@ -172,7 +166,7 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         open_weights(path)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     path = their_folder(tmp_path, "Llama", {"vocab_size": 256})
     with refused("import.tokenizer", path / "tokenizer.json", "256", kind=UsageError) as caught:
         import_model(path, tmp_path / "run")
@@ -180,7 +174,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     import_model(path, tmp_path / "run", with_tokenizer=False)
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     path = their_folder(tmp_path)
     import_model(path, tmp_path / "run")
 
@@ -198,9 +192,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert {item.name for item in tmp_path.iterdir()} == {"theirs", "run"}
 
 
-def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(tmp_path, monkeypatch):
     import_model(their_folder(tmp_path), tmp_path / "run")
     facts = replace(ATTENTION.facts("sdpa"), sees_all=False)
     monkeypatch.setattr(type(ATTENTION), "facts", lambda self, name: facts)
@@ -209,7 +201,7 @@ def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(
     assert not (tmp_path / "exported").exists()
 
 
-def test_switches_that_llama_lacks_are_refused_by_name() -> None:
+def test_switches_that_llama_lacks_are_refused_by_name():
     config = ModelConfig(vocab_size=300, mlp="relu2", layer_scalars=True, qkv_bias=True, zero_init=True)
     with refused("export.unsupported", "model.mlp", "model.layer_scalars", kind=UsageError) as caught:
         config_json(config, dtype="float32", begin=None, end=None)
@@ -219,7 +211,7 @@ def test_switches_that_llama_lacks_are_refused_by_name() -> None:
         config_json(both, dtype="float32", begin=None, end=None)
 
 
-def test_rope_keys_are_checked() -> None:
+def test_rope_keys_are_checked():
     with pytest.raises(ValueError, match="rope_low_freq_factor"):
         ModelConfig(rope_scaling="llama3", rope_low_freq_factor=4.0, rope_high_freq_factor=4.0)
     assert issubclass(UsageError, LmkitError)

@@ -1,11 +1,7 @@
 """`train.init_from`: the weights of a run, a checkpoint or a Hugging Face folder, with a fresh optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from run_folders import assert_same_state, losses, newest, refused, train_here
@@ -28,9 +24,7 @@ def trained(tiny: Tiny) -> Checkpoint:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_begins_with_the_weights_and_a_fresh_optimizer(
-    trained: Checkpoint, tiny: Tiny, precision: str
-) -> None:
+def test_begins_with_the_weights_and_a_fresh_optimizer(trained, tiny, precision):
     chosen = (f"train.init_from={trained.path}", f"train.precision={precision}", "train.eval_batches=0")
     recipe = tiny("run.name=after", *chosen)
     result = train_here(recipe, stop_at_step=3)
@@ -48,9 +42,7 @@ def test_begins_with_the_weights_and_a_fresh_optimizer(
     assert all(value == 3 for value in counted)
 
 
-def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(
-    trained: Checkpoint, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(trained, tiny, tmp_path):
     export_model(trained.path, tmp_path / "exported", dtype=None)
     found = []
     for number, source in enumerate((trained.path.parent.parent, trained.path, tmp_path / "exported")):
@@ -60,7 +52,7 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(
     assert found[0] == found[1] == found[2]
 
 
-def test_it_resumes_without_the_weights_bit_for_bit(trained: Checkpoint, tiny: Tiny) -> None:
+def test_it_resumes_without_the_weights_bit_for_bit(trained, tiny):
     source = f"train.init_from={trained.path.parent.parent}"
     whole, parts = tiny("run.name=whole", source), tiny("run.name=parts", source)
     train_here(whole)
@@ -73,9 +65,7 @@ def test_it_resumes_without_the_weights_bit_for_bit(trained: Checkpoint, tiny: T
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
-def test_two_ranks_have_the_losses_of_one(
-    strategy: str, trained: Checkpoint, fleet: Any, settings: Callable[..., list[str]], tiny: Tiny
-) -> None:
+def test_two_ranks_have_the_losses_of_one(strategy, trained, fleet, settings, tiny):
     source = f"train.init_from={trained.path}"
     alone = tiny("run.name=alone", source)
     train_here(alone)
@@ -86,7 +76,7 @@ def test_two_ranks_have_the_losses_of_one(
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
 
 
-def test_another_model_is_refused_with_all_its_differences(trained: Checkpoint, tiny: Tiny) -> None:
+def test_another_model_is_refused_with_all_its_differences(trained, tiny):
     recipe = tiny(
         *("run.name=wider", f"train.init_from={trained.path}", "model.d_model=32", "model.d_ff=48"),
         *("model.rope_theta=500.0", "model.vocab_size=80"),
@@ -98,7 +88,7 @@ def test_another_model_is_refused_with_all_its_differences(trained: Checkpoint, 
     assert not (recipe.run.path / "checkpoints").exists()
 
 
-def test_another_context_and_kernel_are_allowed(trained: Checkpoint, tiny: Tiny) -> None:
+def test_another_context_and_kernel_are_allowed(trained, tiny):
     recipe = tiny(
         *("run.name=longer", f"train.init_from={trained.path}", "model.context_length=16"),
         "model.attention=reference",
@@ -106,9 +96,7 @@ def test_another_context_and_kernel_are_allowed(trained: Checkpoint, tiny: Tiny)
     assert train_here(recipe).status == "finished"
 
 
-def test_another_tokenizer_is_refused(
-    trained: Checkpoint, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     from lmkit.tokenizer import train_tokenizer
 
     tokenizer = trained.path.parent.parent / "tokenizer.json"
@@ -128,7 +116,7 @@ def test_another_tokenizer_is_refused(
     assert str(tokenizer) in caught.value.hint
 
 
-def test_what_is_no_model_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(tiny, tmp_path):
     for name in ("nothing", "empty"):
         if name == "empty":
             (tmp_path / name).mkdir()

@@ -1,7 +1,5 @@
 """Models judged on text and on questions, against sums taken token by token."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -69,7 +67,7 @@ def log_p(folder: Path, ids: list[int]) -> list[float]:
     return [logits[i, token].item() for i, token in enumerate(ids[1:])]
 
 
-def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder: Path) -> None:
+def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
     import_model(folder, Path("run"))
     Path("text.txt").write_text(END.join(TEXTS))
     of_folder, of_run = (evaluate_run(Path(name), text=Path("text.txt")) for name in ("theirs", "run"))
@@ -88,9 +86,7 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("at_once", [1, 30, 8192])
-def test_documents_are_scored_as_lm_eval_scores_them(
-    at_once: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatch):
     """Windows of a whole context; the last one sees a whole context, and scores what is new in it."""
     monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", at_once)
     Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -111,7 +107,7 @@ def test_documents_are_scored_as_lm_eval_scores_them(
     assert result.loss * result.tokens == pytest.approx(total, rel=1e-6)
 
 
-def test_ranks_share_the_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_batches(folder, monkeypatch):
     monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", 20)
     model = open_weights(folder).model("cpu")
     texts = [likelihood.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
@@ -147,7 +143,7 @@ def write(name: str, questions: list[Any]) -> Path:
     return Path(name)
 
 
-def test_choices_are_scored_one_by_one(folder: Path) -> None:
+def test_choices_are_scored_one_by_one(folder):
     result = evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
     right = right_norm = 0
     for question, answered in zip(QUESTIONS, result.answers, strict=True):
@@ -171,9 +167,7 @@ def test_choices_are_scored_one_by_one(folder: Path) -> None:
     assert result.acc_stderr == pytest.approx(math.sqrt(result.acc * (1 - result.acc) / 3))
 
 
-def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(folder, monkeypatch):
     """By bytes, or with the blank before it, the second choice would win."""
     sums = [-2.2, -2.0, -6.65, -1.0, -1.0]
     monkeypatch.setattr(choices, "log_likelihoods", lambda *arguments, **options: sums)
@@ -199,13 +193,13 @@ def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(
         (["a"], "evaluate.question"),
     ],
 )
-def test_what_is_no_question_is_named(question: Any, code: str, folder: Path) -> None:
+def test_what_is_no_question_is_named(question, code, folder):
     file = write("questions.jsonl", [*QUESTIONS, question])
     with refused(code, file, "5", kind=UsageError):
         evaluate_choices(folder, file)
 
 
-def test_two_kinds_of_judgement_exclude_each_other(folder: Path, terminal) -> None:
+def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
     for options in (
         "--choices a.jsonl --text b",
         "--harness x --by-document",
@@ -214,7 +208,7 @@ def test_two_kinds_of_judgement_exclude_each_other(folder: Path, terminal) -> No
         terminal.refuses(f"evaluate {folder} {options}", code="evaluate.options_exclude")
 
 
-def test_more_ids_than_the_model_has_are_refused(folder: Path) -> None:
+def test_more_ids_than_the_model_has_are_refused(folder):
     Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
     with refused("evaluate.more_ids", "315", "300"):
         evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
@@ -223,7 +217,7 @@ def test_more_ids_than_the_model_has_are_refused(folder: Path) -> None:
 # lm-eval
 
 
-def test_the_harness_gets_an_exported_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, terminal) -> None:
+def test_the_harness_gets_an_exported_folder(folder, monkeypatch, terminal):
     import_model(folder, Path("run"))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "lm_eval", None)  # not installed
@@ -250,7 +244,7 @@ def test_the_harness_gets_an_exported_folder(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_lm_eval_agrees(folder: Path) -> None:
+def test_lm_eval_agrees(folder):
     """The same questions and documents as tasks of the real lm-eval, where it is installed."""
     pytest.importorskip("lm_eval")
     import_model(folder, Path("run"))

@@ -1,31 +1,23 @@
 """Processes that are killed or told twice to stop: what they leave, and how fast they leave."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE_S, Fleet, ends
+from processes import PATIENCE_S, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
-from lmkit.recipe.schema import Recipe
 from lmkit.training.atomic_checkpoint import newest_valid, step_name
 from lmkit.training.checkpoint import open_checkpoint
 
-Tiny = Callable[..., Recipe]
-
 
 @pytest.mark.full
-def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
-    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_46_killed_at_random_20_times_and_still_the_same_run(fleet, tiny, settings):
     steps = ("train.steps=100", "train.eval_interval=0", "checkpoint.interval=1")
     whole, battered = settings(*steps, "run.name=whole"), settings(*steps, "run.name=battered")
     assert fleet.train(whole) == [0]
@@ -54,9 +46,7 @@ def test_fault_46_killed_at_random_20_times_and_still_the_same_run(
     assert len(saved(recipe)) == 2
 
 
-def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(
-    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(fleet, tiny, settings):
     often = ("checkpoint.interval=3", "checkpoint.keep_last=1")
     assert fleet.train(settings(*often, "run.name=whole")) == [0]
     assert fleet.train(settings(*often), fault="killed before the second pruning") == [-signal.SIGKILL]
@@ -67,9 +57,7 @@ def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(
     assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
 
 
-def test_fault_62_the_lock_of_a_killed_run_does_not_stay(
-    fleet: Fleet, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_62_the_lock_of_a_killed_run_does_not_stay(fleet, settings):
     (process,) = fleet.start(settings(), fault="hang in step 3")
     fleet.wait_until_said("hanging")
     assert fleet.train(settings()) == [1]  # fault 61: while it lives, nobody else gets in
@@ -79,9 +67,7 @@ def test_fault_62_the_lock_of_a_killed_run_does_not_stay(
     assert fleet.train(settings()) == [0]
 
 
-def test_fault_71_a_second_signal_leaves_at_once(
-    fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_71_a_second_signal_leaves_at_once(fleet, tiny, settings):
     assert fleet.train(settings(), stop_at_step=1) == [0]
     (process,) = fleet.start(settings(), fault="hang in step 3")
     fleet.wait_until_said("hanging")
@@ -97,9 +83,7 @@ def test_fault_71_a_second_signal_leaves_at_once(
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(
-    number: int, fleet: Fleet, tiny: Tiny, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(number, fleet, tiny, settings):
     assert fleet.train(settings(), stop_at_step=1) == [0]
     (process,) = fleet.start(settings(), fault="wait in C++ in step 3")
     fleet.wait_until_said("hanging")
@@ -111,9 +95,7 @@ def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(
     assert saved(tiny()) == [1]
 
 
-def test_fault_100_a_stop_says_at_once_what_it_does_and_whom_it_waits_for(
-    fleet: Fleet, settings: Callable[..., list[str]]
-) -> None:
+def test_fault_100_a_stop_says_at_once_what_it_does_and_whom_it_waits_for(fleet, settings):
     first, second = fleet.start(settings("train.steps=100000", "train.log_interval=1"), ranks=2)
     fleet.wait_until_said("step 1/")
     os.kill(second.pid or 0, signal.SIGSTOP)

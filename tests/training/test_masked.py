@@ -1,11 +1,7 @@
 """Training on a token file with a mask: what counts weighs the same in every split of a batch."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +9,8 @@ import torch
 from run_folders import assert_same_state, losses, newest, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
-from lmkit.recipe.schema import Recipe
 from lmkit.training.judging import evaluate_run
 from lmkit.training.model_state import plain_model
-
-Tiny = Callable[..., Recipe]
 
 
 @pytest.fixture
@@ -37,7 +30,7 @@ def masked(token_files: tuple[Path, Path], tmp_path: Path) -> tuple[str, ...]:
     return tuple(places)
 
 
-def test_every_split_of_a_batch_is_the_same_step(masked: tuple[str, ...], tiny: Tiny) -> None:
+def test_every_split_of_a_batch_is_the_same_step(masked, tiny):
     """Slices of a batch hold unequal numbers of targets that count."""
     found = []
     for accumulation in (1, 2, 8):
@@ -51,9 +44,7 @@ def test_every_split_of_a_batch_is_the_same_step(masked: tuple[str, ...], tiny: 
     assert [loss for _, loss in losses(plain)] != pytest.approx(found[0], abs=1e-2)
 
 
-def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(
-    masked: tuple[str, ...], tiny: Tiny
-) -> None:
+def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(masked, tiny):
     recipe = tiny(*masked, "optimizer.lr=0.02", "train.eval_batches=0")
     result = train_here(recipe)
     model = plain_model(newest(recipe), device="cpu")
@@ -78,7 +69,7 @@ def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(
     assert evaluation.bits_per_byte == pytest.approx(bits, rel=1e-6)
 
 
-def test_resume_is_exact(masked: tuple[str, ...], tiny: Tiny) -> None:
+def test_resume_is_exact(masked, tiny):
     whole, parts = tiny("run.name=whole", *masked), tiny("run.name=parts", *masked)
     train_here(whole)
     train_here(parts, stop_at_step=5)
@@ -87,7 +78,7 @@ def test_resume_is_exact(masked: tuple[str, ...], tiny: Tiny) -> None:
     assert losses(whole) == losses(parts)
 
 
-def test_windows_in_which_nothing_counts_change_only_by_weight_decay(tiny: Tiny, tmp_path: Path) -> None:
+def test_windows_in_which_nothing_counts_change_only_by_weight_decay(tiny, tmp_path):
     path = tmp_path / "none.npy"
     with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64, masked=True) as writer:
         writer.append(np.arange(64).repeat(9), counts=False)
@@ -101,9 +92,7 @@ def test_windows_in_which_nothing_counts_change_only_by_weight_decay(tiny: Tiny,
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_two_ranks_have_the_losses_of_one(
-    strategy: str, masked: tuple[str, ...], fleet: Any, settings: Callable[..., list[str]], tiny: Tiny
-) -> None:
+def test_two_ranks_have_the_losses_of_one(strategy, masked, fleet, settings, tiny):
     alone = tiny("run.name=alone", *masked)
     train_here(alone)
     together = settings("run.name=together", *masked, f"parallel.strategy={strategy}")

@@ -8,14 +8,12 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_folders import losses, refused, saved, train_here
 
-from lmkit.recipe.schema import Recipe
 from lmkit.training import metrics, services
 from lmkit.training.metrics import (
     Fanout,
@@ -27,8 +25,6 @@ from lmkit.training.metrics import (
     read_metrics,
 )
 from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
-
-Tiny = Callable[..., Recipe]
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def train_record(step: int, **changes: Any) -> dict[str, Any]:
     return {**record, **changes}
 
 
-def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path: Path) -> None:
+def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, after_step=0)
     for step in range(1, 8):
@@ -67,7 +63,7 @@ def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
+def test_a_full_disk_is_an_error_with_the_file_in_it():
     sink = MetricsFile.__new__(MetricsFile)
     sink._path = Path("run/metrics.jsonl")
     sink._file = open("/dev/full", "w")  # noqa: SIM115
@@ -80,7 +76,7 @@ def test_a_full_disk_is_an_error_with_the_file_in_it() -> None:
 LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140_200_000_000}
 
 
-def test_a_line_fits_100_columns_also_with_large_numbers_and_nan() -> None:
+def test_a_line_fits_100_columns_also_with_large_numbers_and_nan():
     for speed, seconds, parts in (
         (8_765_432.1, 9 * 3600 + 59 * 60 + 29, ("8.77M tok/s", "9h59m left")),
         (876_543.2, 123 * 3600 + 45 * 60, ("877k tok/s", "124h left")),
@@ -106,9 +102,7 @@ def without_codes(terminal: io.StringIO) -> str:
 
 
 @pytest.mark.parametrize(("mfu", "shortest_bar"), [(None, 8), (0.5123, 4)])
-def test_a_bar_and_its_numbers_fit_100_columns(
-    as_terminal: Callable[[], io.StringIO], mfu: float | None, shortest_bar: int
-) -> None:
+def test_a_bar_and_its_numbers_fit_100_columns(as_terminal, mfu, shortest_bar):
     terminal = as_terminal()
     large = {**LARGE, "mfu": mfu, "tokens_per_second": 8_765_432.1, "eta_seconds": 35_969.0}
     bar = console(9_999_999)
@@ -123,9 +117,7 @@ def test_a_bar_and_its_numbers_fit_100_columns(
     assert "0.5000 bits per byte" in without_codes(terminal)
 
 
-def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
     assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -182,7 +174,7 @@ def drive(sink: ServiceSink) -> None:
     fan.close()
 
 
-def test_wandb_gets_every_number(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_every_number(tiny, tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     drive(wandb_sink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
@@ -214,9 +206,7 @@ class FakeTensorBoard(types.ModuleType):
         self.closed = True
 
 
-def test_tensorboard_gets_every_number(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensorboard_gets_every_number(tiny, tmp_path, monkeypatch, caplog):
     fake = FakeTensorBoard()
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     recipe = tiny("train.tensorboard=true", "train.steps=5")
@@ -239,7 +229,7 @@ def test_tensorboard_gets_every_number(
 
 
 @pytest.mark.full
-def test_tensorboard_reads_its_files(tiny: Tiny) -> None:
+def test_tensorboard_reads_its_files(tiny):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -255,12 +245,8 @@ def test_tensorboard_reads_its_files(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("fail_at", ["missing", "init", "log", "finish", "hang"])
 def test_fault_79_training_goes_on_without_wandb_after_one_warning(
-    fail_at: str,
-    tiny: Tiny,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    fail_at, tiny, tmp_path, monkeypatch, caplog
+):
     fake = None if fail_at == "missing" else FakeWandb(fail_at)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(services, "FINISH_TIMEOUT_S", 0.05)

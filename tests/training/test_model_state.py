@@ -1,7 +1,5 @@
 """Weights and optimizer state as named tensors: of plain, wrapped, tied and sharded models, and of older versions."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Fleet
 from run_folders import losses, newest, refused, train_here
 from torch import nn
 
@@ -62,9 +59,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("place", ["file", "file object"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(
-    name: str, place: str, tmp_path: Path
-) -> None:
+def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(name, place, tmp_path):
     model, other = make_model(), make_model()
     optimizer = OPTIMIZERS[name](model)
     train(model, optimizer, 3, seed=1)
@@ -89,7 +84,7 @@ def test_going_on_from_a_saved_checkpoint_equals_never_having_stopped(
         assert torch.equal(value, after[key]), key
 
 
-def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path):
     model, other = make_model(), make_model()
     save_checkpoint(model, None, 7, tmp_path / "weights")
     assert load_checkpoint(str(tmp_path / "weights"), other, OPTIMIZERS["ours"](other)) == 7
@@ -108,7 +103,7 @@ def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path: Path)
     assert plain.state[other.lm_head.weight]["exp_avg"].abs().sum() > 0
 
 
-def test_state_of_a_joined_matrix_is_saved_by_the_names_of_its_parts() -> None:
+def test_state_of_a_joined_matrix_is_saved_by_the_names_of_its_parts():
     """By whole and by sharded optimizers; either loads what the other saved."""
     parts = {"q": slice(0, 16), "k": slice(16, 24), "v": slice(24, 32)}
     whole, sharded = (make_model(num_kv_heads=1) for _ in range(2))
@@ -150,7 +145,7 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path: Path) -> None:
+def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path):
     model, path, sentinel = make_model(), tmp_path / "model.safetensors", tmp_path / "executed"
     path.write_bytes(pickle.dumps(Touch(sentinel)))
     with refused("checkpoint.damaged", path):
@@ -166,7 +161,7 @@ def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path: Path) -> None
         load_checkpoint(path, model, OPTIMIZERS["ours"](model))  # which has two parameter groups
 
 
-def test_state_of_another_model_is_refused_with_the_difference() -> None:
+def test_state_of_another_model_is_refused_with_the_difference():
     model, other = make_model(), make_model(num_layers=1)
     optimizer = OPTIMIZERS["ours"](model)
     train(model, optimizer, 1, seed=1)
@@ -180,7 +175,7 @@ def test_state_of_another_model_is_refused_with_the_difference() -> None:
         load_weights(model, model_weights(other), origin=Path("saved"))
 
 
-def test_tied_weights_are_saved_once_and_stay_tied() -> None:
+def test_tied_weights_are_saved_once_and_stay_tied():
     model, other = make_model(tie_embeddings=True), make_model(tie_embeddings=True)
     saved = model_weights(model)
     assert ("lm_head.weight" in saved) != ("token_embeddings.weight" in saved)
@@ -198,7 +193,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
-def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round(wrapper: str) -> None:
+def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round(wrapper):
     model, plain = make_model(), make_model()
     wrapped = Wrapped(Wrapped(model, wrapper), "module")
     assert model_weights(wrapped).keys() == model_weights(plain).keys()
@@ -217,7 +212,7 @@ def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round
     assert names == set(model_weights(plain))
 
 
-def test_fault_59_saved_from_a_compiled_layer_loads_plain() -> None:
+def test_fault_59_saved_from_a_compiled_layer_loads_plain():
     model, plain = make_model(), make_model()
     model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
     load_weights(plain, model_weights(model), origin=Path("saved"))
@@ -231,9 +226,7 @@ LOSSES = [3.0532686710357666, 3.0033318996429443]
 @pytest.mark.parametrize(
     ("name", "ranks"), [("one_rank", 1), ("zero1_two_ranks", 1), ("zero1_two_ranks", 2), ("one_rank", 2)]
 )
-def test_checkpoints_of_the_first_edition_load_and_resume(
-    name: str, ranks: int, tmp_path: Path, fleet: Fleet
-) -> None:
+def test_checkpoints_of_the_first_edition_load_and_resume(name, ranks, tmp_path, fleet):
     run = tmp_path / "runs" / name
     shutil.copytree(FIRST_EDITION / name / "step-00000002", run / "checkpoints" / "step-00000002")
     verify(run / "checkpoints" / "step-00000002")

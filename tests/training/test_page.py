@@ -1,7 +1,5 @@
 """`lmkit report RUN --html`: one page that loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -79,7 +77,7 @@ class Parts(HTMLParser):
         self.inside = ""
 
 
-def test_a_page_holds_figures_curves_texts_recipe_and_environment(make_run: MakeRun) -> None:
+def test_a_page_holds_figures_curves_texts_recipe_and_environment(make_run):
     folder = make_run("one", text="A <b>bold</b> story & more")
     page = write_page(folder)
     assert (page.path, page.runs) == (str(folder / "report.html"), ("one",))
@@ -106,7 +104,7 @@ def test_a_page_holds_figures_curves_texts_recipe_and_environment(make_run: Make
         assert base64.b64decode(picture.removeprefix("data:image/png;base64,")).startswith(PNG)
 
 
-def test_it_loads_nothing_and_runs_nothing(make_run: MakeRun) -> None:
+def test_it_loads_nothing_and_runs_nothing(make_run):
     folder = make_run("<img src=x onerror=alert(1)>", text="<script>alert(1)</script>")
     text = Path(write_page(folder).path).read_text()
     parts = Parts(text)
@@ -120,7 +118,7 @@ def test_it_loads_nothing_and_runs_nothing(make_run: MakeRun) -> None:
     assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
 
 
-def test_runs_beside_one_another(make_run: MakeRun, tmp_path: Path) -> None:
+def test_runs_beside_one_another(make_run, tmp_path):
     """Folders of one name are told apart; what differs between the recipes is named."""
     first, second = make_run("a/run"), make_run("b/run", steps=40)
     page = write_page(first, [second], output=tmp_path / "both.html")
@@ -131,13 +129,13 @@ def test_runs_beside_one_another(make_run: MakeRun, tmp_path: Path) -> None:
     assert not (first / "report.html").exists()
 
 
-def test_a_run_that_has_only_begun(make_run: MakeRun) -> None:
+def test_a_run_that_has_only_begun(make_run):
     parts = Parts(Path(write_page(make_run("begun", records=[])).path).read_text())
     assert parts.texts["td"] == ["begun"] + ["-"] * 7
     assert "img" not in parts.tags
 
 
-def test_what_is_no_run_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(make_run, tmp_path):
     (tmp_path / "empty").mkdir()
     with refused("report.no_run", "empty", kind=UsageError):
         write_page(tmp_path / "empty")
@@ -149,9 +147,7 @@ def test_what_is_no_run_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     assert not (damaged / "report.html").exists()
 
 
-def test_fault_138_a_page_replaces_a_named_file_only_by_force(
-    make_run: MakeRun, tmp_path: Path, terminal
-) -> None:
+def test_fault_138_a_page_replaces_a_named_file_only_by_force(make_run, tmp_path, terminal):
     run, notes = make_run("run"), tmp_path / "notes.html"
     terminal("report", run, "--html")
     terminal("report", run, "--html")  # the run's own page is made anew
@@ -165,7 +161,7 @@ def test_fault_138_a_page_replaces_a_named_file_only_by_force(
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
-def test_fault_161_a_page_replaces_no_file_of_its_runs(name: str, make_run: MakeRun, terminal) -> None:
+def test_fault_161_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
     run, other = make_run("run"), make_run("other")
     for source in (run / name, other / name):
         before = source.read_bytes()
@@ -178,7 +174,7 @@ def test_fault_161_a_page_replaces_no_file_of_its_runs(name: str, make_run: Make
 
 
 @pytest.mark.parametrize("words", [("--html",), ("one", "--beside", "two"), ("one", "--html", "--check")])
-def test_the_options_of_pages_and_write_ups_exclude_one_another(words: tuple[str, ...]) -> None:
+def test_the_options_of_pages_and_write_ups_exclude_one_another(words):
     from typer.testing import CliRunner
 
     from lmkit.cli.results import app

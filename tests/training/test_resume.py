@@ -1,10 +1,7 @@
 """Resuming: the same run bit for bit, from the newest good checkpoint, or refused."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,20 +9,15 @@ from run_folders import PACKED, assert_same_state, losses, newest, refused, trai
 from test_model_state import Touch
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock
 from lmkit.training.atomic_checkpoint import MODEL, step_name, verify
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.model_state import plain_model
 
-Tiny = Callable[..., Recipe]
-
 
 @pytest.mark.parametrize("stop", [1, 5, 9])
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
-def test_fault_54_10_steps_are_5_and_5_bit_for_bit(
-    stop: int, precision: str, optimizer: str, tiny: Tiny
-) -> None:
+def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny):
     chosen = (f"train.precision={precision}", f"optimizer.name={optimizer}")
     whole, parts = tiny(*chosen, "run.name=whole"), tiny(*chosen, "run.name=parts")
     train_here(whole)
@@ -40,7 +32,7 @@ def test_fault_54_10_steps_are_5_and_5_bit_for_bit(
     assert losses(whole, "final") == losses(parts, "final")
 
 
-def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny: Tiny) -> None:
+def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
     """4000 tokens are an epoch of 62.5 steps, whose last row ends in the next epoch."""
     end = (*PACKED, "train.steps=66", "train.eval_interval=0")
     whole, parts = tiny(*end, "run.name=whole"), tiny(*end, "run.name=parts")
@@ -55,9 +47,7 @@ def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny: Tin
         train_here(tiny("model.document_token=5", "run.name=whole"))
 
 
-def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(tiny, capsys):
     whole, recipe = tiny("run.name=whole"), tiny("checkpoint.interval=3", "run.name=damaged")
     train_here(whole)
     train_here(recipe, stop_at_step=6)
@@ -77,7 +67,7 @@ def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(
     assert (aside / MODEL).read_bytes() == damaged
 
 
-def test_fault_111_no_damaged_checkpoint_is_deleted_by_the_steps_that_are_made_again(tiny: Tiny) -> None:
+def test_fault_111_no_damaged_checkpoint_is_deleted_by_the_steps_that_are_made_again(tiny):
     recipe = tiny("checkpoint.interval=1", "checkpoint.keep_last=4")
     folder = recipe.run.path / "checkpoints"
     train_here(recipe, stop_at_step=4)
@@ -91,9 +81,7 @@ def test_fault_111_no_damaged_checkpoint_is_deleted_by_the_steps_that_are_made_a
     assert damaged == sorted(kept + [f"{name}.damaged" for name in kept])
 
 
-def test_a_session_names_the_checkpoint_that_it_wrote_not_a_damaged_later_one(
-    tiny: Tiny, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_session_names_the_checkpoint_that_it_wrote_not_a_damaged_later_one(tiny, caplog):
     recipe = tiny("checkpoint.interval=3", "train.log_interval=1")
     train_here(recipe, stop_at_step=6)
     folder = recipe.run.path / "checkpoints"
@@ -109,9 +97,7 @@ def test_a_session_names_the_checkpoint_that_it_wrote_not_a_damaged_later_one(
     assert f"skipped {folder / step_name(4) / MODEL}" in caplog.text
 
 
-def test_fault_46_leftovers_of_a_killed_session_are_removed(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_46_leftovers_of_a_killed_session_are_removed(tiny, capsys):
     recipe = tiny()
     train_here(recipe, stop_at_step=2)
     half = recipe.run.path / "checkpoints" / (step_name(3) + ".lmkit-partial")
@@ -124,8 +110,8 @@ def test_fault_46_leftovers_of_a_killed_session_are_removed(
 
 
 def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_what_they_name(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+    tiny, tmp_path
+):
     """One leads to a checkpoint that was moved away and is pruned now, one to nothing, one is a leftover."""
     recipe = tiny("checkpoint.interval=2", "checkpoint.keep_last=2")
     train_here(recipe, stop_at_step=4)
@@ -141,9 +127,7 @@ def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_
     assert [path.name for path in folder.iterdir() if path.is_symlink()] == [f"{step_name(6)}.damaged"]
 
 
-def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(tiny, capsys):
     train_here(tiny(), stop_at_step=5)
     capsys.readouterr()
     result = train_here(tiny("optimizer.lr=0.0005", "train.accumulation=1"))
@@ -165,9 +149,7 @@ def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(
         "model.rope_theta=500.0",
     ],
 )
-def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_difference(
-    change: str, tiny: Tiny
-) -> None:
+def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_difference(change, tiny):
     train_here(tiny(), stop_at_step=1)
     before = newest(tiny()).path.stat().st_mtime_ns
     key, _, value = change.partition("=")
@@ -176,7 +158,7 @@ def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_d
     assert newest(tiny()).path.stat().st_mtime_ns == before
 
 
-def test_another_token_file_is_refused(tiny: Tiny, token_files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_another_token_file_is_refused(tiny, token_files, tmp_path):
     train_here(tiny(), stop_at_step=1)
     for suffix in (".npy", ".json"):
         shutil.copy(token_files[0].with_suffix(suffix), tmp_path / f"other{suffix}")
@@ -189,7 +171,7 @@ def test_another_token_file_is_refused(tiny: Tiny, token_files: tuple[Path, Path
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny, tmp_path: Path) -> None:
+def test_fault_57_a_malicious_pickle_is_never_executed(protocol, tiny, tmp_path):
     sentinel = tmp_path / "executed"
     payload = pickle.dumps(Touch(sentinel), protocol=protocol)
     recipe = tiny()
@@ -212,7 +194,7 @@ def test_fault_57_a_malicious_pickle_is_never_executed(protocol: int, tiny: Tiny
     assert not sentinel.exists()
 
 
-def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(tiny: Tiny) -> None:
+def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(tiny):
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest(recipe).path
@@ -224,7 +206,7 @@ def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(t
         train_here(recipe)
 
 
-def test_fault_61_two_runs_in_one_folder(tiny: Tiny) -> None:
+def test_fault_61_two_runs_in_one_folder(tiny):
     recipe = tiny()
     with FolderLock(recipe.run.path), pytest.raises(LmkitError) as caught:
         train_here(recipe)
@@ -232,7 +214,7 @@ def test_fault_61_two_runs_in_one_folder(tiny: Tiny) -> None:
     train_here(recipe, stop_at_step=1)
 
 
-def test_fault_65_resuming_a_finished_run_does_nothing(tiny: Tiny) -> None:
+def test_fault_65_resuming_a_finished_run_does_nothing(tiny):
     recipe = tiny()
     first = train_here(recipe)
     metrics = (recipe.run.path / "metrics.jsonl").read_bytes()
@@ -246,21 +228,19 @@ def test_fault_65_resuming_a_finished_run_does_nothing(tiny: Tiny) -> None:
     assert (longer.status, longer.resumed_from, longer.step) == ("finished", 10, 12)
 
 
-def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(tiny, capsys):
     train_here(tiny(), stop_at_step=1)
     assert "no checkpoint yet: starting from scratch" in capsys.readouterr().err
 
 
-def test_resume_never_refuses_a_folder_with_checkpoints(tiny: Tiny) -> None:
+def test_resume_never_refuses_a_folder_with_checkpoints(tiny):
     never = tiny("checkpoint.resume=never")
     train_here(never, stop_at_step=1)
     with refused("resume.refused", step_name(1), "never", kind=UsageError):
         train_here(never)
 
 
-def test_resume_from_a_named_checkpoint(tiny: Tiny) -> None:
+def test_resume_from_a_named_checkpoint(tiny):
     recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
     train_here(recipe)
     older = recipe.run.path / "checkpoints" / step_name(5)

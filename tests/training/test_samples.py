@@ -1,7 +1,5 @@
 """Texts written while training: the right ones, and the training does not notice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +35,7 @@ def writing(tiny: Tiny, tmp_path: Path, token_files: tuple[Path, Path]) -> Tiny:
     return lambda *more: tiny(*options, PROMPTS, "train.sample_interval=2", "train.steps=6", *more)
 
 
-def test_texts_are_those_of_the_model_at_that_step(writing: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
     recipe = writing("checkpoint.interval=2", "checkpoint.keep_last=9")
     train(recipe, write_texts=write_samples)
     found = records(recipe, "sample")
@@ -56,7 +54,7 @@ def test_texts_are_those_of_the_model_at_that_step(writing: Tiny, capsys: pytest
     assert "step 4/6  text 2: bc" in capsys.readouterr().err
 
 
-def test_training_does_not_notice(writing: Tiny) -> None:
+def test_training_does_not_notice(writing):
     """Weights, optimizer, random generators and losses: without texts, with texts, and resumed with texts."""
     plain = writing("train.sample_interval=0", "run.name=plain")
     train_here(plain)
@@ -69,9 +67,7 @@ def test_training_does_not_notice(writing: Tiny) -> None:
         assert [record["step"] for record in records(recipe, "sample")] == [2, 2, 4, 4, 6, 6]
 
 
-def test_training_goes_on_without_texts(
-    writing: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_goes_on_without_texts(writing, monkeypatch, capsys):
     def fail(*arguments: object, **options: object) -> None:
         raise LmkitError("generate.not_finite", "predictions are not finite", hint="hint")
 
@@ -87,7 +83,7 @@ def test_training_goes_on_without_texts(
 
 
 @pytest.mark.full
-def test_ranks_with_shards_write_what_one_rank_writes(writing: Tiny) -> None:
+def test_ranks_with_shards_write_what_one_rank_writes(writing):
     """Greedily: the ranks' weights differ by roundings."""
     texts = []
     for nproc in (1, 2):

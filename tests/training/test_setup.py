@@ -1,10 +1,7 @@
 """The training step that `lmkit train`, benches and loops of one's own share."""
 
-from __future__ import annotations
-
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ SMALL = ("model.vocab_size=64",)
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
-def test_the_loop_in_the_package_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_in_the_package_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"(?:^    .+\n|^\n)+", lmkit.training.__doc__ or "", re.MULTILINE)
     (loop,) = (textwrap.dedent(block) for block in blocks if "build_step(" in block)
@@ -36,7 +33,7 @@ def test_the_loop_in_the_package_documentation_runs(tmp_path: Path, monkeypatch:
     assert (tmp_path / "model.safetensors").stat().st_size > 10_000
 
 
-def test_benches_run_the_step_that_train_runs(tiny) -> None:
+def test_benches_run_the_step_that_train_runs(tiny):
     """The same tables, seed and batches give the same losses, bit for bit."""
     recipe = tiny("optimizer.schedule=constant", "optimizer.warmup_steps=0", "data.source=random", *SMALL)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"grad_clip": 0.05})})
@@ -52,7 +49,7 @@ def test_benches_run_the_step_that_train_runs(tiny) -> None:
     assert [step.run().item() for _ in range(3)] == [loss for _, loss in losses(recipe)]
 
 
-def test_passes_alone_leave_the_weights_and_drop_the_gradients() -> None:
+def test_passes_alone_leave_the_weights_and_drop_the_gradients():
     step = TrainingStep(
         CONFIG, Ranks(), RandomTokens(64, batch_size=4, context_length=8, seed=0), precision="bf16"
     )
@@ -65,7 +62,7 @@ def test_passes_alone_leave_the_weights_and_drop_the_gradients() -> None:
     assert not torch.equal(step.model.lm_head.weight, before)
 
 
-def test_the_tables_reach_the_optimizer_and_the_step() -> None:
+def test_the_tables_reach_the_optimizer_and_the_step():
     table = OptimizerConfig(lr=0.5, betas=(0.5, 0.6), weight_decay=0.25)
     step = build_step(CONFIG, optimizer=table, precision="fp16", grad_clip=0.125)
     assert isinstance(step, Step)
@@ -77,13 +74,13 @@ def test_the_tables_reach_the_optimizer_and_the_step() -> None:
 
 @pytest.mark.parametrize("strategy", ["none", "zero1"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_gains_stay_float32_beside_narrow_matrices(precision: str, strategy: str) -> None:
+def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
     step = build_step(CONFIG, parallel=ParallelConfig(strategy=strategy), precision=precision)
     found = {parameter.dim(): parameter.dtype for parameter in step.model.parameters()}
     assert found == {1: torch.float32, 2: torch.bfloat16}
 
 
-def test_what_the_device_cannot_do_is_refused(tiny) -> None:
+def test_what_the_device_cannot_do_is_refused(tiny):
     recipe = tiny(*SMALL)
     check_device(recipe, torch.device("cpu"))
     with refused("train.wrong_device", "train.precision", "fp16"):
@@ -114,8 +111,8 @@ def test_what_the_device_cannot_do_is_refused(tiny) -> None:
     ],
 )
 def test_fault_107_a_learning_rate_that_never_comes_down_is_warned_of(
-    warmup: int, schedule: str, numbers: tuple[str, ...] | None, tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+    warmup, schedule, numbers, tiny, capsys
+):
     if schedule == "still_rising" and schedule not in SCHEDULES.names:
         SCHEDULES.register(schedule)(lambda step, **settings: step)
     recipe = tiny(f"optimizer.warmup_steps={warmup}", f"optimizer.schedule={schedule}")

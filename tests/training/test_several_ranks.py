@@ -1,16 +1,12 @@
 """Several ranks train as one, stop as one and resume as one; one that dies, hangs or raises ends the others."""
 
-from __future__ import annotations
-
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import TIMEOUT_S, Fleet, ends
+from processes import TIMEOUT_S, ends
 from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
@@ -18,8 +14,6 @@ from lmkit.registry import STRATEGIES
 from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import plain_model
 
-Tiny = Callable[..., Recipe]
-Settings = Callable[..., list[str]]
 full = pytest.mark.full
 SAME = 2e-6
 """Relative tolerance between different numbers of ranks: the same float32 numbers summed in another order are a few
@@ -42,8 +36,8 @@ def assert_same_losses(left: Recipe, right: Recipe, kinds: tuple[str, ...]) -> N
 
 
 def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_not_divide_by_the_ranks(
-    fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+    fleet, tiny, settings
+):
     """Evaluations have three batches on two ranks, and at the end all 23, of which the last is shorter."""
     for name, ranks in (("one", 1), ("two", 2)):
         chosen = settings("train.eval_batches=3", f"run.name={name}")
@@ -53,25 +47,21 @@ def test_fault_75_one_and_two_ranks_have_the_same_losses_also_where_batches_do_n
 
 @full
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_ranks_share_packed_documents(fleet: Fleet, tiny: Tiny, settings: Settings, strategy: str) -> None:
+def test_ranks_share_packed_documents(fleet, tiny, settings, strategy):
     for name, ranks in (("one", 1), ("two", 2)):
         chosen = settings(*PACKED, f"parallel.strategy={strategy}", f"run.name={name}")
         assert fleet.train(chosen, ranks=ranks) == [0] * ranks, fleet.said()
     assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
 
 
-def test_fault_99_the_clock_of_rank_0_makes_all_ranks_save(
-    fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_fault_99_the_clock_of_rank_0_makes_all_ranks_save(fleet, tiny, settings):
     often = settings("checkpoint.minutes=1e-9", "checkpoint.keep_last=20", "parallel.strategy=zero1")
     assert fleet.train(often, ranks=2) == [0, 0], fleet.said()
     assert saved(tiny()) == [*range(1, 11)]
 
 
 @full
-def test_whole_weights_survive_a_session_with_bf16_weights(
-    fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_whole_weights_survive_a_session_with_bf16_weights(fleet, tiny, settings):
     """fp32 weights become fp32 masters, not what their bf16 copies have left of them."""
     still = ("optimizer.lr=1e-12", "optimizer.min_lr=0.0")
     narrow = ("parallel.strategy=zero1", "parallel.weights=bf16")
@@ -100,9 +90,7 @@ def test_whole_weights_survive_a_session_with_bf16_weights(
         ("torch_ddp", "bf16"),
     ),
 )
-def test_fault_54_two_ranks_resume_bit_for_bit(
-    strategy: str, precision: str, fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_fault_54_two_ranks_resume_bit_for_bit(strategy, precision, fleet, tiny, settings):
     chosen = f"parallel.strategy={strategy}"
     both = (chosen, f"train.precision={precision}", "train.accumulation=4")
     whole, parts = settings(*both, "run.name=whole"), settings(*both, "run.name=parts")
@@ -143,8 +131,8 @@ def test_fault_54_two_ranks_resume_bit_for_bit(
     ),
 )
 def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
-    first: tuple[int, str], then: tuple[int, str], fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+    first, then, fleet, tiny, settings
+):
     assert fleet.train(settings("run.name=whole")) == [0]
     for (ranks, strategy), options in ((first, {"stop_at_step": 5}), (then, {})):
         changed = settings("run.name=parts", *f"parallel.strategy={strategy}".split())
@@ -163,8 +151,8 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
     ),
 )
 def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
-    fault: str, refused: int, strategy: str, fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+    fault, refused, strategy, fleet, tiny, settings
+):
     """Nor does the step change anything that is launched before the host learns of it."""
     sharded = ["checkpoint.interval=3", f"parallel.strategy={strategy}"]  # so that both ranks have to write
     sharded.append("train.eval_interval=0")  # which would wait for step 4 before step 5 is launched
@@ -183,9 +171,7 @@ def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
 
 
 @pytest.mark.parametrize("where", full_except("", " in evaluation", " in a save"))
-def test_fault_69_and_70_a_signal_to_one_rank_makes_all_save_the_same_step(
-    where: str, fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_fault_69_and_70_a_signal_to_one_rank_makes_all_save_the_same_step(where, fleet, tiny, settings):
     sharded = ["parallel.strategy=zero1"]  # so that both ranks have to write
     if where == " in a save":
         sharded.append("checkpoint.interval=3")
@@ -206,9 +192,7 @@ def test_fault_69_and_70_a_signal_to_one_rank_makes_all_save_the_same_step(
 @pytest.mark.parametrize(
     "change", full_except("model.d_ff=48", "model.num_layers=2", "optimizer.lr=0.5", "run.seed=9")
 )
-def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(
-    change: str, fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(change, fleet, tiny, settings):
     assert fleet.train(settings(), ranks=2, of_rank_1=[change]) == [1, 1], fleet.said()
     what = "model" if change.startswith("model.") else "recipe"
     lines = [line for line in fleet.said().splitlines() if "rank 1" in line and what in line]
@@ -218,9 +202,7 @@ def test_fault_74_another_model_or_recipe_on_one_rank_is_an_error_at_the_start(
 
 
 @full
-def test_a_run_folder_that_another_rank_does_not_see_is_refused_at_the_start(
-    fleet: Fleet, tiny: Tiny, settings: Settings, tmp_path: Path
-) -> None:
+def test_a_run_folder_that_another_rank_does_not_see_is_refused_at_the_start(fleet, tiny, settings, tmp_path):
     """As where every machine has a disk of its own."""
     elsewhere = [f'run.folder="{tmp_path / "of rank 1"}"']
     assert fleet.train(settings(), ranks=2, of_rank_1=elsewhere) == [2, 2], fleet.said()
@@ -253,8 +235,8 @@ PLACES = (
 
 @pytest.mark.parametrize(("where", "strategy"), full_except(*PLACES))
 def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
-    where: str, strategy: str, fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+    where, strategy, fleet, tiny, settings
+):
     sharded = (f"parallel.strategy={strategy}", "checkpoint.interval=3")
     fault = f"rank 1 dies {where}"
     assert fleet.train(settings(*sharded), ranks=2, fault=fault) == [1, -signal.SIGKILL], fleet.said()
@@ -267,18 +249,14 @@ def test_fault_72_a_rank_that_dies_ends_the_other_which_names_it_and_the_step(
 
 
 @full
-def test_fault_72_a_first_rank_that_dies_while_it_looks_where_to_begin_ends_the_other(
-    fleet: Fleet, settings: Settings
-) -> None:
+def test_fault_72_a_first_rank_that_dies_while_it_looks_where_to_begin_ends_the_other(fleet, settings):
     assert fleet.train(settings(), ranks=2, fault="rank 0 dies at the start") == [-signal.SIGKILL, 1]
     assert re.search(r"rank 1, between steps\b.*\brank 0\b", fleet.said()), fleet.said()
     assert len(fleet.said().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("where", "strategy"), full_except(*PLACES))
-def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
-    where: str, strategy: str, fleet: Fleet, settings: Settings
-) -> None:
+def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(where, strategy, fleet, settings):
     options = (f"parallel.strategy={strategy}", "checkpoint.interval=3", f"parallel.timeout_s={TIMEOUT_S}")
     waiting, hanging = fleet.start(settings(*options), ranks=2, fault=f"rank 1 hangs {where}")
     assert ends([waiting]) == [1], fleet.said()
@@ -289,9 +267,7 @@ def test_fault_73_a_rank_that_hangs_is_named_with_the_step_at_the_timeout(
 
 
 @full
-def test_an_exception_on_one_rank_inside_backward_is_no_hang_and_the_next_run_is_clean(
-    fleet: Fleet, tiny: Tiny, settings: Settings
-) -> None:
+def test_an_exception_on_one_rank_inside_backward_is_no_hang_and_the_next_run_is_clean(fleet, tiny, settings):
     assert fleet.train(settings(), ranks=2, fault="rank 1 raises in backward") == [1, 1], fleet.said()
     assert re.search(LOST["in backward"], fleet.said()), fleet.said()
     assert "ZeroDivisionError" in fleet.said()

@@ -1,7 +1,5 @@
 """The guard against spikes of loss and gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,7 +18,7 @@ def told(guard: SpikeGuard, loss: float, norm: float, bad: torch.Tensor = FALSE)
     return bool(guard.judge(torch.tensor(loss), torch.tensor(norm), bad))
 
 
-def test_a_spike_is_far_above_the_good_steps_and_is_not_learnt() -> None:
+def test_a_spike_is_far_above_the_good_steps_and_is_not_learnt():
     guard = SpikeGuard(6.0)
     torch.manual_seed(0)
     seen = []
@@ -39,13 +37,13 @@ def test_a_spike_is_far_above_the_good_steps_and_is_not_learnt() -> None:
     assert before[4] == pytest.approx(0.01, rel=0.5)  # of 100 samples
 
 
-def test_nothing_is_judged_before_the_warm_up() -> None:
+def test_nothing_is_judged_before_the_warm_up():
     guard = SpikeGuard(1.0)
     assert not any(told(guard, 3.0 + 100 * number, 1.0) for number in range(WARM_UP))
     assert told(guard, 1e6, 1.0)
 
 
-def test_a_step_that_spikes_changes_nothing_and_stops_the_run_in_the_end() -> None:
+def test_a_step_that_spikes_changes_nothing_and_stops_the_run_in_the_end():
     torch.manual_seed(0)
     step = build_step(CONFIG, Ranks(), max_skips=2, spike_sigmas=8.0)
     usual, strange = torch.randint(50, (2, 1, 4, 17))

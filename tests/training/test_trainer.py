@@ -1,13 +1,10 @@
 """The training loop: its clock, and runs that are stopped by numbers that are not finite, by signals, by the disk."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +25,11 @@ from run_folders import (
 
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
 from lmkit.training import trainer
 from lmkit.training.atomic_checkpoint import step_name
 from lmkit.training.checkpoint_writer import CheckpointWriter
 from lmkit.training.step import Outcome, Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
-
-Tiny = Callable[..., Recipe]
 
 
 class Time:
@@ -54,9 +48,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
-def test_the_clock_continues_from_what_earlier_sessions_used(
-    time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_continues_from_what_earlier_sessions_used(time, monkeypatch):
     run = TrainingClock(used_seconds=100.0, max_minutes=5.0, ranks=Ranks())
     assert (run.seconds, run.seconds_left) == (100.0, 200.0)
     time.now += 20.0
@@ -75,7 +67,7 @@ def test_the_clock_continues_from_what_earlier_sessions_used(
     assert second.fraction() == 0.25  # rank 0's clock counts
 
 
-def test_speed_is_measured_since_the_last_read_without_excluded_time(time: Time) -> None:
+def test_speed_is_measured_since_the_last_read_without_excluded_time(time):
     meter = Speedometer()
     assert meter.session is None
     time.now += 2.0
@@ -89,9 +81,7 @@ def test_speed_is_measured_since_the_last_read_without_excluded_time(time: Time)
     assert meter.read(0) == 0.0  # at once: no time, no tokens
 
 
-def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(tiny, tmp_path, monkeypatch):
     def never(*arguments: Any) -> None:
         raise AssertionError("a model was trained")
 
@@ -105,7 +95,7 @@ def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(
 
 
 @pytest.mark.parametrize("limit", [100, 2000])
-def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit: int, tiny: Tiny) -> None:
+def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit, tiny):
     with file_size_limit(limit), refused("train.io", tiny().run.path, "file too large"):
         train_here(tiny())
     assert saved(tiny()) == []
@@ -113,7 +103,7 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     assert train_here(tiny()).status == "finished"
 
 
-def test_fault_99_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny: Tiny) -> None:
+def test_fault_99_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny):
     whole = tiny("run.name=whole", "checkpoint.minutes=0")
     train_here(whole)
     assert saved(whole) == [10]
@@ -138,7 +128,7 @@ def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "accumulate", half_a_minute_later)
 
 
-def test_fault_99_a_save_starts_the_clock_anew(time: Time, tiny: Tiny, monkeypatch) -> None:
+def test_fault_99_a_save_starts_the_clock_anew(time, tiny, monkeypatch):
     every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=2", "checkpoint.interval=3", "checkpoint.keep_last=20")
     train_here(recipe)
@@ -159,9 +149,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(Step, "accumulate", accumulate)
 
 
-def test_fault_66_and_68_nan_stops_the_run_and_the_good_checkpoint_stays(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_66_and_68_nan_stops_the_run_and_the_good_checkpoint_stays(tiny, monkeypatch):
     recipe = tiny("checkpoint.interval=3", "checkpoint.keep_last=1")
     spoil(monkeypatch, {10})
     with refused("train.nonfinite", "step 10", "loss nan", kind=Diverged):
@@ -171,7 +159,7 @@ def test_fault_66_and_68_nan_stops_the_run_and_the_good_checkpoint_stays(
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
 
-def test_nan_steps_can_be_skipped_up_to_a_limit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_steps_can_be_skipped_up_to_a_limit(tiny, monkeypatch):
     recipe = tiny('train.nonfinite="skip"', "train.max_skips=2")
     spoil(monkeypatch, {3, 4, 8})
     assert train_here(recipe).status == "finished"
@@ -188,9 +176,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "runs_ahead", True)
 
 
-def test_running_ahead_changes_neither_metrics_nor_checkpoints(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_ahead_changes_neither_metrics_nor_checkpoints(tiny, monkeypatch):
     """Also where losses are NaN (fault 66) and the run is resumed (fault 53)."""
     options = ('train.nonfinite="skip"', "train.max_skips=2", "checkpoint.interval=6")
     whole, parts = tiny(*options, "run.name=whole"), tiny(*options, "run.name=parts")
@@ -207,9 +193,7 @@ def test_running_ahead_changes_neither_metrics_nor_checkpoints(
     assert saved(whole) == saved(parts)
 
 
-def test_fault_66_a_step_launched_after_nan_changes_nothing(
-    ahead: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_66_a_step_launched_after_nan_changes_nothing(ahead, tiny, monkeypatch):
     sums: list[float] = []
 
     def update(self: Step, *arguments: Any, **options: Any) -> Outcome:
@@ -228,9 +212,7 @@ def test_fault_66_a_step_launched_after_nan_changes_nothing(
     assert [step for step, _ in losses(tiny())] == [1, 2, 3, 4, 5]
 
 
-def test_fault_99_the_clock_saves_a_step_later_when_running_ahead(
-    ahead: None, time: Time, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_99_the_clock_saves_a_step_later_when_running_ahead(ahead, time, tiny, monkeypatch):
     every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=1", "train.eval_interval=0", "checkpoint.keep_last=20")
     train_here(recipe)
@@ -250,14 +232,8 @@ PLACES = {
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("late", [False, True])
 def test_fault_69_a_signal_finishes_the_step_and_saves_once(
-    where: str,
-    call: int,
-    steps: tuple[int, int],
-    number: int,
-    late: bool,
-    tiny: Tiny,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    where, call, steps, number, late, tiny, monkeypatch
+):
     """The signal comes in the middle of step 2, of an evaluation, or of a save. Where steps run ahead, the next one
     is launched already when the wish is read."""
     step = steps[late]

@@ -1,7 +1,5 @@
 """`lmkit verify`: what is wrong is named; a resume that is not exact is noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -35,9 +33,7 @@ def wrong(path: Path) -> list[str]:
     return [f"{check.subject}: {check.found}" for check in verify_path(path).checks if not check.ok]
 
 
-def test_a_whole_run_is_well_and_says_so_in_lines_of_100_columns(
-    run_folder: Path, token_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_run_is_well_and_says_so_in_lines_of_100_columns(run_folder, token_files, monkeypatch):
     usual = Path("artifacts/runs/quickstart")  # where recipes without run.folder put their runs
     monkeypatch.chdir(run_folder.parent)
     usual.parent.mkdir(parents=True)
@@ -58,7 +54,7 @@ def test_a_whole_run_is_well_and_says_so_in_lines_of_100_columns(
         assert verify_path(path).ok
 
 
-def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
+def test_everything_that_is_wrong_is_named(run_folder):
     (run_folder / "environment.json").write_text("{")
     (run_folder / "recipe.toml").write_text("[train]\nstep = 3\n")
     with open(run_folder / "metrics.jsonl", "a") as file:
@@ -83,7 +79,7 @@ def test_everything_that_is_wrong_is_named(run_folder: Path) -> None:
     assert f"{run_folder / 'environment.json'}: missing" in wrong(run_folder)
 
 
-def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder: Path) -> None:
+def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder):
     checkpoint = run_folder / "checkpoints" / "step-00000010"
     (checkpoint / "model.safetensors").write_bytes(b"")
     for path in checkpoint.iterdir():
@@ -100,9 +96,7 @@ def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder: Path) -> None
         ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: (32, 16), "),
     ],
 )
-def test_weights_of_another_model_are_named_whatever_the_manifest_says(
-    change: dict[str, int], says: str, run_folder: Path
-) -> None:
+def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, says, run_folder):
     checkpoint = run_folder / "checkpoints" / "step-00000010"
     entries = read_manifest(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
@@ -113,9 +107,7 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(
     assert says in found
 
 
-def test_fault_119_what_another_tokenizer_made_is_named(
-    run_folder: Path, token_files: tuple[Path, Path]
-) -> None:
+def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files):
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=()).save(
         run_folder / "tokenizer.json"
     )
@@ -132,7 +124,7 @@ def test_fault_119_what_another_tokenizer_made_is_named(
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "recipe.toml", "tokenizer.json", "tokens/x.npy", "stages.json"]
 )
-def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name: str, run_folder: Path) -> None:
+def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name, run_folder):
     path = run_folder / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -142,7 +134,7 @@ def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name: str, run_f
     )
 
 
-def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
+def test_what_lmkit_does_not_make_is_wrong_use(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     bench = tmp_path / "bench"
     bench.mkdir()
@@ -153,9 +145,7 @@ def test_what_lmkit_does_not_make_is_wrong_use(tmp_path: Path) -> None:
             verify_path(path)
 
 
-def test_resuming_is_exact_and_would_be_seen_if_it_were_not(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_is_exact_and_would_be_seen_if_it_were_not(tiny, monkeypatch):
     result = verify_resume(tiny(), steps=2)
     assert result.ok, str(result)
     assert [check.subject for check in result.checks] == ["weights", "optimizer", "random generators"]

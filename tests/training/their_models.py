@@ -1,7 +1,5 @@
 """Models of transformers with random weights, of every kind that lmkit imports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
