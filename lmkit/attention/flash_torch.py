@@ -27,13 +27,7 @@ KEY_TILE = 128
 
 @ATTENTION.register("flash_torch", order=3, windows=True)
 def flash_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    first: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, first: Tensor | None = None
 ) -> Tensor:
     """Compute exact attention in memory linear in the sequence lengths, forward and backward.
 

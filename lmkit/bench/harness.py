@@ -129,10 +129,7 @@ def run_bench(
             return None
         rows, environment = measured
         summary, files = result_files(name, rows, environment)
-        files |= {
-            ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
-            RECIPE: recipe_to_toml(recipe),
-        }
+        files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
         for file, content in files.items():
             write_atomic(folder / file, content)
         journal.path.unlink(missing_ok=True)
@@ -217,7 +214,7 @@ def bench_module(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Summary:
-    """The table and the sentences of a terminal, a report or a write-up.
+    """The table and the sentences of a terminal, a report or a document of `lmkit report`.
 
     Attributes:
         columns: columns of the table; a column without any value is left out.

@@ -195,8 +195,8 @@ class Reported:
     """The result of `lmkit report`.
 
     Attributes:
-        written: paths of the write-ups; none with `--check`.
-        without_results: write-ups that no row is about.
+        written: paths of the documents; none with `--check`.
+        without_results: documents that no row is about.
     """
 
     folder: str
@@ -220,7 +220,7 @@ def write_reports(
     profiles: Mapping[str, Summarize],
     side_by_side: SideBySide,
 ) -> Reported:
-    """Write every write-up that the rows below a folder support.
+    """Write every document for which there are rows below a folder.
 
     Args:
         folder: by default artifacts/benches and artifacts/profiles, as far as they exist.
@@ -232,7 +232,7 @@ def write_reports(
 
     Raises:
         UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
-        LmkitError: a result is damaged, or (`check`) a write-up is stale.
+        LmkitError: a result is damaged, or (`check`) a document is stale.
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
     found = find_results(root, parts)

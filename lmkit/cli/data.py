@@ -17,7 +17,7 @@ from lmkit.cli.options import (
     WorkersOption,
     option,
 )
-from lmkit.measure.tables import enumeration, megabytes, statement
+from lmkit.measure.tables import enumeration, size_of, statement
 
 if TYPE_CHECKING:
     from lmkit.data.token_files import TokenMeta
@@ -42,7 +42,7 @@ def synth(
     with progress_on_stderr() as progress:
         write_stories(output, size_mb=size_mb, seed=seed, force=force, progress=progress)
     size = output.stat().st_size
-    text = statement(f"wrote {output}", f"{megabytes(size)} of stories")
+    text = statement(f"wrote {output}", f"{size_of(size)} of stories")
     return Result(text, {"output": output, "num_bytes": size})
 
 

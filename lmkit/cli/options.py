@@ -93,7 +93,7 @@ SourcesArgument = Annotated[
     list[Path],
     typer.Argument(
         help="Text files or pipes, one or more, compressed if they end in .gz; "
-        'of a .jsonl file, the documents under "text" in its lines.'
+        'each line of a .jsonl file has a document under "text".'
     ),
 ]
 WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]

@@ -28,7 +28,9 @@ OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")
 def rerun(
     folder: Annotated[Path, typer.Argument(help="A run folder, or the folder of a bench's results.")],
     output: Annotated[Path | None, option("The new folder; default: FOLDER-rerun.")] = None,
-    nproc: Annotated[int | None, option("Ranks to start; default: as many as then.", min=1, max=64)] = None,
+    nproc: Annotated[
+        int | None, option("Ranks to start; default: as many as the first time.", min=1, max=64)
+    ] = None,
     plugin: PluginOption = None,
 ) -> Any:
     """Make a run or a bench again from its stored recipe, and list what drifted.

@@ -18,8 +18,7 @@ app = Commands()
 @app.add("lmkit compare before/ after/", "lmkit compare artifacts/runs/quickstart artifacts/runs/wider")
 def compare(
     before: Annotated[
-        Path,
-        typer.Argument(help="A bench's results, folder or .jsonl file; a run, or a folder of runs."),
+        Path, typer.Argument(help="A bench's results, folder or .jsonl file; a run, or a folder of runs.")
     ],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
     threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.03,
@@ -28,12 +27,12 @@ def compare(
 ) -> None:
     """Compare two results of one bench, row by row, or two trainings.
 
-    Of trainings: which recipe has the lower held-out loss at equal steps, tokens and minutes, with 95% intervals over
-    seeds (`lmkit run --seeds 3` makes them).
+    For trainings: which recipe has the lower held-out loss at equal steps, tokens and minutes, with 95% intervals
+    over seeds (`lmkit run --seeds 3` makes such runs).
 
-    Verdicts allow for what the machine did: its drift, by rows of other people's code (sdpa, torch), and its noise.
-    On a busy machine most are unclear: there, `lmkit bench NAME --against PATH` runs both versions in turns.
-    Exit code 1 if a bench's row is worse, may be worse, or nothing was compared.
+    Verdicts on benches allow for the machine's noise and for its drift, which rows of other people's code (sdpa,
+    torch) show. On a busy machine most verdicts are unclear; `lmkit bench NAME --against PATH` runs both versions in
+    turns. Exit code 1 if a bench's row is worse, may be worse, or nothing was compared.
     """
     if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
         from lmkit.training.compare_runs import compare_training
@@ -65,14 +64,14 @@ def report(
     output: Annotated[
         Path | None,
         option(
-            "Folder of the write-ups, or the page.  "
+            "Folder of the documents, or the file of the page.  "
             "[default: `reports` in that folder, or in artifacts/benches; `report.html` in the run folder]"
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Write nothing; exit code 1 if a write-up does not say what the rows say."
+            "--check", help="Write nothing; exit code 1 if a document does not say what the rows say."
         ),
     ] = False,
     html: Annotated[
@@ -81,10 +80,10 @@ def report(
     beside: Annotated[list[Path] | None, option("With --html: another run on the same page.")] = None,
     force: ForceOption = False,
 ) -> Any:
-    """Make write-ups of measured results.
+    """Write documents about measured results, or a page about a run.
 
-    Of profiling, attention, data parallelism and optimizer sharding, as far as there are results. With --html: one
-    page about a run, with its curves, texts, recipe and environment in it.
+    A document each about attention, data parallelism, optimizer sharding and profiling, if there are results. With
+    --html: one page about a run, with its curves, texts, recipe and environment.
     """
     if (beside and not html) or (html and (folder is None or check)):
         raise UsageError(

@@ -19,7 +19,7 @@ from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import mask_path, open_tokens, sidecar_path
-from lmkit.measure.tables import megabytes, statement
+from lmkit.measure.tables import size_of, statement
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
@@ -150,7 +150,7 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
         "",
         story.strip(),
         "",
-        f"corpus      {megabytes(corpus_bytes)} of text",
+        f"corpus      {size_of(corpus_bytes)} of text",
         f"tokenizer   {train.vocab_size:,} tokens",
         f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
         f"model       {parameters:,} parameters, {steps:,} steps"

@@ -175,6 +175,8 @@ def statement(what: str, facts: str) -> str:
     return line if len(line) <= TERMINAL_WIDTH else f"{what}:\n  {facts}"
 
 
-def megabytes(num_bytes: int) -> str:
-    """Return bytes as MB (10^6), or as kB (10^3) below a tenth of one."""
+def size_of(num_bytes: int) -> str:
+    """Return a number of bytes in kB, MB or GB (10^3, 10^6, 10^9)."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.2f} GB"
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

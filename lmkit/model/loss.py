@@ -75,11 +75,7 @@ class SliceLoss(nn.Module):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    slice_loss: SliceGradient | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, slice_loss: SliceGradient | None = None
 ) -> Tensor:
     """Return the mean over the tokens that count of -log softmax(hidden weight^T)[target], in nats, as a float32 (or
     wider) scalar.
@@ -106,11 +102,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        slice_loss: SliceGradient,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)

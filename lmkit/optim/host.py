@@ -25,7 +25,10 @@ class HostAdamW(AdamW):
     The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
     """
 
-    captured: Any = property()  # raises AttributeError: a CUDA graph cannot capture what the CPU computes
+    @property
+    def captured(self) -> Any:
+        """Say by an AttributeError, as `hasattr` asks for, that no CUDA graph can hold what the CPU computes."""
+        raise AttributeError("a CUDA graph cannot capture what the CPU computes")
 
     def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Keep float32 weights of these parameters, in the host's memory."""

@@ -8,13 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from lmkit.bench.harness import (
-    Summary,
-    grouped,
-    out_of_memory_is_a_row,
-    report_text,
-    terminal_text,
-)
+from lmkit.bench.harness import Summary, grouped, out_of_memory_is_a_row, report_text, terminal_text
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels

@@ -24,14 +24,7 @@ from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
-from lmkit.measure.tables import (
-    TERMINAL_WIDTH,
-    Column,
-    Rows,
-    markdown_table,
-    row_files,
-    terminal_table,
-)
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, row_files, terminal_table
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.allocations import (
     BUILD,

@@ -231,10 +231,7 @@ def _waits(calls: Iterable[Call], work: Iterable[DeviceWork]) -> set[Call]:
 
 
 def _summarize_ranges(
-    ranges: Sequence[Range],
-    calls: Sequence[Call] | None,
-    waits: set[Call],
-    work: Sequence[DeviceWork] | None,
+    ranges: Sequence[Range], calls: Sequence[Call] | None, waits: set[Call], work: Sequence[DeviceWork] | None
 ) -> Rows:
     """Return one entry per name, in the order of first appearance."""
     calls_of: dict[int, list[Call]] = defaultdict(list)

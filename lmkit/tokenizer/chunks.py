@@ -150,9 +150,7 @@ def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
         return chunk.data.decode("utf-8", errors).encode()
     except UnicodeDecodeError as error:
         raise LmkitError(
-            "text.not_utf8",
-            f"{path}: invalid UTF-8 at byte {chunk.offset + error.start}",
-            hint=REPLACE,
+            "text.not_utf8", f"{path}: invalid UTF-8 at byte {chunk.offset + error.start}", hint=REPLACE
         ) from None
 
 

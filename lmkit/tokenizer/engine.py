@@ -230,9 +230,7 @@ _AHEAD = 3  # chunks per worker that are under way or wait to be finished
 
 
 def share_out(
-    items: Iterable[T],
-    workers: Sequence[Callable[[T], R]],
-    finish: Callable[[T, R], None] | None = None,
+    items: Iterable[T], workers: Sequence[Callable[[T], R]], finish: Callable[[T, R], None] | None = None
 ) -> None:
     """Pass every item to a free worker, and every result to `finish` in the order of the items.
 

@@ -12,7 +12,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.memory import available_memory
 from lmkit.measure.progress import Progress
-from lmkit.measure.tables import megabytes
+from lmkit.measure.tables import size_of
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.bpe import WordCounts
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
@@ -82,7 +82,7 @@ def train_tokenizer(
     if free is not None and needed > free:
         _log.warning(
             "%s of distinct words: to learn merges takes about %s of memory, and %s are free",
-            *map(megabytes, (len(words.text), needed, free)),
+            *map(size_of, (len(words.text), needed, free)),
         )
     num_merges = vocab_size - least
     report = None if progress is None else lambda done, total: progress("learn merges", done, total)

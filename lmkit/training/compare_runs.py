@@ -88,7 +88,9 @@ class RunsCompared:
             Column("high", "to", "+.4f"),
             Column("verdict", "after is"),
         )
-        lines = [f"{METRICS_SHOWN[self.metric]} on held-out text, {self.runs[0]} and {self.runs[1]} runs"]
+        lines = [
+            f"{METRICS_SHOWN[self.metric]} on held-out text; runs: {self.runs[0]} before, {self.runs[1]} after"
+        ]
         if all(row.at not in AXES for row in self.rows):
             lines += [
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"

@@ -17,6 +17,7 @@ import torch
 
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.tables import size_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
@@ -67,7 +68,7 @@ class ExportResult:
     def __str__(self) -> str:
         return (
             f"{self.source} -> {self.folder}\n"
-            f"{self.architecture}, {self.parameters:,} parameters in {self.dtype}, {self.bytes / 1e9:.2f} GB\n"
+            f"{self.architecture}, {self.parameters:,} parameters in {self.dtype}, {size_of(self.bytes)}\n"
             f"files: {', '.join(self.files)}"
         )
 

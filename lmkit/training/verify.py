@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.measure.tables import megabytes
+from lmkit.measure.tables import size_of
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
@@ -111,9 +111,7 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
         yield _check(folder / name, look)
     sha256, made = None, made_files(folder)[0]
     for path in sorted(made.keys() - {folder / TOKENIZER, *folder.glob("tokens/*.npy")}):
-        yield _check(
-            path, lambda path: f"{megabytes(path.stat().st_size)}, as `lmkit run` left it", made[path]
-        )
+        yield _check(path, lambda path: f"{size_of(path.stat().st_size)}, as `lmkit run` left it", made[path])
     if (folder / TOKENIZER).exists():
         tokenizer = _check(folder / TOKENIZER, _tokenizer, made.get(folder / TOKENIZER))
         yield tokenizer

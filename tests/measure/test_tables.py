@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, terminal_table
+from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, size_of, terminal_table
 
 ROWS = [
     {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},
@@ -88,3 +88,8 @@ def test_fault_108_tables_are_cut_on_a_terminal_only(is_terminal, monkeypatch):
     )
     assert ("n" * 300 in table) != is_terminal
     assert (max(map(len, table.splitlines())) == 100) == is_terminal
+
+
+def test_sizes_have_the_unit_that_suits_them():
+    sizes = (300, 99_999, 100_000, 999_900_000, 1_000_000_000, 2_226_845_268)
+    assert list(map(size_of, sizes)) == ["0.3 kB", "100.0 kB", "0.1 MB", "999.9 MB", "1.00 GB", "2.23 GB"]

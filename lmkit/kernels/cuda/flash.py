@@ -17,10 +17,7 @@ LOG2_E = 1.44269504089
 class Matrix(ctypes.Structure):
     """`Matrix` of tiles.cuh: an address, and strides in elements."""
 
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "row")),
-    ]
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row"))]
 
 
 class Arguments(ctypes.Structure):
