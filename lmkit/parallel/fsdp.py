@@ -306,7 +306,7 @@ class Fsdp(Strategy):
         self._gathered: set[FlatParameters] = set()
         self._arrived: Counter[FlatParameters] = Counter()
         self._next = 0
-        if self._calls:
+        if self._calls or not self._order:  # else a graph is passed once more
             called = [flat for layer in reversed(self._calls) for flat in self._flats_of[layer]]
             kept = [flat for flat in self._flats if flat.kept]
             self._order = [flat for flat in dict.fromkeys([*called, *kept]) if flat.trains]

@@ -53,6 +53,7 @@ class FSDP(nn.Module):
         self._compute_dtype = compute_dtype
         self._sync.attach(module)
         self.module = module
+        self._slices = self._sync.slices
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._sync.notice_the_step()
@@ -66,11 +67,10 @@ class FSDP(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's elements of every parameter that trains; parameters without any are left out."""
-        slices = self._sync.slices
+        """Yield this rank's elements of every parameter that trains; of small ones it may have none."""
         for name, parameter in self.module.named_parameters(prefix=prefix):
-            if parameter in slices:
-                yield name, slices[parameter]
+            if parameter in self._slices:
+                yield name, self._slices[parameter]
 
 
 def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
@@ -85,7 +85,13 @@ class _FinishedByThePass(Fsdp):
 
     @property
     def slices(self) -> dict[nn.Parameter, nn.Parameter]:
-        return {parameter: part for flat in self._flats for parameter, part in flat.slices.items()}
+        """Parameter -> this rank's elements; without any a new parameter without elements."""
+        return {
+            parameter: flat.slices.get(parameter, nn.Parameter(flat.shard.new_empty(0)))
+            for flat in self._flats
+            if flat.trains
+            for parameter in flat.parameters
+        }
 
     def notice_the_step(self) -> None:
         """Free gathered weights, which the step may have made stale, and gradients that were set to None."""

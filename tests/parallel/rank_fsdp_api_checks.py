@@ -101,6 +101,44 @@ def check_fsdp_module(ranks: Ranks, dtype: torch.dtype | None, tied: bool) -> No
     assert difference <= (1e-5 if dtype is None else 0.2)  # logits of about 3
 
 
+class Bare(nn.Linear):
+    """A model without layers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+class Beside(Bare):
+    """A frozen layer and parameters of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.layer(x))
+
+
+@check(make=(Bare, Beside))
+def check_fsdp_module_without_layers_that_train(ranks: Ranks, make: Callable) -> None:
+    """Its few elements are all on rank 0, and the others' optimizer has none to update."""
+    torch.manual_seed(0)
+    oracle = make().to(ranks.device)
+    model = FSDP(copy.deepcopy(oracle))
+    names = [name for name, parameter in oracle.named_parameters() if parameter.requires_grad]
+    assert [name for name, _ in model.named_parameters()] == names
+    optimizers = [torch.optim.SGD(either.parameters(), lr=0.5) for either in (model, oracle)]
+    x = torch.randn(4, ranks.world_size, 3, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    for step in range(4):
+        model(x[step, ranks.rank]).square().sum().backward()
+        (oracle(x[step]).square().sum() / ranks.world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in gather_full_parameters(model).items():
+        torch.testing.assert_close(value, oracle.state_dict()[name], rtol=0, atol=1e-6)
+
+
 @check()
 def check_fsdp_refuses_a_state_of_another_dtype(ranks: Ranks) -> None:
     with refused("parallel.wrong_option", UsageError, "state_dtype", "fp8"):
