@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lmkit.cli import pipeline, stage_record
 from lmkit.errors import LmkitError
@@ -264,9 +265,8 @@ def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(run, 
     def look(original, self, stage: str) -> bool:
         looked.append(stage)
         # Another process has a file description of its own, as this lock has.
-        with pytest.raises(LmkitError) as caught, FolderLock(run):
+        with raises(LmkitError, "storage.folder_busy"), FolderLock(run):
             pass
-        assert caught.value.code == "storage.folder_busy"
         return original(self, stage)
 
     original = pipeline.Pipeline.is_up_to_date

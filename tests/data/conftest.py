@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-from lmkit.errors import LmkitError
 
 
 @dataclass
@@ -109,18 +106,3 @@ def server(monkeypatch):
         yield site
         running.shutdown()
         thread.join()
-
-
-@pytest.fixture
-def refuses():
-    """Expect an error by its code, with words that its message holds, and a hint."""
-
-    @contextmanager
-    def expect(code, *words, kind=LmkitError):
-        with pytest.raises(kind) as caught:
-            yield caught
-        assert caught.value.code == code, caught.value
-        assert [word for word in words if word not in caught.value.message] == [], caught.value
-        assert caught.value.hint
-
-    return expect

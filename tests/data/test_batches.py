@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
 from lmkit.data.batches import RandomTokens, TokenBatches, evaluation_windows
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 
 CONTEXT = 7
 
@@ -79,12 +80,12 @@ def test_every_document_can_be_drawn(tokens):
     assert min(starts.count(start) for start in (5, 50, 500)) > 60  # uniform: expected 100 each, sd 8
 
 
-def test_windows_start_at_documents(tokens, refuses):
+def test_windows_start_at_documents(tokens):
     starts = np.array([0, 10, 500, 992, 993, 999])
     batches = token_batches(tokens, document_starts=starts)
     drawn = {start for step in range(5) for start in batches.batch(step)[0][..., 0].flatten().tolist()}
     assert drawn == {0, 10, 500, 992}  # 993 has only CONTEXT tokens behind it
-    with refuses("tokens.too_short", kind=UsageError):
+    with raises(UsageError, "tokens.too_short"):
         token_batches(tokens, document_starts=np.array([995]))
 
 
@@ -96,27 +97,27 @@ def test_reads_memory_mapped_uint32_beyond_uint16(tmp_path):
     assert torch.equal(targets, inputs + 1)
 
 
-def test_fault_38_a_file_shorter_than_the_context_is_refused_by_name(tmp_path, refuses):
+def test_fault_38_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
     path = tmp_path / "short.npy"
     np.save(path, np.arange(CONTEXT, dtype=np.uint16))
     short = np.load(path, mmap_mode="r")
-    with refuses("tokens.too_short", "short.npy", "7 tokens", "context_length", kind=UsageError):
+    with raises(UsageError, "tokens.too_short", "short.npy", "7 tokens", "context_length"):
         token_batches(short)
-    with refuses("tokens.too_short", "short.npy", kind=UsageError):
+    with raises(UsageError, "tokens.too_short", "short.npy"):
         evaluation_windows(short, CONTEXT, 2)
-    with refuses("tokens.too_short", "7 tokens"):
+    with raises(LmkitError, "tokens.too_short", "7 tokens"):
         token_batches(np.arange(CONTEXT, dtype=np.uint16))
     assert token_batches(np.arange(CONTEXT + 1, dtype=np.uint16)).batch(0)[1].max() == CONTEXT
 
 
-def test_an_indivisible_batch_is_refused(tokens, refuses):
+def test_an_indivisible_batch_is_refused(tokens):
     for source, split in (
         (token_batches, {"world_size": 5}),
         (random_tokens, {"world_size": 8, "accumulation": 2}),
         (token_batches, {"world_size": 4, "accumulation": 4}),
     ):
         ranks = str(split["world_size"])
-        with refuses("batches.indivisible", "train.batch_size", "24", ranks, kind=UsageError):
+        with raises(UsageError, "batches.indivisible", "train.batch_size", "24", ranks):
             source(tokens, **split)
     for rank in (2, -1):
         with pytest.raises(ValueError, match=f"rank {rank}"):

@@ -10,11 +10,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lmkit.data import corpora
 from lmkit.data.corpora import plain_text_files, prepare_corpus
 from lmkit.data.synth import write_stories
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer.chunks import TextFiles
 from lmkit.tokenizer.pretokenize import SpecialTokens
@@ -161,8 +162,8 @@ def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write
         ('{"text": "a"}\n{"text": "b\\ud83d"}\n', "text.not_utf8", "x.jsonl, line 2: \\ud83d"),
     ],
 )
-def test_fault_140_bad_json_lines_name_the_line(write, split, tmp_path, refuses, content, code, where):
-    with refuses(code, where) as caught:
+def test_fault_140_bad_json_lines_name_the_line(write, split, tmp_path, content, code, where):
+    with raises(LmkitError, code, where) as caught:
         split(write("x.jsonl", content))
     assert caught.value.exit_code == (2 if code in ("corpus.no_field", "corpus.empty") else 1)
     assert list((tmp_path / "corpus").iterdir()) == []
@@ -176,27 +177,25 @@ def test_fault_140_bad_json_lines_name_the_line(write, split, tmp_path, refuses,
         (b"abcde\xe2\x82", 5, "abcde\ufffd"),  # cut in a character, over the border of a block
     ],
 )
-def test_invalid_utf8_names_the_byte_or_is_replaced(
-    write, split, tmp_path, refuses, content, offset, replaced
-):
+def test_invalid_utf8_names_the_byte_or_is_replaced(write, split, tmp_path, content, offset, replaced):
     path = write("bad.txt", content)
-    with refuses("text.not_utf8", "bad.txt", f"byte {offset}"):
+    with raises(LmkitError, "text.not_utf8", "bad.txt", f"byte {offset}"):
         split(path)
     assert list((tmp_path / "corpus").iterdir()) == []
     train, valid = split(path, errors="replace")
     assert (train + valid).decode() == replaced
 
 
-def test_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path, refuses):
-    with refuses("corpus.missing_file", "corpus.train", "nowhere.txt", kind=UsageError):
+def test_missing_empty_and_short_files_are_wrong_use(write, split, tmp_path):
+    with raises(UsageError, "corpus.missing_file", "corpus.train", "nowhere.txt"):
         split(tmp_path / "nowhere.txt")
-    with refuses("corpus.empty", "corpus.train", "empty.txt", kind=UsageError):
+    with raises(UsageError, "corpus.empty", "corpus.train", "empty.txt"):
         split(write("empty.txt", ""))
     for name, content in (("empty.txt", ""), ("blank.jsonl", "\n \n")):
-        with refuses("corpus.empty", "corpus.valid", name, kind=UsageError):
+        with raises(UsageError, "corpus.empty", "corpus.valid", name):
             split(write("t.jsonl", '{"text": "a"}\n'), valid=(write(name, content),))
     for text in ("x", "😀"):
-        with refuses("corpus.too_short", "a.txt", kind=UsageError):
+        with raises(UsageError, "corpus.too_short", "a.txt"):
             split(write("a.txt", text))
 
 
@@ -271,7 +270,7 @@ def test_fault_107_sources_of_commands_may_be_compressed_or_pipes(write, pipe, t
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, refuses, monkeypatch):
+def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
     size = 32 << 20
     monkeypatch.setattr(corpora, "_LONGEST_LINE", 1 << 20)
     word = write("bomb.txt.gz", gzip.compress(b"a" * size, 1))
@@ -280,7 +279,10 @@ def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, re
     try:
         with plain_text_files(word, tmp_path / "made") as (text,):
             assert text.stat().st_size == size
-        with refuses("corpus.long_line", "bomb.jsonl.gz, line 1"), plain_text_files(line, tmp_path / "made"):
+        with (
+            raises(LmkitError, "corpus.long_line", "bomb.jsonl.gz, line 1"),
+            plain_text_files(line, tmp_path / "made"),
+        ):
             pass
         assert tracemalloc.get_traced_memory()[1] < size / 4
     finally:
@@ -302,19 +304,19 @@ def test_fault_153_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tm
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-9], lambda data: b"text" + data, lambda data: data[:40] + b"!" + data[41:]]
 )
-def test_fault_107_a_damaged_gzip_file_is_an_error(write, split, tmp_path, refuses, damage):
+def test_fault_107_a_damaged_gzip_file_is_an_error(write, split, tmp_path, damage):
     data = gzip.compress(random.Random(1).randbytes(500).hex().encode())
-    with refuses("corpus.damaged_gzip", "text.txt.gz"):
+    with raises(LmkitError, "corpus.damaged_gzip", "text.txt.gz"):
         split(write("text.txt.gz", damage(data)))
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
-def test_fault_107_a_directory_is_an_error_that_says_so(split, tmp_path, refuses):
+def test_fault_107_a_directory_is_an_error_that_says_so(split, tmp_path):
     (tmp_path / "texts").mkdir()
-    with refuses("corpus.directory", "corpus.train", "texts", "is a directory", kind=UsageError):
+    with raises(UsageError, "corpus.directory", "corpus.train", "texts", "is a directory"):
         split(tmp_path / "texts")
     with (
-        refuses("text.unreadable", "texts", "is a directory", kind=UsageError),
+        raises(UsageError, "text.unreadable", "texts", "is a directory"),
         plain_text_files(tmp_path / "texts") as texts,
     ):
         TextFiles(texts, SpecialTokens({}), "strict")

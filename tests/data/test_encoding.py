@@ -9,10 +9,11 @@ import textwrap
 import threading
 
 import pytest
+from raising import raises
 
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
 from lmkit.tokenizer.bpe import PythonEncoder
 
@@ -129,26 +130,26 @@ def test_documents_end_with_end_of_text(tokenizer, tmp_path):
     assert meta.num_bytes == sum(map(len, texts.values()))
 
 
-def test_fault_17_missing_source(tokenizer, tmp_path, refuses):
-    with refuses("text.unreadable", "none.txt", kind=UsageError):
+def test_fault_17_missing_source(tokenizer, tmp_path):
+    with raises(UsageError, "text.unreadable", "none.txt"):
         encode_corpus([tmp_path / "none.txt"], tmp_path / "tokens.npy", tokenizer)
 
 
-def test_fault_18_empty_corpus(tokenizer, tmp_path, corpus, refuses):
+def test_fault_18_empty_corpus(tokenizer, tmp_path, corpus):
     (tmp_path / "empty.txt").touch()
-    with refuses("text.empty", "empty.txt", kind=UsageError):
+    with raises(UsageError, "text.empty", "empty.txt"):
         encode_corpus([tmp_path / "empty.txt"], tmp_path / "tokens.npy", tokenizer)
-    with refuses("tokens.name", "tokens.bin", kind=UsageError):
+    with raises(UsageError, "tokens.name", "tokens.bin"):
         encode_corpus([corpus], tmp_path / "tokens.bin", tokenizer)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.usefixtures("small_chunks")
-def test_fault_20_invalid_utf8(tokenizer, tmp_path, workers, refuses):
+def test_fault_20_invalid_utf8(tokenizer, tmp_path, workers):
     path = tmp_path / "bad.txt"
     path.write_bytes(b"fine " * 1000 + b"\xe6\x97 cut" + b" fine" * 1000)
     output = tmp_path / "tokens.npy"
-    with refuses("text.not_utf8", "bad.txt", "byte 5000"):
+    with raises(LmkitError, "text.not_utf8", "bad.txt", "byte 5000"):
         encode_corpus([path], output, tokenizer, workers=workers)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.txt"]
     encode_corpus([path], output, tokenizer, workers=workers, errors="replace")
@@ -209,13 +210,11 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     assert not list(tmp_path.glob("*.lmkit-partial"))
 
 
-def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(
-    corpus, tokenizer, tmp_path, refuses
-):
+def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(corpus, tokenizer, tmp_path):
     output, refusals = tmp_path / "tokens.npy", []
 
     def begin_another(stage, done, total):
-        with refuses("storage.file_busy", "tokens.npy") as refused:
+        with raises(LmkitError, "storage.file_busy", "tokens.npy") as refused:
             encode_corpus([corpus], output, tokenizer, workers=1)
         refusals.append(refused.value)
 
@@ -224,10 +223,10 @@ def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(
     assert tokens(output) == tokenizer.encode(corpus.read_text("utf-8"))
 
 
-def test_fault_40_output_exists(corpus, tokenizer, tmp_path, refuses):
+def test_fault_40_output_exists(corpus, tokenizer, tmp_path):
     output = tmp_path / "tokens.npy"
     output.write_bytes(b"precious")
-    with refuses("output.exists", "tokens.npy", kind=UsageError) as error:
+    with raises(UsageError, "output.exists", "tokens.npy") as error:
         encode_corpus([corpus], output, tokenizer)
     assert "--force" in error.value.hint
     assert output.read_bytes() == b"precious"
@@ -235,18 +234,18 @@ def test_fault_40_output_exists(corpus, tokenizer, tmp_path, refuses):
     assert open_tokens(output).meta.num_tokens > 0
 
 
-def test_no_source_is_replaced(corpus, tokenizer, tmp_path, refuses):
+def test_no_source_is_replaced(corpus, tokenizer, tmp_path):
     for name in ("text.json", "text.npy"):
         source = tmp_path / name
         source.write_bytes(corpus.read_bytes())
         (tmp_path / "text.npy").touch()
-        with refuses("output.replaces_source", name, kind=UsageError):
+        with raises(UsageError, "output.replaces_source", name):
             encode_corpus([corpus, source], tmp_path / "text.npy", tokenizer, force=True)
         assert source.read_bytes() == corpus.read_bytes()
 
 
 @pytest.mark.parametrize("change", ["grow", "rewrite", "shrink", "grow before its turn"])
-def test_fault_43_corpus_changes_while_encoding(corpus, tokenizer, tmp_path, small_chunks, change, refuses):
+def test_fault_43_corpus_changes_while_encoding(corpus, tokenizer, tmp_path, small_chunks, change):
     first = tmp_path / "first.txt"
     first.write_bytes(corpus.read_bytes() if "before" in change else b"x")
 
@@ -255,7 +254,7 @@ def test_fault_43_corpus_changes_while_encoding(corpus, tokenizer, tmp_path, sma
             os.truncate(corpus, corpus.stat().st_size + {"rewrite": 0, "shrink": -1}.get(change, 1))
             os.utime(corpus, ns=(1, 1))
 
-    with refuses("corpus.changed", "corpus.txt"):
+    with raises(LmkitError, "corpus.changed", "corpus.txt"):
         encode_corpus([first, corpus], tmp_path / "tokens.npy", tokenizer, workers=1, progress=alter)
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "first.txt"}
 

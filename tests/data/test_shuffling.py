@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
 from lmkit.data.shuffling import ShuffledBatches
 from lmkit.errors import UsageError
@@ -80,6 +81,6 @@ def test_targets_that_do_not_count():
     assert torch.equal(hidden, torch.where(torch.tensor(counts)[targets], targets, -1))
 
 
-def test_a_file_shorter_than_the_context_is_refused(refuses):
-    with refuses("tokens.too_short", "7 tokens", "context_length", kind=UsageError):
+def test_a_file_shorter_than_the_context_is_refused():
+    with raises(UsageError, "tokens.too_short", "7 tokens", "context_length"):
         shuffled(CONTEXT)

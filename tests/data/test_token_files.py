@@ -5,10 +5,11 @@ import sys
 
 import numpy as np
 import pytest
+from raising import raises
 
 from lmkit.data import token_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import write_atomic
 
 
@@ -61,16 +62,16 @@ def test_the_disk_is_asked_early_for_every_part_once(tmp_path, monkeypatch):
     assert asked == [(0, 1200), (1200, 1200)]
 
 
-def test_fault_32_another_tokenizer(path, refuses):
-    with refuses("tokens.wrong_tokenizer", "tokens.npy", "abc", "xyz", kind=UsageError):
+def test_fault_32_another_tokenizer(path):
+    with raises(UsageError, "tokens.wrong_tokenizer", "tokens.npy", "abc", "xyz"):
         open_tokens(path, tokenizer_sha256="xyz")
 
 
-def test_fault_33_cut_file(path, refuses):
+def test_fault_33_cut_file(path):
     whole = path.read_bytes()
     for size in (0, 1, 5, 9, 60, 127, 128, 129, 2000, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with refuses("tokens.damaged", "tokens.npy") as error:
+        with raises(LmkitError, "tokens.damaged", "tokens.npy") as error:
             open_tokens(path)
         assert error.value.exit_code == 1
 
@@ -87,7 +88,7 @@ def test_fault_33_cut_file(path, refuses):
     ],
     ids=["cut", "header overwritten", "id out of range", "no description", "description cut", "other JSON"],
 )
-def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(damage, tmp_path, refuses):
+def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(damage, tmp_path):
     # The commands can be pasted though the paths have a space.
     own, of_a_run = tmp_path / "my tokens.npy", tmp_path / "my run" / "tokens" / "train.npy"
     of_a_run.parent.mkdir(parents=True)
@@ -99,7 +100,7 @@ def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(dama
     for path, command in commands.items():
         write(path, list(range(1000)) * 3)
         damage(path)
-        with refuses("tokens.damaged", path.stem) as error:
+        with raises(LmkitError, "tokens.damaged", path.stem) as error:
             open_tokens(path)
         assert command in error.value.hint
         if path == own:  # what the hint says works
@@ -109,22 +110,22 @@ def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(dama
     assert str(of_a_run) in error.value.hint
 
 
-def test_fault_34_wrong_size(path, refuses):
+def test_fault_34_wrong_size(path):
     path.write_bytes(path.read_bytes() + b"\0\0")
-    with refuses("tokens.damaged", "tokens.npy", "3001", "3000"):
+    with raises(LmkitError, "tokens.damaged", "tokens.npy", "3001", "3000"):
         open_tokens(path)
 
 
-def test_fault_34_a_description_of_another_file(path, tmp_path, refuses):
+def test_fault_34_a_description_of_another_file(path, tmp_path):
     write(tmp_path / "other.npy", [1, 2, 3])
     sidecar_path(tmp_path / "other.npy").replace(sidecar_path(path))
-    with refuses("tokens.damaged", "tokens.npy", "3"):
+    with raises(LmkitError, "tokens.damaged", "tokens.npy", "3"):
         open_tokens(path)
 
 
-def test_fault_35_empty_token_file(tmp_path, refuses):
+def test_fault_35_empty_token_file(tmp_path):
     write(tmp_path / "empty.npy", [])
-    with refuses("tokens.empty", "empty.npy"):
+    with raises(LmkitError, "tokens.empty", "empty.npy"):
         open_tokens(tmp_path / "empty.npy")
 
 
@@ -138,33 +139,33 @@ class _Trap:
         return (os.mkdir, (str(self.sentinel),))
 
 
-def test_fault_36_an_array_of_objects_is_refused_and_its_pickle_not_run(path, tmp_path, refuses):
+def test_fault_36_an_array_of_objects_is_refused_and_its_pickle_not_run(path, tmp_path):
     sentinel = tmp_path / "sentinel"
     np.save(path, np.array([_Trap(sentinel)] * 3000, object), allow_pickle=True)
-    with refuses("tokens.damaged", "tokens.npy", "|O"):
+    with raises(LmkitError, "tokens.damaged", "tokens.npy", "|O"):
         open_tokens(path)
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(_Trap(sentinel)))  # the trap itself works
     assert sentinel.exists()
 
 
-def test_fault_37_id_beyond_the_vocabulary_with_its_position(path, refuses):
+def test_fault_37_id_beyond_the_vocabulary_with_its_position(path):
     with open(path, "r+b") as file:
         file.seek(-2 * 7, os.SEEK_END)
         file.write(np.uint16(1000).tobytes())
-    with refuses("tokens.damaged", "tokens.npy", "position 2993", "1000"):
+    with raises(LmkitError, "tokens.damaged", "tokens.npy", "position 2993", "1000"):
         open_tokens(path)
     assert open_tokens(path, check_ids=False).tokens[2993] == 1000
 
 
 @pytest.mark.parametrize("piece", [100, 3000, 10_000])
-def test_fault_37_in_a_file_that_is_checked_piece_by_piece(path, piece, monkeypatch, refuses):
+def test_fault_37_in_a_file_that_is_checked_piece_by_piece(path, piece, monkeypatch):
     monkeypatch.setattr(token_files, "_CHECK_TOKENS", piece)
     open_tokens(path)
     with open(path, "r+b") as file:
         file.seek(-2 * 7, os.SEEK_END)
         file.write(np.array([999, 1000, 60_000], np.uint16).tobytes())
-    with refuses("tokens.damaged", "token 1000", "position 2994"):
+    with raises(LmkitError, "tokens.damaged", "token 1000", "position 2994"):
         open_tokens(path)
 
 
@@ -180,52 +181,52 @@ def test_fault_37_in_a_file_that_is_checked_piece_by_piece(path, piece, monkeypa
     ],
     ids=str,
 )
-def test_a_damaged_description(path, change, code, said, refuses):
+def test_a_damaged_description(path, change, code, said):
     content = json.loads(sidecar_path(path).read_text()) | change
     sidecar_path(path).write_text(json.dumps(content))
-    with refuses(code, "tokens.json", said):
+    with raises(LmkitError, code, "tokens.json", said):
         open_tokens(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "[" * 60_000, "{"], ids=["list", "number", "deep", "cut"])
-def test_a_description_of_another_kind(path, text, refuses):
+def test_a_description_of_another_kind(path, text):
     sidecar_path(path).write_text(text)
-    with refuses("tokens.damaged", "tokens.json", "tokens.npy"):
+    with raises(LmkitError, "tokens.damaged", "tokens.json", "tokens.npy"):
         open_tokens(path)
 
 
-def test_a_description_is_not_read_beyond_what_it_can_hold(path, refuses):
+def test_a_description_is_not_read_beyond_what_it_can_hold(path):
     whole = sidecar_path(path).read_text()
     sidecar_path(path).write_text(whole + " " * (1 << 16))
-    with refuses("tokens.damaged", "tokens.json"):
+    with raises(LmkitError, "tokens.damaged", "tokens.json"):
         open_tokens(path)
     sidecar_path(path).write_text(whole.ljust(1 << 16))
     open_tokens(path)
 
 
-def test_missing_files_and_others_in_place_of_a_token_file(path, tmp_path, refuses):
+def test_missing_files_and_others_in_place_of_a_token_file(path, tmp_path):
     for missing in (tmp_path / "none.npy", tmp_path):
-        with refuses("tokens.missing", str(missing), kind=UsageError):
+        with raises(UsageError, "tokens.missing", str(missing)):
             open_tokens(missing)
     other = tmp_path / "tokens.bin"
     other.write_bytes(path.read_bytes())
-    with refuses("tokens.name", "tokens.bin", kind=UsageError):
+    with raises(UsageError, "tokens.name", "tokens.bin"):
         open_tokens(other)
     sidecar_path(path).unlink()
-    with refuses("tokens.damaged", "tokens.json"):
+    with raises(LmkitError, "tokens.damaged", "tokens.json"):
         open_tokens(path)
     sidecar_path(path).mkdir()
-    with refuses("tokens.damaged", "tokens.json"):
+    with raises(LmkitError, "tokens.damaged", "tokens.json"):
         open_tokens(path)
 
 
-def test_a_description_replaces_its_like_and_nothing_else(tmp_path, refuses):
+def test_a_description_replaces_its_like_and_nothing_else(tmp_path):
     write(tmp_path / "tokens.npy", [1, 2, 3])
     write(tmp_path / "tokens.npy", [4, 5])
     assert open_tokens(tmp_path / "tokens.npy").tokens.tolist() == [4, 5]
     for precious in ('{"precious": 1}', '{"text": "a"}\n{"text": "b"}\n', '["a"]', "no JSON at all"):
         (tmp_path / "notes.json").write_text(precious)
-        with refuses("tokens.replaces_json", "notes.json", kind=UsageError):
+        with raises(UsageError, "tokens.replaces_json", "notes.json"):
             write(tmp_path / "notes.npy", [1])
         assert (tmp_path / "notes.json").read_text() == precious
         assert not (tmp_path / "notes.npy").exists()

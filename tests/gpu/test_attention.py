@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from attention_oracle import exact_attention, faults_of
+from raising import raises
 
 from lmkit.attention import attention_function
 from lmkit.attention.reference import reference
@@ -235,8 +236,5 @@ def test_memory_is_linear_in_the_length(portable, random_inputs):
 
 @pytest.mark.parametrize(("head_dim", "options"), [(512, {}), (20, {"implementation": "hopper"})])
 def test_refusals_name_what_is_supported(head_dim, options, random_inputs):
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "attention.unsupported", head_dim):
         attention_function("flash_triton")(*random_inputs(head_dim=head_dim)[:3], causal=True, **options)
-    assert caught.value.code == "attention.unsupported"
-    assert str(head_dim) in caught.value.message
-    assert caught.value.hint

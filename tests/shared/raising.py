@@ -17,6 +17,7 @@ def raises(
         yield raised
     error = raised.value
     assert error.code == code
+    assert "\n" not in error.message
     for words in named:
         assert str(words) in error.message
     assert error.hint

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
-from raising import raises
 
-from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
 from lmkit.training.atomic_checkpoint import saved_steps
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
@@ -18,19 +15,6 @@ from lmkit.training.session import TrainResult, train
 
 PACKED = ('data.sampling="packed"', "model.document_token=5")
 """Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
-
-
-@contextmanager
-def refused(
-    code: str, *parts: object, kind: type[LmkitError] = LmkitError
-) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The block raises an error with this code, all these parts in its one line, and a hint."""
-    with raises(kind, code) as caught:
-        yield caught
-    assert "\n" not in caught.value.message
-    for part in parts:
-        assert str(part) in caught.value.message
-    assert caught.value.hint
 
 
 @contextmanager

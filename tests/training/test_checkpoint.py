@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from run_folders import refused
+from raising import raises
 from test_checkpoint_writer import make_state
 
+from lmkit.errors import LmkitError
 from lmkit.storage import sha256_file
 from lmkit.training.atomic_checkpoint import (
     FORMAT,
@@ -152,7 +153,7 @@ def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path):
 def test_fault_51_all_corrupt_lists_each(tmp_path):
     for step in (1, 2):
         (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
-    with refused("checkpoint.none_good", step_name(1), step_name(2)):
+    with raises(LmkitError, "checkpoint.none_good", step_name(1), step_name(2)):
         newest_valid(tmp_path)
 
 
@@ -193,7 +194,7 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer,
         content = json.loads((folder / STATE).read_text()) | {"format": 2, "unheard_of": True}
         entry = write_text(folder / STATE, json.dumps(content))
         write_manifest(folder, {**read_manifest(folder), STATE: entry})
-    with refused("checkpoint.newer_format", folder / newer, kind=NewerFormat) as caught:
+    with raises(NewerFormat, "checkpoint.newer_format", folder / newer) as caught:
         open_checkpoint(folder)
     assert "upgrade" in caught.value.hint
     if newer == MANIFEST:
@@ -217,7 +218,7 @@ def test_a_manifest_names_only_files_in_its_folder(name, tmp_path):
     folder = make_checkpoint(tmp_path, 1)
     files = json.loads((folder / MANIFEST).read_text())["files"]
     rewrite_manifest(folder, files={**files, name: {"sha256": "0" * 64, "bytes": 0}})
-    with refused("checkpoint.damaged", repr(name)):
+    with raises(LmkitError, "checkpoint.damaged", repr(name)):
         read_manifest(folder)
 
 
@@ -229,7 +230,7 @@ def test_a_manifest_of_another_shape_is_damage(text, tmp_path):
             file.truncate(1 << 40)  # a hole: reading it would take all memory there is
     else:
         (folder / MANIFEST).write_text(text)
-    with refused("checkpoint.damaged", folder / MANIFEST, kind=DamagedCheckpoint):
+    with raises(DamagedCheckpoint, "checkpoint.damaged", folder / MANIFEST):
         read_manifest(folder)
 
 
@@ -247,7 +248,7 @@ def test_weights_in_several_files_are_one_model(tmp_path):
     assert {name: len(tensor) for name, tensor in opened.model_tensors().items()} == {"a": 2, "b": 3, "c": 1}
     for missing in range(3):
         write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != model_name(missing, 3)})
-        with refused("checkpoint.damaged", tmp_path / MANIFEST, kind=DamagedCheckpoint):
+        with raises(DamagedCheckpoint, "checkpoint.damaged", tmp_path / MANIFEST):
             open_checkpoint(tmp_path)
 
 
@@ -284,7 +285,7 @@ def test_fault_45_every_flipped_bit_is_noticed(tmp_path):
     entry = write_tensors(path, some_tensors())
     for _ in range(200):
         whole = flip_a_bit(path, generator)
-        with refused("checkpoint.damaged", path):
+        with raises(LmkitError, "checkpoint.damaged", path):
             read_verified(path, entry)
         path.write_bytes(whole)
 
@@ -299,7 +300,7 @@ def test_fault_64_loaded_tensors_survive_the_file_being_overwritten(tmp_path):
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 8, b"\xff" * 64, b"\x80\x04K\x01."])
 def test_other_content_is_refused(data):
-    with refused("checkpoint.damaged", "some/file"):
+    with raises(LmkitError, "checkpoint.damaged", "some/file"):
         parse_tensors(data, path="some/file")
 
 
@@ -308,7 +309,7 @@ def test_other_content_is_refused(data):
 
 @pytest.mark.parametrize("text", [b"", b"null", b"{}", b"\xff", b'{"step": true}', b"[" * 50_000])
 def test_a_state_of_another_shape_is_damage(text):
-    with refused("checkpoint.damaged", "state.json: "):
+    with raises(LmkitError, "checkpoint.damaged", "state.json: "):
         parse_state(text, path="state.json")
 
 
@@ -326,7 +327,7 @@ def test_a_number_out_of_range_is_named_by_its_whole_key(key, value):
     assert parse_state(state.model_dump_json().encode(), path="state.json") == state
     table, _, name = key.rpartition(".")
     (content[table] if table else content)[name] = value
-    with refused("checkpoint.damaged", f"state.json: {key}: "):
+    with raises(LmkitError, "checkpoint.damaged", f"state.json: {key}: "):
         parse_state(json.dumps(content).encode(), path="state.json")
 
 
@@ -350,6 +351,6 @@ def test_generators_continue_where_they_were(monkeypatch):
 @pytest.mark.parametrize("cpu", ["", "AAAA", "not base64", "A" * 6744])
 def test_generators_that_cannot_be_restored_are_one_error(cpu):
     before = torch.get_rng_state()
-    with refused("checkpoint.bad_rng"):
+    with raises(LmkitError, "checkpoint.bad_rng"):
         restore_rng(RngState(cpu=cpu), CPU)
     assert torch.equal(torch.get_rng_state(), before)

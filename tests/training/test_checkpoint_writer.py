@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from run_folders import file_size_limit, refused
+from raising import raises
+from run_folders import file_size_limit
 
+from lmkit.errors import LmkitError
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
@@ -131,7 +133,7 @@ def test_fault_49_a_file_size_limit_is_an_error_that_leaves_the_older_one_intact
     writer.wait()
     with file_size_limit(10_000):
         save(writer, 2)
-        with refused("checkpoint.write_failed", step_name(2), "file too large"):
+        with raises(LmkitError, "checkpoint.write_failed", step_name(2), "file too large"):
             writer.wait()
     assert newest_valid(tmp_path).path == tmp_path / step_name(1)
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
@@ -147,7 +149,7 @@ def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(va
     writer.wait()
     model["w"][99, 99] = value
     save(writer, 2)
-    with refused("checkpoint.nonfinite", "step 2", "model.safetensors: w"):
+    with raises(LmkitError, "checkpoint.nonfinite", "step 2", "model.safetensors: w"):
         writer.wait()
     assert [saved.step for saved in saved_steps(tmp_path)] == [1]
 
@@ -240,9 +242,9 @@ def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save
     for step in (1, 2):
         for writer in two_writers:
             save(writer, step, world_size=2, optimizer_shards=2)
-    with refused("checkpoint.write_failed", "rank 1", "no space left on device"):
+    with raises(LmkitError, "checkpoint.write_failed", "rank 1", "no space left on device"):
         two_writers[0].wait()
-    with refused("checkpoint.write_failed", step_name(2), "no space left on device"):
+    with raises(LmkitError, "checkpoint.write_failed", step_name(2), "no space left on device"):
         two_writers[1].wait()
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
     assert newest_valid(tmp_path).path == tmp_path / step_name(1)
@@ -264,7 +266,7 @@ def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path
     monkeypatch.setattr(checkpoint_writer, "write_tensors", write_tensors)
     monkeypatch.setattr(checkpoint_writer, "on_any_rank", on_any_rank)
     save(writer, 7)
-    with refused("ranks.lost", "rank 0", "step 7", kind=RankLost):
+    with raises(RankLost, "ranks.lost", "rank 0", "step 7"):
         writer.wait_for_all()
     assert told == [(True, False)] * 2
     may_write.set()

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from run_folders import refused
+from raising import raises
 
+from lmkit.errors import LmkitError
 from lmkit.measure.statistics import mean_difference
 from lmkit.training.compare_runs import compare_training
 
@@ -100,10 +101,10 @@ def test_the_interval_holds_the_truth_in_95_of_100():
 def test_what_cannot_be_compared_is_named(tmp_path):
     run = write_run(tmp_path / "a", [3.0], seconds=1)
     (tmp_path / "b").mkdir()
-    with refused("compare.no_run", tmp_path / "b"):
+    with raises(LmkitError, "compare.no_run", tmp_path / "b"):
         compare_training(run, tmp_path / "b")
-    with refused("compare.no_run", tmp_path / "nowhere", "no such folder"):
+    with raises(LmkitError, "compare.no_run", tmp_path / "nowhere", "no such folder"):
         compare_training(run, tmp_path / "nowhere")
     (tmp_path / "b/metrics.jsonl").write_text("")
-    with refused("compare.not_evaluated", tmp_path / "b"):
+    with raises(LmkitError, "compare.not_evaluated", tmp_path / "b"):
         compare_training(run, tmp_path / "b")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import refused
+from raising import raises
 from their_models import make_theirs, their_folder
 
 from lmkit.errors import LmkitError, UsageError
@@ -46,7 +46,7 @@ def test_what_lmkit_cannot_express_is_refused_by_name(tmp_path, changes, named):
     path = their_folder(tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, **changes}))
-    with refused("import.unsupported", path / "config.json", named, kind=UsageError):
+    with raises(UsageError, "import.unsupported", path / "config.json", named):
         import_model(path, tmp_path / "run")
     assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
 
@@ -150,7 +150,7 @@ def three_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_damaged_folder_ends_in_one_line_and_leaves_nothing(three_shards, tmp_path, code, damage):
     path = shutil.copytree(three_shards, tmp_path / "theirs")
     DAMAGES[code][damage](path)
-    with refused(code, path):
+    with raises(LmkitError, code, path):
         import_model(path, tmp_path / "run")
     assert {item.name for item in tmp_path.iterdir()} == {"theirs"}
 
@@ -159,16 +159,16 @@ def test_a_pickle_is_never_read(tmp_path):
     path = tmp_path / "theirs"
     make_theirs("Llama", {}).config.save_pretrained(path)
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch stolen'\ntR.")
-    with refused("import.pickle", path, kind=UsageError) as caught:
+    with raises(UsageError, "import.pickle", path) as caught:
         import_model(path, tmp_path / "run")
     assert "safetensors" in caught.value.hint
-    with refused("import.pickle", path, kind=UsageError):
+    with raises(UsageError, "import.pickle", path):
         open_weights(path)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     path = their_folder(tmp_path, "Llama", {"vocab_size": 256})
-    with refused("import.tokenizer", path / "tokenizer.json", "256", kind=UsageError) as caught:
+    with raises(UsageError, "import.tokenizer", path / "tokenizer.json", "256") as caught:
         import_model(path, tmp_path / "run")
     assert "--without-tokenizer" in caught.value.hint
     import_model(path, tmp_path / "run", with_tokenizer=False)
@@ -196,18 +196,18 @@ def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(tmp_path, 
     import_model(their_folder(tmp_path), tmp_path / "run")
     facts = replace(ATTENTION.facts("sdpa"), sees_all=False)
     monkeypatch.setattr(type(ATTENTION), "facts", lambda self, name: facts)
-    with refused("export.unsupported", "model.attention", "sdpa", kind=UsageError):
+    with raises(UsageError, "export.unsupported", "model.attention", "sdpa"):
         export_model(tmp_path / "run", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
 
 def test_switches_that_llama_lacks_are_refused_by_name():
     config = ModelConfig(vocab_size=300, mlp="relu2", layer_scalars=True, qkv_bias=True, zero_init=True)
-    with refused("export.unsupported", "model.mlp", "model.layer_scalars", kind=UsageError) as caught:
+    with raises(UsageError, "export.unsupported", "model.mlp", "model.layer_scalars") as caught:
         config_json(config, dtype="float32", begin=None, end=None)
     assert "qkv_bias" not in str(caught.value)
     both = ModelConfig(vocab_size=300, qk_norm=True, qkv_bias=True)
-    with refused("export.unsupported", "model.qkv_bias", "model.qk_norm", kind=UsageError):
+    with raises(UsageError, "export.unsupported", "model.qkv_bias", "model.qk_norm"):
         config_json(both, dtype="float32", begin=None, end=None)
 
 

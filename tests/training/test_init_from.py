@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from run_folders import assert_same_state, losses, newest, refused, train_here
+from raising import raises
+from run_folders import assert_same_state, losses, newest, train_here
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import Checkpoint
 from lmkit.training.exchange import export_model
@@ -83,7 +84,7 @@ def test_another_model_is_refused_with_all_its_differences(trained, tiny):
     )
     keys = ("d_model: 32, the weights have 16", "d_ff: 48", "rope_theta: 500.0", "vocab_size: 80")
     for begin in (train_here, plan):
-        with refused("train.other_model", trained.path, *keys, kind=UsageError):
+        with raises(UsageError, "train.other_model", trained.path, *keys):
             begin(recipe)
     assert not (recipe.run.path / "checkpoints").exists()
 
@@ -104,14 +105,14 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     text.write_text("some words and others")
     train_tokenizer([text], vocab_size=257).save(tokenizer)
     after = tiny("run.name=after", f"train.init_from={trained.path}")
-    with refused("checkpoint.wrong_tokenizer", tokenizer, "a" * 64, kind=UsageError):
+    with raises(UsageError, "checkpoint.wrong_tokenizer", tokenizer, "a" * 64):
         train_here(after)
     # A Hugging Face folder does not say which tokenizer its model was trained with.
     monkeypatch.setattr(
         "lmkit.training.init_from.open_weights",
         lambda path: replace(open_weights(path), tokenizer_sha256=None),
     )
-    with refused("train.other_tokenizer", trained.path, "a" * 12, kind=UsageError) as caught:
+    with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)
     assert str(tokenizer) in caught.value.hint
 
@@ -120,5 +121,5 @@ def test_what_is_no_model_is_refused(tiny, tmp_path):
     for name in ("nothing", "empty"):
         if name == "empty":
             (tmp_path / name).mkdir()
-        with refused("checkpoint.not_found", name):
+        with raises(LmkitError, "checkpoint.not_found", name):
             train_here(tiny("run.name=after", f"train.init_from={tmp_path / name}"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import refused
+from raising import raises
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
@@ -81,7 +81,7 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
     # Shorter than the context: one window.
     Path("short.txt").write_text("ok")
     assert evaluate_run(folder, text=Path("short.txt")).tokens == 2
-    with refused("data.no_tokens", folder):
+    with raises(LmkitError, "data.no_tokens", folder):
         evaluate_run(folder)
 
 
@@ -195,7 +195,7 @@ def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(folde
 )
 def test_what_is_no_question_is_named(question, code, folder):
     file = write("questions.jsonl", [*QUESTIONS, question])
-    with refused(code, file, "5", kind=UsageError):
+    with raises(UsageError, code, file, "5"):
         evaluate_choices(folder, file)
 
 
@@ -210,7 +210,7 @@ def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
 
 def test_more_ids_than_the_model_has_are_refused(folder):
     Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
-    with refused("evaluate.more_ids", "315", "300"):
+    with raises(LmkitError, "evaluate.more_ids", "315", "300"):
         evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
 
 

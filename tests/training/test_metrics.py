@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import losses, refused, saved, train_here
+from raising import raises
+from run_folders import losses, saved, train_here
 
+from lmkit.errors import LmkitError
 from lmkit.training import metrics, services
 from lmkit.training.metrics import (
     Fanout,
@@ -67,7 +69,7 @@ def test_a_full_disk_is_an_error_with_the_file_in_it():
     sink = MetricsFile.__new__(MetricsFile)
     sink._path = Path("run/metrics.jsonl")
     sink._file = open("/dev/full", "w")  # noqa: SIM115
-    with refused("train.io", "run/metrics.jsonl", "no space left on device"):
+    with raises(LmkitError, "train.io", "run/metrics.jsonl", "no space left on device"):
         sink.record(train_record(1))
     with pytest.raises(OSError, match="No space"):
         sink._file.close()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_folders import losses, newest, refused, train_here
+from raising import raises
+from run_folders import losses, newest, train_here
 from torch import nn
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.parallel.ranks import Ranks
@@ -148,16 +149,16 @@ class Touch:
 def test_fault_57_a_pickle_is_refused_by_load_checkpoint(tmp_path):
     model, path, sentinel = make_model(), tmp_path / "model.safetensors", tmp_path / "executed"
     path.write_bytes(pickle.dumps(Touch(sentinel)))
-    with refused("checkpoint.damaged", path):
+    with raises(LmkitError, "checkpoint.damaged", path):
         load_checkpoint(path, model)
     assert not sentinel.exists()
-    with refused("checkpoint.not_found", "nothing", kind=UsageError):
+    with raises(UsageError, "checkpoint.not_found", "nothing"):
         load_checkpoint(tmp_path / "nothing", model)
     save_checkpoint(make_model(d_model=32), None, 1, path)
-    with refused("checkpoint.other_model", path, kind=UsageError):
+    with raises(UsageError, "checkpoint.other_model", path):
         load_checkpoint(path, model)
     save_checkpoint(model, OPTIMIZERS["torch"](model), 1, path)
-    with refused("checkpoint.other_optimizer", path):
+    with raises(LmkitError, "checkpoint.other_optimizer", path):
         load_checkpoint(path, model, OPTIMIZERS["ours"](model))  # which has two parameter groups
 
 
@@ -165,13 +166,13 @@ def test_state_of_another_model_is_refused_with_the_difference():
     model, other = make_model(), make_model(num_layers=1)
     optimizer = OPTIMIZERS["ours"](model)
     train(model, optimizer, 1, seed=1)
-    with refused("checkpoint.other_optimizer", "saved", "layers.1"):
+    with raises(LmkitError, "checkpoint.other_optimizer", "saved", "layers.1"):
         load_optimizer_tensors(
             OPTIMIZERS["ours"](other), other, [optimizer_tensors(optimizer, model)], None, origin="saved"
         )
-    with refused("checkpoint.other_model", "layers.0.ln1.weight: saved 16, model 32"):
+    with raises(LmkitError, "checkpoint.other_model", "layers.0.ln1.weight: saved 16, model 32"):
         load_weights(make_model(d_model=32), model_weights(model), origin=Path("saved"))
-    with refused("checkpoint.other_model", "layers.1.", "saved missing"):
+    with raises(LmkitError, "checkpoint.other_model", "layers.1.", "saved missing"):
         load_weights(model, model_weights(other), origin=Path("saved"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import refused
+from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.training.page import write_page
@@ -137,12 +137,12 @@ def test_a_run_that_has_only_begun(make_run):
 
 def test_what_is_no_run_is_refused(make_run, tmp_path):
     (tmp_path / "empty").mkdir()
-    with refused("report.no_run", "empty", kind=UsageError):
+    with raises(UsageError, "report.no_run", "empty"):
         write_page(tmp_path / "empty")
     damaged = make_run("damaged")
     for content in ("{", "[1]"):
         (damaged / "environment.json").write_text(content)
-        with refused("report.damaged", "environment.json", kind=LmkitError):
+        with raises(LmkitError, "report.damaged", "environment.json"):
             write_page(damaged)
     assert not (damaged / "report.html").exists()
 

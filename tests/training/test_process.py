@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import refused
+from raising import raises
 
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
@@ -142,7 +142,7 @@ def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.Monk
     first, second = (Ranks(rank=rank, world_size=2) for rank in (0, 1))
     assert decided_by_first(first, lambda: (1, ["a"])) == decided_by_first(second, never) == (1, ["a"])
     for ranks, decide in ((first, refuse), (second, never)):
-        with refused("resume.refused", "no", kind=UsageError):
+        with raises(UsageError, "resume.refused", "no"):
             decided_by_first(ranks, decide)
 
 

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import PACKED, assert_same_state, losses, newest, refused, train_here
+from raising import raises
+from run_folders import PACKED, assert_same_state, losses, newest, train_here
 from test_model_state import Touch
 
 from lmkit.errors import LmkitError, UsageError
@@ -43,7 +44,7 @@ def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
     assert_same_state(newest(whole), newest(parts))
     assert losses(whole) == losses(parts)
     assert losses(whole, "final") == losses(parts, "final")
-    with refused("resume.other_recipe", "data.sampling"):
+    with raises(LmkitError, "resume.other_recipe", "data.sampling"):
         train_here(tiny("model.document_token=5", "run.name=whole"))
 
 
@@ -153,7 +154,7 @@ def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_d
     train_here(tiny(), stop_at_step=1)
     before = newest(tiny()).path.stat().st_mtime_ns
     key, _, value = change.partition("=")
-    with refused("resume.other_recipe", key, f"-> {value.strip(chr(34))}", kind=UsageError):
+    with raises(UsageError, "resume.other_recipe", key, f"-> {value.strip(chr(34))}"):
         train_here(tiny(change))
     assert newest(tiny()).path.stat().st_mtime_ns == before
 
@@ -166,7 +167,7 @@ def test_another_token_file_is_refused(tiny, token_files, tmp_path):
     train_here(same, stop_at_step=2)  # the same content elsewhere is the same data
     sidecar = tmp_path / "other.json"
     sidecar.write_text(sidecar.read_text().replace("b" * 64, "c" * 64))
-    with refused("resume.other_recipe", "data.train", "c" * 64, kind=UsageError):
+    with raises(UsageError, "resume.other_recipe", "data.train", "c" * 64):
         train_here(same)
 
 
@@ -200,9 +201,9 @@ def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(t
     checkpoint = newest(recipe).path
     (shard,) = checkpoint.glob("optimizer-*")
     shard.unlink()
-    with refused("checkpoint.incomplete", shard.name):
+    with raises(LmkitError, "checkpoint.incomplete", shard.name):
         train_here(tiny("run.name=other", f'checkpoint.resume="{checkpoint}"'))
-    with refused("checkpoint.none_good", shard.name):
+    with raises(LmkitError, "checkpoint.none_good", shard.name):
         train_here(recipe)
 
 
@@ -236,7 +237,7 @@ def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(tiny, capsys):
 def test_resume_never_refuses_a_folder_with_checkpoints(tiny):
     never = tiny("checkpoint.resume=never")
     train_here(never, stop_at_step=1)
-    with refused("resume.refused", step_name(1), "never", kind=UsageError):
+    with raises(UsageError, "resume.refused", step_name(1), "never"):
         train_here(never)
 
 
@@ -244,12 +245,12 @@ def test_resume_from_a_named_checkpoint(tiny):
     recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
     train_here(recipe)
     older = recipe.run.path / "checkpoints" / step_name(5)
-    with refused("resume.refused", older, step_name(10), kind=UsageError):
+    with raises(UsageError, "resume.refused", older, step_name(10)):
         train_here(tiny(f'checkpoint.resume="{older}"'))
     branch = tiny("run.name=branch", f'checkpoint.resume="{older}"')
     assert train_here(branch).resumed_from == 5
     assert_same_state(newest(recipe), newest(branch))
-    with refused("checkpoint.not_found", "nowhere", kind=UsageError):
+    with raises(UsageError, "checkpoint.not_found", "nowhere"):
         train_here(tiny("run.name=x", 'checkpoint.resume="nowhere"'))
     last = recipe.run.path / "checkpoints" / step_name(10)
     assert train_here(tiny("train.steps=11", f'checkpoint.resume="{last}"')).resumed_from == 10

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import assert_same_state, losses, newest, records, refused, saved, train_here
+from raising import raises
+from run_folders import assert_same_state, losses, newest, records, saved, train_here
 
 from lmkit.cli.generate import continue_prompts
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def test_epochs_count_the_tokens_of_the_file(tiny: Tiny) -> None:
     assert load_recipe(recipe.run.path / "recipe.toml") == recipe
     longer = train_here(tiny("train.epochs=1"))
     assert (longer.resumed_from, longer.step) == (32, 63)
-    with refused("train.endless_epoch"):
+    with raises(LmkitError, "train.endless_epoch"):
         plan(tiny("train.epochs=1", 'data.source="random"', "model.vocab_size=64", "run.name=other"))
 
 
@@ -187,9 +188,9 @@ def test_a_trained_model_is_found_and_loaded(
     assert run_tokenizer(checkpoint.path) is None
     (recipe.run.path / "tokenizer.json").write_text("{}")
     assert run_tokenizer(checkpoint.path) == (recipe.run.path / "tokenizer.json").resolve()
-    with refused("checkpoint.not_found", recipe.run.path / "nothing", kind=UsageError):
+    with raises(UsageError, "checkpoint.not_found", recipe.run.path / "nothing"):
         newest_checkpoint(recipe.run.path / "nothing")
-    with refused("checkpoint.not_found", recipe.run.folder, kind=UsageError):
+    with raises(UsageError, "checkpoint.not_found", recipe.run.folder):
         newest_checkpoint(recipe.run.folder)
     # A model of a kernel for GPUs runs on a CPU with another one.
     monkeypatch.setattr(logging.getLogger("lmkit"), "propagate", True)  # the command line turns it off
@@ -249,10 +250,10 @@ def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_writt
     with pytest.raises(UsageError) as caught:
         train_here(load_recipe(None, ["model.d_model=16", "model.num_heads=2"]))
     assert "[train]" in caught.value.message
-    with refused("data.no_tokens", "not there.npy", "data.train", kind=UsageError) as caught:
+    with raises(UsageError, "data.no_tokens", "not there.npy", "data.train") as caught:
         train_here(tiny('data.train="not there.npy"'))
     assert "lmkit data encode TEXT 'not there.npy'" in caught.value.hint
-    with refused("data.vocab_size", "model.vocab_size: 63", "64", kind=UsageError):
+    with raises(UsageError, "data.vocab_size", "model.vocab_size: 63", "64"):
         train_here(tiny("model.vocab_size=63"))
     assert not tiny().run.path.exists()
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from run_folders import losses, refused, train_here
+from raising import raises
+from run_folders import losses, train_here
 
 import lmkit.training
 from lmkit.data.batches import RandomTokens
+from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.registry import SCHEDULES
@@ -83,9 +85,9 @@ def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
 def test_what_the_device_cannot_do_is_refused(tiny):
     recipe = tiny(*SMALL)
     check_device(recipe, torch.device("cpu"))
-    with refused("train.wrong_device", "train.precision", "fp16"):
+    with raises(LmkitError, "train.wrong_device", "train.precision", "fp16"):
         check_device(tiny("run.device=auto", *SMALL, "train.precision=fp16"), torch.device("cpu"))
-    with refused("train.wrong_device", "train.precision", "fp8"):
+    with raises(LmkitError, "train.wrong_device", "train.precision", "fp8"):
         check_device(tiny("run.device=auto", *SMALL, "train.precision=fp8"), torch.device("cpu"))
     triton = tiny(*SMALL, "model.attention=flash_triton")
     with pytest.raises(lmkit.errors.UsageError):

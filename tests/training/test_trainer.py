@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from run_folders import (
     assert_same_state,
     assert_same_tensors,
@@ -18,12 +19,11 @@ from run_folders import (
     losses,
     newest,
     records,
-    refused,
     saved,
     train_here,
 )
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.training import trainer
 from lmkit.training.atomic_checkpoint import step_name
@@ -96,7 +96,7 @@ def test_fault_50_an_output_that_cannot_be_written_is_refused_before_training(ti
 
 @pytest.mark.parametrize("limit", [100, 2000])
 def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(limit, tiny):
-    with file_size_limit(limit), refused("train.io", tiny().run.path, "file too large"):
+    with file_size_limit(limit), raises(LmkitError, "train.io", tiny().run.path, "file too large"):
         train_here(tiny())
     assert saved(tiny()) == []
     assert not list(tiny().run.path.rglob("*.lmkit-partial"))
@@ -152,7 +152,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 def test_fault_66_and_68_nan_stops_the_run_and_the_good_checkpoint_stays(tiny, monkeypatch):
     recipe = tiny("checkpoint.interval=3", "checkpoint.keep_last=1")
     spoil(monkeypatch, {10})
-    with refused("train.nonfinite", "step 10", "loss nan", kind=Diverged):
+    with raises(Diverged, "train.nonfinite", "step 10", "loss nan"):
         train_here(recipe)
     assert saved(recipe) == [9]
     tensors = newest(recipe).model_tensors()
@@ -166,7 +166,7 @@ def test_nan_steps_can_be_skipped_up_to_a_limit(tiny, monkeypatch):
     assert [record["step"] for record in records(recipe, "skip")] == [3, 4, 8]
     assert [step for step, _ in losses(recipe)] == [1, 2, 5, 6, 7, 9, 10]
     spoil(monkeypatch, {3, 4, 5})
-    with refused("train.nonfinite", "train.max_skips is 2", kind=Diverged):
+    with raises(Diverged, "train.nonfinite", "train.max_skips is 2"):
         train_here(tiny('train.nonfinite="skip"', "train.max_skips=2", "run.name=worse"))
 
 
@@ -204,7 +204,7 @@ def test_fault_66_a_step_launched_after_nan_changes_nothing(ahead, tiny, monkeyp
     original = Step.update
     monkeypatch.setattr(Step, "update", update)
     spoil(monkeypatch, {6})
-    with refused("train.nonfinite", "step 6", "loss nan", kind=Diverged):
+    with raises(Diverged, "train.nonfinite", "step 6", "loss nan"):
         train_here(tiny("checkpoint.interval=5"))
     assert len(sums) == 7
     assert len(set(sums[:5])) == 5
