@@ -15,7 +15,7 @@ from lmkit.data.batches import RandomTokens
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig
 from lmkit.training import session
 from lmkit.training.model_state import load_checkpoint, save_checkpoint
 from lmkit.training.setup import build_step
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.gpu
 CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
 BATCHES = RandomTokens(256, batch_size=8, context_length=64, seed=0, accumulation=2)
 PRECISIONS = ["fp32", "bf16", "bf16-autocast", "fp16"]
+MUON = {"precision": "bf16", "optimizer": OptimizerConfig(name="muon")}
 
 
 def batch(number):
@@ -44,9 +45,9 @@ def make_step(**options):
 
 # The mode is a prototype, PyTorch says.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_never_waits_for_the_gpu(precision):
-    step = make_step(precision=precision, max_skips=0)
+@pytest.mark.parametrize("options", [*({"precision": name} for name in PRECISIONS), MUON])
+def test_a_step_never_waits_for_the_gpu(options):
+    step = make_step(**options, max_skips=0)
     assert step.runs_ahead
     batches = [batch(number) for number in range(6)]
     for number in range(3):
@@ -190,11 +191,11 @@ def assert_same_weights(left, right):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("options", [*({"precision": name} for name in PRECISIONS), MUON])
 def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
-    precision, tmp_path, deterministic
+    options, tmp_path, deterministic
 ):
-    graph, eager = (make_step(precision=precision, cuda_graph=mode) for mode in ("on", "off"))
+    graph, eager = (make_step(**options, cuda_graph=mode) for mode in ("on", "off"))
     for number in range(4):
         for step in (graph, eager):
             step(*batch(number), lr=1e-3)

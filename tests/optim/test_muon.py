@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from muon_oracle import by_svd
 
 from lmkit.errors import UsageError
 from lmkit.model.layers import linear_maps
 from lmkit.optim.adamw import AdamW
-from lmkit.optim.muon import COEFFICIENTS, Muon, _move, orthogonalize
+from lmkit.optim.muon import Muon, _move, orthogonalize
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import validate
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig
@@ -18,16 +19,6 @@ from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 
 CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=2, num_heads=2)
-
-
-def by_svd(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """What the iterations do to the singular values, done to them one by one."""
-    u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / values.norm()
-    a, b, c = COEFFICIENTS
-    for _ in range(iterations):
-        values = a * values + b * values**3 + c * values**5
-    return u @ values.diag() @ vh
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 17), (17, 5), (1, 9)])

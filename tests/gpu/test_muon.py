@@ -1,0 +1,89 @@
+"""Muon on a GPU, where it orthogonalises in bf16: against an SVD in float64, and its step against the formula."""
+
+import math
+
+import pytest
+import torch
+from muon_oracle import by_svd
+from torch import nn
+
+from lmkit.optim.muon import Muon, orthogonalize
+
+pytestmark = pytest.mark.gpu
+
+# Rounding of bf16, 2^-9 of a singular value near 1, over 15 products: 0.007 to 0.025, most in a single row.
+ROUNDING = 0.03
+
+
+def error(found, exact):
+    """Return the largest error of a matrix, over its Frobenius norm."""
+    distance = (found.double() - exact).norm(dim=(-2, -1))
+    return (distance / exact.norm(dim=(-2, -1))).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 40), (33, 1), (7, 3), (64, 64), (130, 129), (256, 700), (1376, 512), (2048, 512)]
+)
+def test_every_matrix_of_a_batch_is_orthogonalised_as_by_svd(shape, dtype):
+    torch.manual_seed(0)
+    scales = torch.tensor([1e-9, 1.0, 1e9, 0.0], device="cuda")[:, None, None]
+    matrices = (torch.randn(4, *shape, device="cuda") * scales).to(dtype)
+    found = orthogonalize(matrices)
+    assert found.dtype == dtype
+    assert not found[3].any()
+    exact = torch.stack([by_svd(matrix.double(), 5) for matrix in matrices[:3]])
+    assert error(found[:3], exact) < ROUNDING
+    joined = orthogonalize(matrices.unflatten(0, (2, 2)))
+    assert joined.shape == (2, 2, *shape)
+    assert error(joined.flatten(0, 1)[:3], exact) < ROUNDING
+
+
+def test_singular_values_end_near_one():
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(256, 256, dtype=torch.float64, device="cuda"))[0] for _ in range(2))
+    values = torch.logspace(0, -2, 256, dtype=torch.float64, device="cuda")  # the least is 0.0019 of the norm
+    found = torch.linalg.svdvals(orthogonalize((u @ values.diag() @ v).float()).double())
+    assert found.min() > 0.68 - ROUNDING
+    assert found.max() < 1.21 + ROUNDING
+
+
+def make_optimizer(params, **options):
+    groups = [{"params": params, "parts": [[192, 128], [96]], "weight_decay": 0.02}]
+    return Muon(groups, lr=0.01, matrix_lr=0.05, momentum=0.8, **options)
+
+
+def draw_matrices():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((320, 128), (96, 200))]
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_steps_equal_the_formula(cautious):
+    """Maps of three shapes, two in one parameter; the device decides that the third step is skipped."""
+    params = draw_matrices()
+    optimizer = make_optimizer(params, cautious=cautious)
+    before = [part.double() for param in params for part in param.detach().split(192)]
+    exact = [part.clone() for part in before]
+    means = [torch.zeros_like(part) for part in exact]
+    for applied in (True, True, False, True):
+        for param in params:
+            param.grad = torch.randn_like(param) if applied else torch.full_like(param, math.nan)
+        optimizer.decision = torch.tensor(float(applied), device="cuda")
+        optimizer.gradient_factor = torch.tensor(0.5, device="cuda")
+        optimizer.step()
+        if not applied:
+            continue
+        gradients = [part.double() / 2 for param in params for part in param.grad.split(192)]
+        for part, mean, gradient in zip(exact, means, gradients, strict=True):
+            mean.mul_(0.8).add_(0.2 * gradient)
+            direction = by_svd(0.8 * mean + 0.2 * gradient, 5)
+            rows, columns = part.shape
+            decayed = part * (part * direction > 0) if cautious else part.clone()
+            part.sub_(0.05 * 0.02 * decayed).sub_(0.05 * max(1, rows / columns) ** 0.5 * direction)
+    found = [part for param in params for part in param.detach().split(192)]
+    for part, wanted, start in zip(found, exact, before, strict=True):
+        assert error(part - start, wanted - start) < ROUNDING
+    momenta = [part for param in params for part in optimizer.state[param]["momentum_buffer"].split(192)]
+    for momentum, mean in zip(momenta, means, strict=True):
+        torch.testing.assert_close(momentum.double(), mean, rtol=1e-5, atol=1e-6)
