@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -134,12 +136,21 @@ def generate(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold SIGINT back for the block: half a line would not be JSON."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Hold Ctrl-C back for the block: half a line would not be JSON.
+
+    Blocking the signal would not do: another thread may take it, and Python's handler runs in this one.
+    """
+    came: list[tuple[int, FrameType | None]] = []
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
