@@ -32,8 +32,8 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
         matrices: (..., rows, columns)
 
     Returns:
-        A tensor of the same shape and dtype. CUDA devices compute it in bfloat16, and so do CPUs that have
-        instructions for it, unless the matrices are float64.
+        A tensor of the same shape and dtype. GPUs and CPUs that have instructions for it compute it in bfloat16;
+        CPUs not if the matrices are float64.
     """
     a, b, c = COEFFICIENTS
     rows, columns = matrices.shape[-2:]
@@ -49,14 +49,16 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
 
 
 def _dtype_of_products(matrices: Tensor) -> torch.dtype:
-    if matrices.is_cuda or (matrices.dtype == torch.float32 and has_bf16(matrices.device)):
+    if has_bf16(matrices.device) and (matrices.is_cuda or matrices.dtype == torch.float32):
         return torch.bfloat16
     return matrices.dtype
 
 
 def _dtype_of_directions(shard: MatrixShard, device: torch.device) -> torch.dtype:
-    """Return the dtype in which ranks exchange directions: on CUDA devices the dtype of the products."""
-    return torch.bfloat16 if device.type == "cuda" else torch.promote_types(torch.float32, _dtype(shard))
+    """Return the dtype in which ranks exchange directions: on GPUs the dtype of the products."""
+    if device.type == "cuda" and has_bf16(device):
+        return torch.bfloat16
+    return torch.promote_types(torch.float32, _dtype(shard))
 
 
 class MatrixShard(NamedTuple):

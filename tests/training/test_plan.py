@@ -27,6 +27,7 @@ FORMER_STORIES = [  # tinystories as it was measured
     *("optimizer.name=adamw", "model.num_heads=16", "model.attention=sdpa", "model.compile=block"),
     "train.batch_size=128",
 ]
+FORMER_SPEEDRUN = ["optimizer.name=adamw", "train.precision=fp32"]  # as it was measured
 NARROW = ["train.precision=bf16", "model.attention=flash_triton"]
 FORMER_TEXT = [
     "tokenizer.vocab_size=512",
@@ -40,7 +41,7 @@ RECIPES = [
     ("text_files", FORMER_TEXT, 0.0311, 1.26),
     ("chat", [], 0.1844, 1.56),
     ("finetune", [], 0.1137, 1.50),
-    ("speedrun", [], 1.5534, 17.60),
+    ("speedrun", FORMER_SPEEDRUN, 1.5534, 17.60),
     ("tinystories", FORMER_STORIES, 3.5002, 10.70),
     ("tinystories", [], 6.0638, 18.40),
     ("profile", [], 10.0877, 23.81),
@@ -138,8 +139,8 @@ def test_the_plan_of_several_ranks_agrees_with_what_two_h200_took(
         ("quickstart", ["model.num_layers=8"], 157.4),
         ("chat", [], 268.6),
         ("chat", NARROW, 151.2),
-        ("speedrun", [], 1625.5),
-        ("speedrun", NARROW, 964.8),
+        ("speedrun", FORMER_SPEEDRUN, 1625.5),
+        ("speedrun", [*FORMER_SPEEDRUN, *NARROW], 964.8),
     ],
 )
 def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], megabytes: float) -> None:
@@ -161,8 +162,8 @@ def test_small_models_fit_where_their_segments_do(name: str, keys: list[str], me
         ("tinystories", ["optimizer.name=adamw"], "zero1", 22.4, 13.0),
         ("chat", [], "fsdp", 35.7, 22.3),
         ("chat", ["train.cuda_graph=off"], "none", 19.1, 8.2),
-        ("speedrun", [], "zero1", 35.2, 22.2),
-        ("speedrun", [], "fsdp", 36.7, 33.0),
+        ("speedrun", FORMER_SPEEDRUN, "zero1", 35.2, 22.2),
+        ("speedrun", FORMER_SPEEDRUN, "fsdp", 36.7, 33.0),
         ("profile", [], "zero1", 31.2, 70.1),
         ("profile", [], "fsdp", 25.8, 106.2),
         ("profile", ["train.cuda_graph=off"], "none", 18.6, 33.0),
