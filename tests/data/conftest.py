@@ -1,4 +1,4 @@
-"""A web server on this machine that can misbehave, and errors by their codes."""
+"""A web server on this machine that can misbehave."""
 
 from __future__ import annotations
 
