@@ -155,11 +155,11 @@ def wrote(folder: str, files: Sequence[str]) -> str:
 
 
 def enumeration(what: str, items: Sequence[str]) -> str:
-    """Return `what: a, b, ...` in lines that fit a terminal, broken between words."""
-    text = ", ".join(items)
+    """Return `what: a, b, ...` in lines that fit a terminal, broken between items; a single item between words."""
+    text = items[0] if len(items) == 1 else ", ".join(item.replace(" ", "\0") for item in items)
     head = f"{what}: "
     first_line = "" if len(head + text.partition(" ")[0]) <= TERMINAL_WIDTH else f"{what}:\n"
-    return first_line + textwrap.fill(
+    filled = textwrap.fill(
         text,
         TERMINAL_WIDTH,
         initial_indent="  " if first_line else head,
@@ -167,6 +167,7 @@ def enumeration(what: str, items: Sequence[str]) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return first_line + filled.replace("\0", " ")
 
 
 def statement(what: str, facts: str) -> str:

@@ -5,7 +5,15 @@ import sys
 
 import pytest
 
-from lmkit.measure.tables import Column, csv_text, json_lines, markdown_table, size_of, terminal_table
+from lmkit.measure.tables import (
+    Column,
+    csv_text,
+    enumeration,
+    json_lines,
+    markdown_table,
+    size_of,
+    terminal_table,
+)
 
 ROWS = [
     {"kernel": "flash_triton", "ms": 1.23456, "tokens": 16384, "status": "ok", "samples_ms": [1.2, 1.3]},
@@ -93,3 +101,13 @@ def test_fault_108_tables_are_cut_on_a_terminal_only(is_terminal, monkeypatch):
 def test_sizes_have_the_unit_that_suits_them():
     sizes = (300, 99_999, 100_000, 999_900_000, 1_000_000_000, 2_226_845_268)
     assert list(map(size_of, sizes)) == ["0.3 kB", "100.0 kB", "0.1 MB", "999.9 MB", "1.00 GB", "2.23 GB"]
+
+
+def test_an_enumeration_breaks_no_item():
+    items = [repr(f" token {number}") for number in range(20)]
+    lines = enumeration("longest tokens", items).splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 100
+    assert ", ".join(line.removeprefix("longest tokens: ").strip(" ,") for line in lines) == ", ".join(items)
+    single = enumeration("begins", ["many words " * 30])
+    assert max(map(len, single.splitlines())) <= 100
