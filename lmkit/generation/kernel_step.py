@@ -61,20 +61,6 @@ class KernelStep:
         for layer in decoder.layers:
             self.gains += [layer.norm1, layer.norm2]
         self.gains.append(model.ln_final.weight)
-        self.whole: LayersKernel | None = None
-        import os
-        if self.pdl and rows == 1 and weight.dtype == torch.bfloat16 and os.environ.get("RING", "1") != "0":
-            from lmkit.kernels.decode.layers import LayersKernel, library, shape_of
-
-            shape = shape_of(config, torch.cuda.get_device_properties(weight.device).multi_processor_count)
-            if shape is not None:
-                shape |= {k: int(v) for k, v in (x.split("=") for x in os.environ.get("RING_MACROS", "").split(",") if x)}
-                self.parts = width // 2
-                place, angles = decoder.state.place, model.rope.cos_sin
-                self.whole = LayersKernel(
-                    library(tuple(shape.items())), decoder.layers, decoder.keys, decoder.values, place, angles,
-                    self.stream, self.gains[-1], self.eps,
-                )
         self._runs: dict[int, Callable[[], None]] = {}
 
     def begin(self, rows: Tensor, tokens: Tensor) -> None:
@@ -157,9 +143,7 @@ class KernelStep:
             return partial(start, *pointers)
 
         launches: list[Callable[[], None]] = []
-        if self.whole is not None:
-            launches.append(self.whole)
-        for layer, weights in enumerate(() if self.whole is not None else self.decoder.layers):
+        for layer, weights in enumerate(self.decoder.layers):
             _, qkv, _, output, norm2, gate_up, down, _ = weights
             next_norm = self.gains[2 * layer + 2]
             launches += [
