@@ -1,7 +1,7 @@
 """`lmkit bench generate`: a decode step of several texts beside Hugging Face transformers.
 
 It times the step that `lmkit generate` runs, with random weights and `context` tokens in the cache of every text. A
-step reads at least all weights but the embedding, and the filled part of the cache (`least_bytes`).
+step reads at least all weights but the embedding, and the filled part of the cache (`accounting.least_bytes`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.statistics import median_interval, paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -45,7 +46,7 @@ FIRST_STEPS = 3  # untimed; they compile
 class Options(Table):
     """`[bench.generate]`: the product of sizes, batch sizes and contexts is measured."""
 
-    sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B"], ...] = ("tiny",)
+    sizes: tuple[Literal["tiny", "quickstart", "matrix", "162M", "1.3B", "8B"], ...] = ("tiny",)
     """Models, as in `bench step`."""
     kv_heads: Count = 0
     """Heads of keys and values; 0: as many as query heads."""
@@ -55,12 +56,12 @@ class Options(Table):
     """Tokens in the cache of each text."""
     capacity: PositiveInt = 128
     """Tokens that the cache has room for."""
-    variants: tuple[Literal["lmkit", "lmkit_torch", "transformers", "transformers_compiled"], ...] = (
-        "lmkit",
-        "transformers",
-    )
-    """lmkit (with its kernels if they run here), lmkit_torch (with PyTorch's operations), and transformers' Llama
-    with a static cache, eager or compiled. The first is compared with the others."""
+    variants: tuple[
+        Literal["lmkit", "lmkit_fp8", "lmkit_torch", "transformers", "transformers_compiled"], ...
+    ] = ("lmkit", "transformers")
+    """lmkit (with its kernels if they run here), lmkit_fp8 (with fp8 weights), lmkit_torch (with PyTorch's
+    operations), and transformers' Llama with a static cache, eager or compiled. The first is compared with the
+    others."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Dtype of weights and cache."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -109,6 +110,7 @@ class OwnWriter:
         temperature: float,
         *,
         kernels: bool | None = None,
+        weights: Literal["same", "fp8"] = "same",
     ) -> None:
         from lmkit.generation import Decoder
         from lmkit.kernels.decode.reference import Ends, Sampling
@@ -119,8 +121,9 @@ class OwnWriter:
             sampling=Sampling(temperature),
             ends=Ends(stop=-1, most=1 << 40),
             kernels=kernels,
+            weights=weights,
         )
-        self.context, self.temperature, self.kernels = context, temperature, kernels
+        self.context, self.temperature, self.kernels, self.weights = context, temperature, kernels, weights
         for cache in (self.decoder.keys, self.decoder.values):
             cache.normal_()
         rows = range(batch_size)
@@ -151,6 +154,7 @@ class OwnWriter:
             temperature=self.temperature,
             batch_size=self.decoder.rows,
             stop_at_end=False,
+            weights=self.weights,
         )
         began = time.perf_counter()
         generate(
@@ -167,6 +171,8 @@ def check(recipe: Any) -> None:
     """Refuse a cache that the timed steps would overflow, and a missing rival, before anything is measured."""
     from importlib.util import find_spec
 
+    from lmkit.kernels.decode.reference import MOST_ROWS
+
     options = recipe.bench.table("generate")
     largest = max(options.contexts)
     # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
@@ -177,6 +183,12 @@ def check(recipe: Any) -> None:
             "bench.capacity",
             f"bench.generate.capacity: {options.capacity} tokens; contexts and what is written need {room}",
             hint="raise capacity, or lower contexts or steps_per_sample",
+        )
+    if "lmkit_fp8" in options.variants and max(options.batch_sizes) > MOST_ROWS:
+        raise UsageError(
+            "bench.batch_size",
+            f"bench.generate.batch_sizes: lmkit_fp8 writes at most {MOST_ROWS} texts at once",
+            hint="measure larger batches without it",
         )
     if (
         any(name.startswith("transformers") for name in options.variants)
@@ -217,16 +229,6 @@ def generate(context: Context) -> Rows:
         release_memory(context.device)
     context.progress("models", len(cases), len(cases))
     return rows
-
-
-def least_bytes(config: ModelConfig, batch_size: int, context: int, element_bytes: int) -> int:
-    """Return the bytes that a step has to read: all weights but the embedding, and the filled part of the cache."""
-    from lmkit.model.accounting import count_parameters
-
-    assert config.vocab_size is not None
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    cache = 2 * config.num_layers * config.kv_heads * config.head_dim * context * batch_size
-    return element_bytes * (count_parameters(config).total - embedding + cache)
 
 
 def _measure(
@@ -292,8 +294,10 @@ def _measure(
     built: dict[str, Any] = build_what_fits(rows, build, device)
     samples = time_what_fits(built, rows, device, time_together)
     first = options.variants[0]
-    least = least_bytes(config, batch_size, filled, 2 if options.precision == "bf16" else 4)
+    element_bytes = 2 if options.precision == "bf16" else 4
     for variant, samples_ms in samples.items():
+        fp8 = variant == "lmkit_fp8"
+        least = least_bytes(config, batch_size, filled, element_bytes, fp8=fp8)
         fields = time_fields(samples_ms)
         seconds = fields["median_ms"] * 1e-3
         rows[variant] |= fields | {
@@ -323,8 +327,14 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     from lmkit.model.transformer import TransformerLM
 
     model = TransformerLM(config, device=device, dtype=dtype).eval()
-    kernels = None if variant == "lmkit" else False
-    return OwnWriter(model, batch_size, filled, options.temperature, kernels=kernels)
+    return OwnWriter(
+        model,
+        batch_size,
+        filled,
+        options.temperature,
+        kernels=False if variant == "lmkit_torch" else None,
+        weights="fp8" if variant == "lmkit_fp8" else "same",
+    )
 
 
 def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -> float:

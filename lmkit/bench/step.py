@@ -51,9 +51,10 @@ SIZES = {
     "matrix": (8, (24, 512, 16, 4096, 10_000, 256)),
     "162M": (32, (12, 768, 12, 2048, 50_304, 1024)),
     "1.3B": (8, (24, 2048, 16, 5504, 50_304, 2048)),
+    "8B": (1, (32, 4096, 32, 14_336, 128_256, 2048)),
 }
 """Name -> (sequences per step, `FIELDS` of [model]): one for tests, those of the recipes quickstart and lm_matrix,
-one as large as GPT-2, one in which matrix products dominate."""
+one as large as GPT-2, one in which matrix products dominate, and one that only `bench generate` measures."""
 
 COMPILED: dict[str, Literal["none", "block", "whole"]] = {
     "lmkit": "none",

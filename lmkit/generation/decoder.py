@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.kernels.decode.reference import MOST_ROWS, Ends, Rows, Rules, Sampling
 from lmkit.measure.memory import available_memory
+from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -79,13 +80,15 @@ class Decoder:
         logprobs: keep the log-probability of each token in `state.logprobs`.
         kernels: True runs the kernels' step, False PyTorch's operations; None: the kernels if `can_run_kernels`. On a
             CPU, Triton's interpreter runs the kernels.
+        weights: "fp8": a step multiplies by matrices in fp8, made here; prompts are still read with the model's.
 
     Attributes:
         state: of the rows; `state.drawn` holds their newest tokens.
         keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
 
     Raises:
-        LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
+        LmkitError: the rows do not fit into the device's free memory, or `weights` is not for this device or model,
+            or so many rows; nothing was allocated.
     """
 
     def __init__(
@@ -99,12 +102,17 @@ class Decoder:
         never: Sequence[int] = (),
         logprobs: bool = False,
         kernels: bool | None = None,
+        weights: Literal["same", "fp8"] = "same",
     ) -> None:
         config, weight = model.config, model.lm_head.weight
         self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs
         self.device, self.capacity = weight.device, config.context_length
         self.rereads = not ATTENTION.facts(config.attention).sees_all
-        check_memory(model, rows)
+        runs_kernels = can_run_kernels(model) if kernels is None else kernels
+        self.fp8 = weights == "fp8"
+        if self.fp8:
+            check_fp8(model, rows, runs_kernels=runs_kernels)
+        check_memory(model, rows, fp8=self.fp8)
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
@@ -128,7 +136,7 @@ class Decoder:
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
         self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
-        if can_run_kernels(model) if kernels is None else kernels:
+        if runs_kernels:
             from lmkit.generation.kernel_step import KernelStep
 
             self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
@@ -228,7 +236,19 @@ def can_run_kernels(model: TransformerLM) -> bool:
     )
 
 
-def check_memory(model: TransformerLM, rows: int) -> None:
+def check_fp8(model: TransformerLM, rows: int, *, runs_kernels: bool) -> None:
+    """Raise if a step with fp8 weights would not be faster: without the kernels, or with more than a few rows."""
+    weight, why, hint = model.lm_head.weight, "", 'set generate.weights to "same"'
+    if not runs_kernels or (weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)):
+        why = "fp8 needs a GPU from sm_89 on, and a model that the kernels implement"
+    elif rows > MOST_ROWS:
+        why = f"fp8 is for at most {MOST_ROWS} texts at once, not {rows}"
+        hint = f"set generate.batch_size to at most {MOST_ROWS}, or {hint[4:]}"
+    if why:
+        raise LmkitError("generate.weights", f"generate.weights: {why}", hint=hint)
+
+
+def check_memory(model: TransformerLM, rows: int, *, fp8: bool = False) -> None:
     """Raise if the device's free memory has no room for these rows, before anything is allocated."""
     config, weight = model.config, model.lm_head.weight
     if weight.is_cuda:
@@ -242,6 +262,8 @@ def check_memory(model: TransformerLM, rows: int) -> None:
     cache = 2 * config.num_layers * config.kv_heads * config.context_length * config.head_dim * element
     each = cache + 8 * config.context_length + 12 * len(weight)  # bytes of a row: cache, tokens, logits
     once = config.context_length * (3 * config.d_ff + 8 * config.d_model) * element  # bytes to read a prompt
+    if fp8:
+        once += count_parameters(config).multiplying
     if once + rows * each > free:
         needed = (
             f"the KV cache of {rows} texts needs {rows * cache / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"

@@ -93,7 +93,8 @@ def generate(
 
     Raises:
         UsageError: a prompt is empty and the tokenizer has no end-of-text.
-        LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
+        LmkitError: the logits are not finite, memory does not suffice for `options.batch_size` texts, or
+            `options.weights` is not for this device or model, or so many texts.
         Interrupted: in place of KeyboardInterrupt, with the texts so far.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -248,6 +249,7 @@ def decoder_for(
         never=never,
         logprobs=options.logprobs,
         kernels=kernels,
+        weights=options.weights,
     )
 
 

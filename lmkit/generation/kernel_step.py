@@ -12,16 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.kernels.decode.attention import attend_space, prepare_attend
-from lmkit.kernels.decode.products import (
-    MOST_ROWS,
-    NOTHING,
-    SLOTS,
-    Stream,
-    parts_of,
-    prepare_product,
-    tile_of,
-)
+from lmkit.kernels.decode.products import NOTHING, SLOTS, Matrix, Stream, prepare_product, to_fp8
+from lmkit.kernels.decode.reference import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
+from lmkit.kernels.decode.tiles import parts_of, tile_of
 from lmkit.kernels.launch import capability, recording, selected
 from lmkit.kernels.norm import add_rms_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
@@ -55,8 +49,15 @@ class KernelStep:
         self.best = torch.full((rows, SLOTS.value), NOTHING.value, device=weight.device)
         heads = config.num_heads, config.kv_heads, config.head_dim
         self.space = attend_space(rows, *heads, decoder.capacity, weight)
+        self.tile = partial(tile_of, dtype=weight.dtype, fp8=decoder.fp8)
         # Number of partial sums of squares that the last product of a layer writes for each row.
-        self.parts = parts_of(width, tile_of("down", min(rows, MOST_ROWS), config.d_ff, weight.dtype))
+        self.parts = parts_of(width, self.tile("down", min(rows, MOST_ROWS), config.d_ff))
+        matrix: Callable[[Tensor], Matrix] = to_fp8 if decoder.fp8 else lambda weight: weight
+        self.head = matrix(weight)
+        self.matrices = [
+            tuple(map(matrix, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+            for layer in decoder.layers
+        ]
         self.gains: list[Tensor] = []  # of all norms, in order
         for layer in decoder.layers:
             self.gains += [layer.norm1, layer.norm2]
@@ -131,21 +132,18 @@ class KernelStep:
 
     def _few(self, bucket: int) -> Callable[[], None]:
         """Prepare the launches of a step of up to 16 rows."""
-        stream, weight = self.stream, self.decoder.model.lm_head.weight
-        output_parts = parts_of(
-            weight.shape[1], tile_of("output", len(self.qkv), weight.shape[1], weight.dtype)
-        )
+        stream, (rows, width) = self.stream, self.attended.shape
+        output_parts = parts_of(width, self.tile("output", rows, width))
 
-        def product(name: str, x: Tensor, weight: Tensor, out: Tensor, **options: Any) -> Callable[[], None]:
+        def product(name: str, x: Tensor, weight: Matrix, out: Tensor, **options: Any) -> Callable[[], None]:
             start, pointers = prepare_product(
                 name, x, weight, out, stream, eps=self.eps, pdl=self.pdl, **options
             )
             return partial(start, *pointers)
 
         launches: list[Callable[[], None]] = []
-        for layer, weights in enumerate(self.decoder.layers):
-            _, qkv, _, output, norm2, gate_up, down, _ = weights
-            next_norm = self.gains[2 * layer + 2]
+        for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):
+            norm2, next_norm = self.gains[2 * layer + 1 : 2 * layer + 3]
             launches += [
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),
                 self._attend(layer, bucket),
@@ -157,7 +155,7 @@ class KernelStep:
             ]
         rules = {"rules": self.decoder.rules, "best": self.best}
         head = product(
-            "head", stream.normed, weight, self.logits, then="logits", num_parts=self.parts, **rules
+            "head", stream.normed, self.head, self.logits, then="logits", num_parts=self.parts, **rules
         )
         launches += [head, self._advance()]
 

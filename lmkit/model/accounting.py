@@ -80,6 +80,25 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     )
 
 
+def least_bytes(
+    config: ModelConfig, batch_size: int, context: int, element_bytes: int, *, fp8: bool = False
+) -> int:
+    """Return the bytes that a decode step reads at least: all weights but the embedding, and the filled cache.
+
+    Args:
+        fp8: matrices are fp8, with a float32 scale for each row.
+    """
+    assert config.vocab_size is not None
+    parameters = count_parameters(config)
+    cache = 2 * config.num_layers * config.kv_heads * config.head_dim * context * batch_size
+    if not fp8:
+        return element_bytes * (parameters.multiplying + cache)
+    rows = 2 * config.d_model + (config.num_heads + 2 * config.kv_heads) * config.head_dim + 2 * config.d_ff
+    scales = 4 * (config.num_layers * rows + config.vocab_size)
+    matrices = parameters.multiplying - parameters.vectors
+    return matrices + scales + element_bytes * (parameters.vectors + cache)
+
+
 def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) -> int:
     """Return the floating-point operations of one training step per token: 6 N + 12 L d T (Chowdhery et al. 2022,
     "PaLM", appendix B), with N the multiplying parameters, L layers, width d and T = `context` tokens.

@@ -168,7 +168,8 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         most_rows=_most(lambda rows: memory(config, rows).peak <= usable),
         most_context=64 * _most(lambda units: memory(longer(64 * units), rows).peak <= usable, LONGEST // 64),
         kv_cache=_kv_cache(config, recipe),
-        generating=parameters * (4 if recipe.generate.precision == "fp32" else 2),
+        generating=parameters * (4 if recipe.generate.precision == "fp32" else 2)
+        + (count_parameters(config).multiplying if recipe.generate.weights == "fp8" else 0),
         work=work,
         seconds=max(host, step_seconds(config, work, **limits)) if known else None,
         least_seconds=sum(seconds_at_limits(name, part, **limits) for name, part in work.items())

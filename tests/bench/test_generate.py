@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 
 from lmkit.bench import generate as bench
-from lmkit.bench.generate import OwnWriter, least_bytes
+from lmkit.bench.generate import OwnWriter
 from lmkit.bench.step import config_of
 from lmkit.errors import UsageError
+from lmkit.model.accounting import least_bytes
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.load import validate
 
@@ -37,6 +39,19 @@ def test_least_bytes_are_the_matrices_and_the_filled_cache(tied):
     weights = sum(x.numel() for name, x in names.items() if tied or name != "token_embeddings.weight")
     cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_least_bytes_of_fp8_weights_are_a_byte_each_and_a_scale_for_each_row(tied):
+    config = TINY.model_copy(update={"tie_embeddings": tied, "num_kv_heads": 2})
+    names = dict(TransformerLM(config).named_parameters())
+    if tied:
+        names["lm_head.weight"] = names.pop("token_embeddings.weight")
+    matrices = [x for name, x in names.items() if x.dim() == 2 and name != "token_embeddings.weight"]
+    gains = sum(x.numel() for x in names.values() if x.dim() == 1)
+    cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
+    bytes_of_matrices = sum(x.numel() + 4 * len(x) for x in matrices)
+    assert least_bytes(config, 3, 7, 2, fp8=True) == bytes_of_matrices + 2 * (gains + cache)
 
 
 def test_a_queue_is_measured_against_the_step(run_bench):
@@ -117,6 +132,12 @@ def test_a_cache_that_steps_would_overflow_is_refused():
         bench.check(recipe)
     assert caught.value.code == "bench.capacity"
     assert "bench.generate.capacity" in caught.value.message
+
+
+def test_fp8_weights_with_many_texts_are_refused():
+    keys = {"contexts": [8], "capacity": 100, "variants": ["lmkit_fp8"], "batch_sizes": [1, 17]}
+    with raises(UsageError, "bench.batch_size", "lmkit_fp8"):
+        bench.check(validate({"bench": {"generate": keys}}, origin="test"))
 
 
 def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lmkit.generation import Decoder
+from lmkit.generation.decoder import layer_weights
 from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
@@ -48,12 +49,31 @@ def prompts_of(lengths: tuple[int, ...], vocab_size: int = 101) -> list[list[int
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+@torch.no_grad()
+def make_exact_in_fp8(model: TransformerLM) -> None:
+    """Make fp8 weights the same numbers: each row has the largest number of e4m3 times a power of two."""
+    matrices = [matrix for layer in model.layers for matrix in layer_weights(layer) if matrix is not None]
+    for matrix in (*matrices, model.lm_head.weight):
+        if matrix.dim() == 2:
+            scale = 2.0 ** (matrix.abs().amax(1, keepdim=True) / 448).log2().ceil()
+            matrix.copy_((matrix / scale).to(torch.float8_e4m3fn).float() * scale)
+            matrix[:, 0] = 448 * scale[:, 0]
+
+
 def check_equals_plain_step(
-    rows: int, lengths: tuple[int, ...], sampling: Sampling, device: str, new: int = 2, **fields
+    rows: int,
+    lengths: tuple[int, ...],
+    sampling: Sampling,
+    device: str,
+    new: int = 2,
+    weights="same",
+    **fields,
 ) -> None:
     """The kernels' step in float32 writes what PyTorch's operations write in float64."""
     model, prompts = model_of(device, **fields), prompts_of(lengths)
+    if weights == "fp8":
+        make_exact_in_fp8(model)
     options = {"sampling": sampling, "ends": Ends(-1, 1000), "vocab_size": 100, "never": [3]}
-    mine = write(Decoder(model, rows, kernels=True, **options), prompts, new)
+    mine = write(Decoder(model, rows, kernels=True, weights=weights, **options), prompts, new)
     exact = write(Decoder(model.double(), len(prompts), kernels=False, **options), prompts, new)
     assert mine == exact

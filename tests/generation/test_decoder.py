@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from raising import raises
 
 from lmkit.errors import LmkitError
 from lmkit.generation import Decoder
@@ -191,6 +192,16 @@ def test_texts_that_are_read_padded_and_together_are_read_the_same(make_model):
         written.append([decoder.state.text[row, : decoder.state.place[row] + 1].tolist() for row in rows])
     assert written[0] == written[1]
     assert [len(text) for text in written[0]] == [76, 4, 66, 67, 68, 131, 76, 151, 72, 11]
+
+
+@pytest.mark.parametrize(("rows", "kernels", "said"), [(1, False, "kernels"), (17, True, "17")])
+def test_fp8_weights_that_bring_nothing_are_refused_before_anything_is_allocated(
+    make_model, monkeypatch, rows, kernels, said
+):
+    model = make_model()
+    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
+    with raises(LmkitError, "generate.weights", "fp8", said, hint='"same"'):
+        Decoder(model, rows, sampling=GREEDY, ends=ENDLESS, kernels=kernels, weights="fp8")
 
 
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_model, monkeypatch):

@@ -26,6 +26,8 @@ pytestmark = [
     ("rows", "lengths", "fields"),
     [
         (1, (17,), {}),
+        (1, (17,), {"weights": "fp8"}),
+        pytest.param(3, (1, 9), {"weights": "fp8", "tie_embeddings": True}, marks=pytest.mark.full),
         pytest.param(1, (280,), {"num_kv_heads": 2}, marks=pytest.mark.full),
         pytest.param(3, (1, 66, 280), {"num_kv_heads": 2, "tie_embeddings": True}, marks=pytest.mark.full),
         pytest.param(17, (1, 9), {}, marks=pytest.mark.full),

@@ -22,6 +22,7 @@ LARGE = [
     checks.Product("head", 1, 768, 50257, "logits", True),
     checks.Product("head", 16, 768, 50257, "logits", True),
 ]
+LARGE += [case._replace(fp8=True) for case in LARGE]
 LONG = [
     checks.Attend(16, 16, 128, 2048, (2000,)),
     checks.Attend(12, 12, 64, 2048, (2047,)),

@@ -40,6 +40,13 @@ def test_500_tokens_equal_the_plain_step_in_float64(rows, fields, sampling):
     checks.check_equals_plain_step(rows, lengths, sampling, "cuda", new=500, context_length=1024, **fields)
 
 
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_500_tokens_with_fp8_weights_equal_the_plain_step_in_float64(rows, fields):
+    options = {"new": 500, "context_length": 1024, "weights": "fp8"}
+    checks.check_equals_plain_step(rows, (1, 66, 280)[:rows], Sampling(0.0), "cuda", **options, **fields)
+
+
 def texts(model, prompts, kernels=True, **options):
     made: list[list[int]] = [[] for _ in prompts]
     settings = {"stop_id": 100, "kernels": kernels}
@@ -76,21 +83,22 @@ def test_a_queue_is_what_a_cpu_writes_in_float64(kernels, batch_size):
     assert sum(a != b for a, b in zip(mine, exact, strict=True)) <= 2
 
 
-def test_2_to_16_rows_write_the_same():
+@pytest.mark.parametrize("weights", ["same", "fp8"])
+def test_2_to_16_rows_write_the_same(weights):
     model = checks.model_of("cuda", torch.bfloat16)
     prompts = checks.prompts_of(tuple(range(1, 40)))
-    made = [texts(model, prompts, max_new_tokens=40, batch_size=rows) for rows in (2, 5, 16)]
+    made = [texts(model, prompts, max_new_tokens=40, batch_size=rows, weights=weights) for rows in (2, 5, 16)]
     assert made[0] == made[1] == made[2]
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-def test_predictions_that_are_not_finite_are_refused(kernels):
-    for batch_size in (1, 8, 64):
+@pytest.mark.parametrize(("kernels", "weights"), [(True, "same"), (False, "same"), (True, "fp8")])
+def test_predictions_that_are_not_finite_are_refused(kernels, weights):
+    for batch_size in (1, 8, 64 if weights == "same" else 16):
         model = checks.model_of("cuda")
         with torch.no_grad():
             model.lm_head.weight[3] = torch.nan
         with pytest.raises(LmkitError) as caught:
-            texts(model, [[1, 2]], kernels, batch_size=batch_size)
+            texts(model, [[1, 2]], kernels, batch_size=batch_size, weights=weights)
         assert caught.value.code == "generate.not_finite"
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from attention_oracle import error_of
 from torch import Tensor
 
-from lmkit.kernels.decode import attention, cache, products, reference
-from lmkit.kernels.decode.products import Stream
+from lmkit.kernels.decode import attention, cache, products, reference, tiles
+from lmkit.kernels.decode.products import Matrix, Stream, to_fp8
 from lmkit.kernels.decode.reference import Rules, Sampling
 
 EPS = 1e-5
@@ -46,7 +47,7 @@ def faults_of(got: Tensor, rival: Tensor, exact: Tensor) -> list[str]:
 
 
 class Product(NamedTuple):
-    """A product: which tile, rows, columns, outputs, what follows, whether a norm precedes."""
+    """A product: which tile, rows, columns, outputs, what follows, whether a norm precedes, whether in fp8."""
 
     name: str
     rows: int
@@ -54,6 +55,7 @@ class Product(NamedTuple):
     outputs: int
     then: products.Then
     norm: bool
+    fp8: bool = False
 
 
 PRODUCTS = [
@@ -69,6 +71,7 @@ PRODUCTS = [
     Product("head", 1, 64, 101, "logits", True),
     Product("head", 3, 64, 101, "logits", True),
 ]
+PRODUCTS += [case._replace(fp8=True) for case in PRODUCTS]
 
 
 def nothing(rows: int, device: str) -> Tensor:
@@ -122,10 +125,10 @@ def run_product(
             eps=EPS, rules=rules if case.then == "logits" else None, best=best,
         )
     )  # fmt: skip
-    tile = products.tile_of(case.name, count, case.columns, dtype)
+    tile = tiles.tile_of(case.name, count, case.columns, dtype, fp8=case.fp8)
     made = {"out": out}
     if case.then == "residual":
-        kept = products.parts_of(case.outputs, tile)
+        kept = tiles.parts_of(case.outputs, tile)
         squares = parts[: count * kept].view(count, kept).sum(-1, keepdim=True)
         made |= {"normed": normed, "squares": squares.to(dtype)}  # of the stream, which is rounded
     if case.then == "logits":
@@ -134,12 +137,12 @@ def run_product(
     return made
 
 
-def inputs_of(case: Product, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(case: Product, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Matrix]:
     sizes = (case.rows, case.columns), (case.columns,)
     height = case.outputs * (2 if case.then == "swiglu" else 1)
     stream, gain = (tuned(*size, seed=i, device=device, dtype=dtype) for i, size in enumerate(sizes))
     weight = tuned(height, case.columns, seed=3, device=device) * case.columns**-0.5
-    return stream, gain, weight.to(dtype)
+    return stream, gain, to_fp8(weight) if case.fp8 else weight.to(dtype)
 
 
 def before_of(case: Product, dtype: torch.dtype, device: str) -> Tensor:
@@ -148,7 +151,9 @@ def before_of(case: Product, dtype: torch.dtype, device: str) -> Tensor:
 
 def plain_results(case: Product, dtype: torch.dtype, device: str, wide: torch.dtype) -> dict[str, Tensor]:
     """The same by the plain forms in dtype `wide`; logits with their rules."""
-    stream, gain, weight = (x.to(wide) for x in inputs_of(case, dtype, device))
+    stream, gain, weight = inputs_of(case, dtype, device)
+    stream, gain = stream.to(wide), gain.to(wide)
+    weight = weight.values.to(wide) * weight.scales.to(wide)[:, None] if case.fp8 else weight.to(wide)
     x = reference.plain_norm(stream, gain, eps=EPS) if case.norm else stream
     y = torch.nn.functional.linear(x, weight)
     if case.then == "swiglu":
@@ -189,10 +194,21 @@ def check_product_faults_are_seen(case: Product, device: str) -> None:
             assert product_faults(case, {**right, name: wrong}, torch.float32, device), name
 
 
+def check_wrong_scales_are_seen(case: Product, device: str) -> None:
+    """A product by another row's scale, or by that of the other half of the joined matrix."""
+    _, _, weight = inputs_of(case, torch.float32, device)
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = weight._replace(scales=weight.scales.roll(len(weight.scales) // 2))
+        patch.setitem(globals(), "to_fp8", lambda weight: wrong)
+        got = run_product(case, torch.float32, device)
+    assert product_faults(case, got, torch.float32, device)
+
+
 def check_products_ignore_company(dtype: torch.dtype, device: str) -> None:
     """A row has the same bits among 2, 3 and 16 rows, and at any place."""
     for case in (Product("gate_up", 16, 192, 96, "swiglu", True), Product("down", 16, 192, 96, "residual", False),
-                 Product("head", 16, 192, 201, "logits", True)):  # fmt: skip
+                 Product("head", 16, 192, 201, "logits", True),
+                 Product("gate_up", 16, 192, 96, "swiglu", True, fp8=True)):  # fmt: skip
         whole = run_product(case, dtype, device)
         for part in (slice(0, 2), slice(5, 8), slice(3, 16)):
             for name, got in run_product(case, dtype, device, part).items():

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 
 from lmkit.kernels.decode import attention, products, sampling
-from lmkit.kernels.decode.products import Stream
+from lmkit.kernels.decode.products import Fp8Matrix, Matrix, Stream
 from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
 
 KERNELS = (
@@ -56,7 +56,13 @@ def prepare_step(stand_in_gpu, assembled):
 
 
 def prepare_all(
-    shape: Shape, rows: int, dtype: torch.dtype, kinds=("greedy",), *, pdl: bool = True
+    shape: Shape,
+    rows: int,
+    dtype: torch.dtype,
+    kinds=("greedy",),
+    *,
+    pdl: bool = True,
+    fp8: bool = False,
 ) -> list[tuple[str, str]]:
     vocab_size, capacity = 50304, 2048
     width, head_dim = shape.d_model, shape.d_model // shape.heads
@@ -64,6 +70,11 @@ def prepare_all(
 
     def array(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype)
+
+    def matrix(*sizes: int) -> Matrix:
+        if not fp8:
+            return array(*sizes)
+        return Fp8Matrix(array(*sizes, dtype=torch.float8_e4m3fn), array(sizes[0], dtype=torch.float32))
 
     x, qkv, hidden = array(rows, width), array(rows, qkv_width), array(rows, shape.d_ff)
     gain, parts = array(width), array(rows * width, dtype=torch.float32)
@@ -77,12 +88,12 @@ def prepare_all(
     best = array(rows, products.SLOTS.value, dtype=torch.int64)
     product = products.prepare_product
     eps = 1e-5
-    product("qkv", x, array(qkv_width, width), qkv, stream, num_parts=48, eps=eps, pdl=pdl)
+    product("qkv", x, matrix(qkv_width, width), qkv, stream, num_parts=48, eps=eps, pdl=pdl)
     attention.prepare_attend(qkv, keys, keys, place, table, x, space, longest=capacity, pdl=pdl)
-    product("output", x, array(width, width), x, stream, then="residual", gain=gain, pdl=pdl)
-    joint = array(2 * shape.d_ff, width)
+    product("output", x, matrix(width, width), x, stream, then="residual", gain=gain, pdl=pdl)
+    joint = matrix(2 * shape.d_ff, width)
     product("gate_up", x, joint, hidden, stream, then="swiglu", num_parts=48, eps=eps, pdl=pdl)
-    product("down", hidden, array(width, shape.d_ff), x, stream, then="residual", gain=gain, pdl=pdl)
+    product("down", hidden, matrix(width, shape.d_ff), x, stream, then="residual", gain=gain, pdl=pdl)
     for kind in kinds:
         way = KINDS[kind]
         rules = Rules(marks[0], marks, settings, way.repetition_penalty != 1)
@@ -90,7 +101,7 @@ def prepare_all(
         product(
             "head",
             x,
-            head,
+            matrix(vocab_size, width),
             logits,
             stream,
             then="logits",
@@ -116,19 +127,29 @@ def prepare_all(
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "fp8"),
     [
-        ("162M", torch.bfloat16),
-        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.full) for name in SHAPES if name != "162M"),
-        pytest.param("162M", torch.float32, marks=pytest.mark.full),
+        ("162M", torch.bfloat16, False),
+        ("1.3B", torch.bfloat16, True),
+        *(
+            pytest.param(name, torch.bfloat16, False, marks=pytest.mark.full)
+            for name in SHAPES
+            if name != "162M"
+        ),
+        *(
+            pytest.param(name, torch.bfloat16, True, marks=pytest.mark.full)
+            for name in SHAPES
+            if name != "1.3B"
+        ),
+        pytest.param("162M", torch.float32, False, marks=pytest.mark.full),
     ],
 )
-def test_no_tile_spills_and_weights_come_early_in_vectors(prepare_step, assembled, name, dtype, rows):
-    for kernel, code in prepare_step(SHAPES[name], rows, dtype):
+def test_no_tile_spills_and_weights_come_early_in_vectors(prepare_step, assembled, name, dtype, fp8, rows):
+    for kernel, code in prepare_step(SHAPES[name], rows, dtype, fp8=fp8):
         before, wait, _ = code.partition("griddepcontrol.wait")
         assert wait or kernel == "rules_kernel", kernel  # which comes after a library's
         if kernel == "single_row_kernel" and name != "quickstart":  # whose rows are too short
-            assert re.search(r"ld\.global\.v4", before), kernel
+            assert re.search(r"ld\.global\.v2" if fp8 else r"ld\.global\.v4", before), kernel
     for kernel, report in assembled.items():
         assert report.spills <= SPILLS, kernel
 

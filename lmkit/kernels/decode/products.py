@@ -10,6 +10,8 @@ RMSNorm (Zhang and Sennrich 2019) needs no kernel. The kernel that updates the s
 h^2 over 16 features each (`Stream.parts`). The next product multiplies h g and scales its results by
 1 / sqrt(mean(h^2) + eps).
 
+Weights in fp8 (`Fp8Matrix`) are widened in registers. The scales of their rows multiply the sums.
+
 A single row is multiplied in registers, and its first tile of weights is loaded before the kernel waits for the
 previous kernel. 2 to 16 rows use tensor cores. Their columns are cut into four slices, one per warp, so that a tile
 of 16 outputs occupies four warps, and small matrices still spread over all SMs.
@@ -19,17 +21,16 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.decode.reference import Rules
+from lmkit.kernels.decode.reference import MOST_ROWS, Rules
+from lmkit.kernels.decode.tiles import PART, tile_of
+from lmkit.kernels.fp8 import cast_rows, plain_cast_rows
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
-MOST_ROWS = 16
-PART = 16  # features in a sum of squares; smaller tiles, as of a single row, sum fewer
 SLICES = 4
 SLOTS = tl.constexpr(32)  # slots for the largest logit of a row
 NOTHING = tl.constexpr(-(1 << 63))  # the lowest key
@@ -41,6 +42,7 @@ Then = Literal["store", "swiglu", "residual", "logits"]
 def single_row_kernel(
     x_pointer,  # (1, K)
     weight_pointer,  # (outputs, K); (2 outputs, K) with "swiglu"
+    scales_pointer,  # float32, the scale of each row of the weights; read with FP8
     out_pointer,  # (1, outputs); with "residual" the stream, which is also read
     gain_pointer,  # (outputs), the gain of the norm after the residual sum
     normed_pointer,  # (1, outputs), the new stream times the gain
@@ -56,6 +58,7 @@ def single_row_kernel(
     K: tl.constexpr,
     THEN: tl.constexpr,
     NORM: tl.constexpr,
+    FP8: tl.constexpr,
     PENALTY: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -68,11 +71,15 @@ def single_row_kernel(
     b = tl.arange(0, 1)
     k = tl.arange(0, TILE_K)
     weight_at = weight_pointer + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * K + k[None, :]
+    if FP8:  # eight bytes a load: with sixteen, threads would not have the columns of x that they multiply
+        weight_at = tl.max_contiguous(weight_at, [1, 8])
     up_at = weight_at + outputs.to(tl.int64) * K
     weight = tl.load(weight_at, mask=(k < K)[None, :], other=0.0)  # (TILE_N, TILE_K)
     if THEN == "swiglu":
         up = tl.load(up_at, mask=(k < K)[None, :], other=0.0)
     late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
+    row_scale = load_scales(scales_pointer, n, outputs, FP8)
+    up_scale = load_scales(scales_pointer + outputs, n, outputs, FP8 and THEN == "swiglu")
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -93,6 +100,9 @@ def single_row_kernel(
     y_up = y
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 1)[:, None]
+    if FP8:
+        y *= row_scale[:, None]
+        y_up *= up_scale[:, None]
     if NORM:
         scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
         y *= scale[None, :]
@@ -108,6 +118,7 @@ def single_row_kernel(
 def few_rows_kernel(
     x_pointer,  # (rows, K); the others as in `single_row_kernel`, with `rows` rows
     weight_pointer,
+    scales_pointer,
     out_pointer,
     gain_pointer,
     normed_pointer,
@@ -123,6 +134,7 @@ def few_rows_kernel(
     K: tl.constexpr,
     THEN: tl.constexpr,
     NORM: tl.constexpr,
+    FP8: tl.constexpr,
     PENALTY: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -141,6 +153,8 @@ def few_rows_kernel(
     up_at = weight_at + outputs.to(tl.int64) * K
     x_at = x_pointer + b[None, None, :] * K + k[None, :, None] + slices  # (4, TILE_K, 16)
     late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
+    row_scale = load_scales(scales_pointer, n, outputs, FP8)
+    up_scale = load_scales(scales_pointer + outputs, n, outputs, FP8 and THEN == "swiglu")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -153,14 +167,17 @@ def few_rows_kernel(
         inside = k < SLICE - begin
         weight = tl.load(weight_at + begin, mask=inside[None, None, :], other=0.0)
         x = tl.load(x_at + begin, mask=inside[None, :, None] & (b < rows)[None, None, :], other=0.0)
-        sums = tl.dot(weight, x, sums, input_precision="ieee")
+        sums = tl.dot(weight.to(tl.float32).to(x.dtype), x, sums, input_precision="ieee")
         if THEN == "swiglu":
             up = tl.load(up_at + begin, mask=inside[None, None, :], other=0.0)
-            up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+            up_sums = tl.dot(up.to(tl.float32).to(x.dtype), x, up_sums, input_precision="ieee")
     y = tl.sum(sums, 0)  # (TILE_N, 16)
     y_up = y
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 0)
+    if FP8:
+        y *= row_scale[:, None]
+        y_up *= up_scale[:, None]
     if NORM:
         scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
         y *= scale[None, :]
@@ -169,6 +186,12 @@ def few_rows_kernel(
         y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, best_pointer,
         seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 16,
     )  # fmt: skip
+
+
+@triton.jit
+def load_scales(scales_pointer, n, outputs, FP8: tl.constexpr):
+    """Load the scales of the rows n of fp8 weights; of others, numbers that nobody needs."""
+    return tl.load(scales_pointer + n, mask=n < outputs, other=0.0) if FP8 else n
 
 
 @triton.jit
@@ -278,57 +301,25 @@ def penalized(logits, settings_pointer):
     return tl.where(logits > 0, logits / penalty, logits * penalty)
 
 
-class Tile(NamedTuple):
-    """Tile of a program: outputs, columns per iteration (per slice, with several rows), warps, pipeline stages."""
+class Fp8Matrix(NamedTuple):
+    """A matrix in fp8 (e4m3) with a scale for each row, values[n, k] scales[n]: half the bytes to read.
 
-    outputs: int
-    columns: int
-    warps: int
-    stages: int
+    Attributes:
+        values: (out, in)
+        scales: float32 (out)
+    """
 
-
-# Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
-# where a row is short enough for one warp, which needs to wait for no other warp.
-SINGLE_ROW = {
-    "qkv": Tile(8, 2048, 8, 1),
-    "output": Tile(2, 2048, 2, 1),
-    "gate_up": Tile(2, 2048, 4, 1),
-    "down": Tile(4, 2048, 4, 1),
-    "head": Tile(4, 2048, 4, 1),
-}
-SINGLE_SHORT_ROW = {
-    "qkv": Tile(2, 1024, 1, 1),
-    "output": Tile(2, 1024, 1, 1),
-    "gate_up": Tile(2, 1024, 1, 1),
-    "down": Tile(2, 2048, 2, 1),
-    "head": Tile(4, 1024, 1, 1),
-}
-FEW_ROWS = {
-    "qkv": Tile(16, 128, 4, 3),
-    "output": Tile(16, 128, 4, 3),
-    "gate_up": Tile(16, 128, 4, 3),
-    "down": Tile(16, 64, 4, 6),
-    "head": Tile(32, 128, 4, 3),
-}
-FEW_ROWS_IN_FLOAT32 = dict.fromkeys(
-    FEW_ROWS, Tile(16, 16, 4, 2)
-)  # larger tiles would not fit into shared memory
+    values: Tensor
+    scales: Tensor
 
 
-def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of a matrix with this many columns. Of the rows, only whether there is a single one matters."""
-    if rows == 1:
-        short = columns <= (4096 if name == "down" else 1024)
-        table = SINGLE_SHORT_ROW if short else SINGLE_ROW
-    else:
-        table = FEW_ROWS_IN_FLOAT32 if dtype == torch.float32 else FEW_ROWS
-    tile = table[name]
-    return tile._replace(columns=min(tile.columns, triton.next_power_of_2(columns)))
+Matrix = Tensor | Fp8Matrix
 
 
-def parts_of(features: int, tile: Tile) -> int:
-    """Return how many sums of squares a residual product with this tile writes per row."""
-    return features // min(PART, tile.outputs)
+def to_fp8(weight: Tensor) -> Fp8Matrix:
+    """Round a matrix (out, in); a row with an infinity or NaN becomes NaN wherever it is multiplied."""
+    values, scales = (cast_rows if weight.is_cuda else plain_cast_rows)(weight)
+    return Fp8Matrix(values, scales[:, 0])
 
 
 class Stream(NamedTuple):
@@ -348,7 +339,7 @@ class Stream(NamedTuple):
 def prepare_product(
     name: str,
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     out: Tensor,
     stream: Stream,
     *,
@@ -372,16 +363,19 @@ def prepare_product(
         pdl: begin before the previous kernel has ended.
     """
     rows, columns = x.shape
-    outputs = weight.shape[0] // (2 if then == "swiglu" else 1)
+    fp8 = isinstance(weight, Fp8Matrix)
+    values, scales = weight if isinstance(weight, Fp8Matrix) else (weight, x)
+    outputs = values.shape[0] // (2 if then == "swiglu" else 1)
     assert rows == 1 or (rows <= MOST_ROWS and columns % SLICES == 0)
-    tile = tile_of(name, rows, columns, x.dtype)
+    tile = tile_of(name, rows, columns, x.dtype, fp8=fp8)
     if rules is None:
         rules = Rules(x, x, x, False)
     gain = x if gain is None else gain
     best = x if best is None else best
     tensors = (
         x,
-        weight,
+        values,
+        scales,
         out,
         gain,
         stream.normed,
@@ -395,6 +389,7 @@ def prepare_product(
         "K": columns,
         "THEN": then,
         "NORM": num_parts > 0,
+        "FP8": fp8,
         "PENALTY": rules.penalizes,
         "MOST_PARTS": triton.next_power_of_2(columns // (2 if rows == 1 else PART)),
         "TILE_N": tile.outputs,

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 Kind = Literal["greedy", "all", "set", "nested"]
 
+MOST_ROWS = 16  # rows that the kernels' own products multiply; a library multiplies more
+
 
 class Sampling(NamedTuple):
     """How tokens are drawn.
