@@ -306,8 +306,8 @@ class StrategyFacts(Facts):
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph may hold its collectives of NCCL: they end with the step."""
-        return not self.shards and not self.rival
+        """Whether a CUDA graph may hold a step with its collectives of NCCL."""
+        return not self.rival
 
 
 @dataclass(frozen=True)

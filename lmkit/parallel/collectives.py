@@ -161,9 +161,10 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
         used[list(unused)] = 0
     traffic.count_all_reduce(used.nbytes, ranks.world_size)
     work = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
+    if unused or (used.is_cuda and torch.cuda.is_current_stream_capturing()):
+        work.wait()  # in a graph, nothing else would keep the tensor's memory until the collective has ended
     if not unused:
         return []
-    work.wait()
     anywhere = used.tolist()
     return [index for index in unused if not anywhere[index]]
 

@@ -107,6 +107,12 @@ class Fsdp(Strategy):
         self._order: list[FlatParameters] = []  # the order of reductions
         self._pass: int | None = None
 
+    @property
+    def not_captured(self) -> str:  # type: ignore[override]
+        if any(flat.kept for flat in self._flats):
+            return "fsdp keeps weights that the model reads without a layer's call"
+        return super().not_captured
+
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
@@ -403,6 +409,10 @@ class Fsdp(Strategy):
         return norm
 
     def reset(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+            for flat in self._flats:
+                flat.forget_in_flight()  # events of a capture that failed cannot be waited for
         for flat in self._flats:
             flat.drop_gradients()
             if not flat.kept:

@@ -307,6 +307,10 @@ class FlatParameters:
             if self.slices[parameter].grad is None:
                 self.gradient[where] = 0
 
+    def forget_in_flight(self) -> None:
+        """Wait no more. Call it when all collectives have ended."""
+        self._arriving = self._pending = None
+
     def drop_gradients(self) -> None:
         """Forget all gradients, even those still being reduced."""
         if self._pending is not None:

@@ -111,6 +111,9 @@ class GradientSync(Protocol):
         To write to parameters that other ranks may be reading, call this, then a barrier, then write.
         """
 
+    def end_step(self) -> None:
+        """Wait (on GPUs: on the current stream) for what the optimizer's step has left in flight."""
+
     def weights_to_save(self) -> Mapping[str, torch.Tensor] | None:
         """Return this rank's share of the weights by the names of checkpoints; None: rank 0 has them all. Collective.
 
@@ -205,10 +208,7 @@ class Strategy(GradientSync):
         facts = STRATEGIES.facts(self.config.strategy)
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
-        if not facts.is_captured:
-            why = "is PyTorch's" if facts.rival else "communicates beyond the end of a step"
-            return f"{self.config.strategy} {why}"
-        return ""
+        return "" if facts.is_captured else f"{self.config.strategy} is PyTorch's"
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
@@ -255,6 +255,8 @@ class Strategy(GradientSync):
         norm = self._gradient_norm()
         clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
         return norm
+
+    def end_step(self) -> None: ...
 
     def _install(self) -> None:
         """Install hooks, if the strategy needs any. Called with more than one rank only."""

@@ -86,6 +86,8 @@ def process_group(
     # size. A rank whose host is late holds up all ranks. Set this before the first question about GPUs: the driver
     # reads the variable when it starts.
     os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
+    # NCCL would register the tensors of captured collectives, and cannot where they lie in expandable segments.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     place = local_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)

@@ -165,10 +165,16 @@ class Zero1(Strategy):
         for bucket in self._buckets:
             bucket.wait_gathered()
 
+    end_step = wait_for_weights
+
     def reset(self) -> None:
         self._forget()
         if self._hooks is not None:  # the optimizer is built
             self._hooks.reset()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+            for bucket in self._buckets:
+                bucket.forget_gathering()  # events of a capture that failed cannot be waited for
 
     def _forget(self) -> None:
         for bucket in self._buckets:

@@ -320,6 +320,10 @@ class ShardedBucket:
             self._arriving.wait()
             self._arriving = None
 
+    def forget_gathering(self) -> None:
+        """Wait no more. Call it when all that was gathered has arrived."""
+        self._arriving = None
+
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self.layout.num_elements].split(self._sizes)

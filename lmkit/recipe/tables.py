@@ -205,8 +205,8 @@ class TrainConfig(Table):
     `bf16-autocast` and `fp16` cast fp32 weights in every pass; `auto` is `bf16` where the GPU or CPU has instructions
     for it, else `fp32`; `bf16-autocast` in place of `bf16` if the optimizer keeps no masters."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Capture the training step in a CUDA graph; `auto`: where the host would set the pace. With several ranks only
-    strategies that shard nothing are captured."""
+    """Capture the training step in a CUDA graph; `auto`: where the host would set the pace. With several ranks
+    PyTorch's strategies are not captured."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_interval: PositiveInt = 10

@@ -53,15 +53,15 @@ class StepGraph:
 
     def _refusal(self) -> str:
         """Return why the step cannot be captured; empty if it can."""
-        step, name = self._step, type(self._step.optimizer).__name__
+        step = self._step
         if step.ranks.device.type != "cuda":
             return "there is no GPU"
         if step.ranks.world_size > 1 and step.sync.not_captured:
             return step.sync.not_captured
         if not step.runs_ahead:
-            return f"the host waits for the GPU before {name} makes its step"
-        if not hasattr(step.optimizer, "captured"):
-            return f"{name} cannot be captured"
+            return f"the host waits for the GPU before {type(step.optimizer).__name__} makes its step"
+        if not hasattr(step.decider, "captured"):
+            return f"{type(step.decider).__name__} cannot be captured"
         return ""
 
     def _decide(self, captures: bool, why: str) -> None:
@@ -130,6 +130,7 @@ class StepGraph:
         from lmkit.kernels.launch import recording
 
         step, lr = self._step, self._step.optimizer.param_groups[0]["lr"]
+        step.sync.end_step()  # a graph cannot wait for what was launched before it
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._lr = torch.zeros((), dtype=torch.float64, device=inputs.device)
         graph = torch.cuda.CUDAGraph()

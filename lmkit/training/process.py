@@ -20,7 +20,6 @@ from lmkit.measure.environment import usable_cpus
 from lmkit.parallel.ranks import Ranks, absent_ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
-from lmkit.registry import STRATEGIES
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -37,8 +36,7 @@ _MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the 
 def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     """Join the ranks with the device of [run], the backend and the timeout of [parallel].
 
-    Training on GPUs gets expandable segments, unless a CUDA graph may capture steps of several ranks: NCCL registers
-    the tensors of captured collectives, which must not lie in such segments.
+    Training on GPUs gets expandable segments.
 
     Raises:
         UsageError: as `process_group`, or NCCL is asked for between CPUs.
@@ -53,8 +51,7 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     # On GPUs the group's own choice is NCCL, with gloo for CPU tensors.
     backend = None if table.backend in ("auto", "nccl") else table.backend
     with process_group(device, backend=backend, timeout_s=table.timeout_s) as ranks:
-        registers = ranks.world_size > 1 and STRATEGIES.facts(table.strategy).is_captured
-        if recipe.train is not None and ranks.device.type == "cuda" and not registers:
+        if recipe.train is not None and ranks.device.type == "cuda":
             expand_segments()
         yield ranks
 

@@ -140,11 +140,15 @@ class Step:
     def launch(self, inputs: torch.Tensor, targets: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:
         """Launch all that the device does in a step; return the report that `Outcome` takes.
 
+        Nothing is in flight at its end, as a CUDA graph needs.
+
         Args:
             lr: a scalar on the device.
         """
         loss = self.accumulate(inputs, targets)
-        return self._update(loss, self._reduce(), lr)
+        report = self._update(loss, self._reduce(), lr)
+        self.sync.end_step()
+        return report
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run forward and backward over the micro-batches; return the mean loss (a scalar on the device).

@@ -240,12 +240,12 @@ def test_scaling_is_against_one_rank_and_overhead_against_no_communication():
 
 
 def test_the_report_says_which_steps_were_not_in_a_graph_and_why():
-    captured, sharded, slow = cell("one rank", 9.0, ranks=1), cell("zero1", 60.0), cell("naive", 8.0)
+    captured, sharded, slow = cell("one rank", 9.0, ranks=1), cell("torch_ddp", 60.0), cell("naive", 8.0)
     captured["graph"] = "CUDA graph: on, the host is busy for 93% of a step"
-    sharded["graph"] = "CUDA graph: off, zero1 communicates beyond the end of a step"
+    sharded["graph"] = "CUDA graph: off, torch_ddp is PyTorch's"
     assert [row.get("captured") for row in with_ratios([captured, sharded, slow])] == ["yes", "no", None]
     report = report_text(summarize([captured, sharded, slow]), {}, ())
-    assert "no: zero1 communicates beyond the end of a step" in report
+    assert "no: torch_ddp is PyTorch's" in report
     slow["graph"] = "CUDA graph: off, the host is busy for 20% of a step"
     assert "naive: the GPU sets the pace" in report_text(summarize([captured, slow]), {}, ())
     del slow["graph"]

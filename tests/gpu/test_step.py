@@ -258,12 +258,30 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
-    ("strategy", "wish"),
-    [("flat", "on"), ("bucketed", "on"), ("bucketed", "auto"), ("naive", "auto"), ("overlap", "auto")],
+    ("strategy", "wish", "keys"),
+    [
+        *(("flat", "on", {}), ("bucketed", "on", {}), ("bucketed", "auto", {}), ("naive", "auto", {})),
+        *(("overlap", "auto", {}), ("zero1", "on", {}), ("zero1", "auto", {})),
+        *(
+            ("zero1", "on", {"gather": "collective"}),
+            ("fsdp", "auto", {}),
+            ("fsdp", "on", {"gather": "collective"}),
+        ),
+    ],
 )
-def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, monkeypatch):
+def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, keys, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy, wish))
+    note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy, wish, keys))
     assert note.startswith("CUDA graph: on"), note
+    assert graph == eager
+    assert same
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_ranks_whose_step_cannot_be_captured_go_on_without(strategy, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    note, graph, eager, same = spawn_ranks(2, step_ranks.goes_on_without, (strategy,))
+    assert note.startswith("CUDA graph: off, the step cannot be captured"), note
     assert graph == eager
     assert same
