@@ -56,9 +56,8 @@ def main() -> None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller wants it ignored
             signal.signal(signal.SIGINT, _interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if (
-                "RANK" not in os.environ and signal.getsignal(number) is signal.SIG_DFL
-            ):  # torchrun ends its own
+            # torchrun ends its ranks itself.
+            if "RANK" not in os.environ and signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _interrupt)
         from lmkit.streams import secure_streams
 

@@ -32,22 +32,11 @@ LAYERS = (
     "errors",
     "lazy",
 )
-FOUNDATIONS = {
-    "recipe",
-    "measure",
-    "storage",
-}  # these import little of lmkit: errors, and how files are opened
+FOUNDATIONS = {"recipe", "measure", "storage"}  # these import little: errors, and how files are opened
 STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
 HEAVY = {
-    "torch",
-    "triton",
-    "numpy",
-    "matplotlib",
-    "wandb",
-    "rich",
-    "transformers",
-    "tokenizers",
-    "safetensors",
+    *("torch", "triton", "numpy", "matplotlib", "wandb", "rich"),
+    *("transformers", "tokenizers", "safetensors"),
 }
 HEAVY_FOR = {"cli": HEAVY | {"pydantic"}, "recipe": HEAVY, "tokenizer": {"torch"}, "storage": HEAVY}
 

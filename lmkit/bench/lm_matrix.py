@@ -276,9 +276,8 @@ def _train_kernel(
             if rows[strategy]["status"] == "out of memory":
                 give_up(strategy)
             with watch.step(0):
-                if strategy == ONE_RANK and agree(
-                    ranks, stop=rows[ONE_RANK]["status"] != "ok"
-                ):  # on the first rank
+                # The status is that of the first rank: the others have built nothing.
+                if strategy == ONE_RANK and agree(ranks, stop=rows[ONE_RANK]["status"] != "ok"):
                     trainings.pop(ONE_RANK, None)
         order = list(trainings)
         for epoch in range(options.warmup_epochs + options.timed_epochs):

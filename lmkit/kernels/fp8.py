@@ -24,9 +24,8 @@ def plain_cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `cast_rows` by PyTorch operations: the form to read."""
     wide = x.float()
     largest = wide.abs().amax(1, keepdim=True)
-    scale = largest / torch.full_like(
-        largest, LARGEST.value
-    )  # by a number, PyTorch would multiply by its inverse
+    # By a number, PyTorch would multiply by its inverse.
+    scale = largest / torch.full_like(largest, LARGEST.value)
     scale = torch.where(scale == 0, 1.0, scale)
     return (wide * (1.0 / scale)).clamp(-LARGEST.value, LARGEST.value).to(E4M3), scale
 

@@ -141,9 +141,8 @@ class JoinedLinear(nn.Module):
         """(..., in_features) -> (..., out_features)"""
         if self.bias is None:
             return self.product(x, self.weight)
-        return self.product(
-            x, self.weight, self.bias.to(self.weight.dtype)
-        )  # bf16 matrices have float32 biases
+        # bf16 matrices have float32 biases.
+        return self.product(x, self.weight, self.bias.to(self.weight.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"

@@ -75,9 +75,8 @@ def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str,
         members |= {"gathers": copies, "replicas": [ranks[index::count] for index in range(count)]}
     for name, groups in members.items():
         for group in groups:
-            made = dist.new_group(
-                group, timeout=timedelta(seconds=timeout_s)
-            )  # every rank takes part in each
+            # Every rank takes part in making each group.
+            made = dist.new_group(group, timeout=timedelta(seconds=timeout_s))
             if world.rank() in group:
                 found[name] = made
     return found

@@ -247,9 +247,8 @@ def clean_leftovers(folder: Path) -> list[Path]:
         else:
             os.replace(path, final)
             fsync_folder(folder)
-    for path in sorted(
-        (*folder.glob(f"step-*{PARTIAL_SUFFIX}"), *folder.glob("step-*.partial"))
-    ):  # of 0.1.0, too
+    of_old_versions = folder.glob("step-*.partial")
+    for path in sorted((*folder.glob(f"step-*{PARTIAL_SUFFIX}"), *of_old_versions)):
         _delete(path)
         removed.append(path)
     return removed

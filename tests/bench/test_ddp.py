@@ -147,10 +147,8 @@ def test_rows_are_in_the_journal_as_they_come(measured):
     second = {row["variant"]: row for row in measured["kept"][1]}
     for row in measured["ladder"]:
         assert second[row["variant"]]["samples_ms"] == row["samples_ms"][:2]
-    for bench, at_once in (
-        ("all_reduce", 3),
-        ("optimizer", 1),
-    ):  # the collectives of a size and dtype; a variant
+    # At once come the collectives of a size and dtype, or a variant.
+    for bench, at_once in (("all_reduce", 3), ("optimizer", 1)):
         added = measured[f"{bench}_kept"]
         assert [len(rows) for rows in added] == [at_once] * (len(measured[bench]) // at_once)
 
