@@ -1,7 +1,5 @@
 """The data-parallel benches on two gloo ranks: the numbers that must be exact are; times are only there."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from types import SimpleNamespace

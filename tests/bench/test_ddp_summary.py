@@ -1,7 +1,5 @@
 """The rows of the data-parallel bench in words and pictures."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmkit.bench.compare import compare_rows

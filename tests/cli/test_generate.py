@@ -82,7 +82,7 @@ def test_fault_124_ctrl_c_prints_what_there_is(run, terminal, interrupted, monke
     assert interrupted(5, three).count("\n---\n") == 2
 
 
-def test_fault_124_a_line_is_whole_whichever_thread_takes_the_signal() -> None:
+def test_fault_124_a_line_is_whole_whichever_thread_takes_the_signal():
     written = []
 
     def write_a_line() -> None:

@@ -1,7 +1,5 @@
 """A small random model and a byte-level tokenizer."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation against a plain loop without cache, and its promises at the edges."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Draws against exact probabilities."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Streaming never shows half a character."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """`lmkit bench step` on a GPU: times of kernels by class, host time and memory are those of the device."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmkit.bench.harness import run_bench

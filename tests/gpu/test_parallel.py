@@ -1,7 +1,5 @@
 """The strategies on two GPUs over NCCL: the same checks as on gloo ranks, and what only GPUs can show."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

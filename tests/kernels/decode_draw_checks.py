@@ -3,8 +3,6 @@
 Draws are compared with the plain form's, token by token, and with exact probabilities.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

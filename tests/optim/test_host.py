@@ -1,7 +1,5 @@
 """The optimizer `adamw_host`: AdamW's steps, its state in the host's memory, and what a plan counts of it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon: its orthogonalisation against an SVD in float64, its step against the formula, what it leaves to AdamW."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """When a step is captured in a CUDA graph. `tests/gpu/test_step.py` captures some."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,9 +59,7 @@ def make_step(*, always: bool) -> Step:
     return step
 
 
-def test_a_step_whose_host_sets_the_pace_is_captured_once(
-    pretend: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_host_sets_the_pace_is_captured_once(pretend, monkeypatch):
     measure(monkeypatch, [9.0, 8.0], [10.0, 20.0])  # the shortest of each
     step = make_step(always=False)
     assert steps(step, 7) == [False] * (WARM_UPS + MEASURED) + [True] * 3
@@ -73,7 +69,7 @@ def test_a_step_whose_host_sets_the_pace_is_captured_once(
     assert "80%" in step.graph.note
 
 
-def test_a_step_whose_gpu_sets_the_pace_is_not(pretend: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     step = make_step(always=False)
     assert steps(step, 7) == [False] * 7
@@ -84,9 +80,7 @@ def test_a_step_whose_gpu_sets_the_pace_is_not(pretend: list[int], monkeypatch: 
 
 
 @pytest.mark.parametrize("other_is_busy", [True, False])
-def test_the_ranks_decide_together(
-    other_is_busy: bool, pretend: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_decide_together(other_is_busy, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     asked: list[bool] = []
     monkeypatch.setattr(graph, "agree", lambda ranks, *, stop: asked.append(stop) or other_is_busy)
@@ -97,7 +91,7 @@ def test_the_ranks_decide_together(
     assert ("another rank" in step.graph.note) == other_is_busy
 
 
-def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(pretend: list[int]) -> None:
+def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(pretend):
     step = make_step(always=True)
     assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
     inputs, targets = batch()
@@ -108,7 +102,7 @@ def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(p
     assert pretend == [WARM_UPS] * 2
 
 
-def test_a_step_that_cannot_be_captured_says_why() -> None:
+def test_a_step_that_cannot_be_captured_says_why():
     assert build_step(CONFIG, Ranks(), cuda_graph="auto").graph is None  # on a CPU
     step = build_step(CONFIG, Ranks(), cuda_graph="on")
     assert step.graph is not None

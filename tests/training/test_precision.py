@@ -1,13 +1,10 @@
 """bf16 weights and their float32 masters: in one step, in checkpoints, on several ranks; fp8 products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from processes import Fleet
 from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
@@ -51,7 +48,7 @@ def batch(accumulation: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def test_matrices_are_held_in_bf16_gains_and_masters_in_float32() -> None:
+def test_matrices_are_held_in_bf16_gains_and_masters_in_float32():
     exact, step = make_step(), make_step(precision="bf16")
     masters = masters_of(step)
     for parameter, before in zip(step.model.parameters(), exact.model.parameters(), strict=True):
@@ -64,7 +61,7 @@ def test_matrices_are_held_in_bf16_gains_and_masters_in_float32() -> None:
             assert parameter not in masters
 
 
-def test_a_strategy_that_keeps_the_masters_holds_the_same_weights() -> None:
+def test_a_strategy_that_keeps_the_masters_holds_the_same_weights():
     held = [
         dict(make_step(precision="bf16", **more).model.named_parameters())
         for more in ({}, {"parallel": ZERO1})
@@ -76,7 +73,7 @@ def test_a_strategy_that_keeps_the_masters_holds_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(strategy="none"), ZERO1])
-def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel: ParallelConfig) -> None:
+def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel):
     """With lr = 1e-5 no bf16 weight of size 1 would ever move; after 400 steps of one sign it has moved by 4e-3."""
     step = make_step(precision="bf16", parallel=parallel)
     before = model_weights(step.model)["token_embeddings.weight"].clone()
@@ -89,7 +86,7 @@ def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel: ParallelConf
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_gradients_are_near_those_of_float32(accumulation: int) -> None:
+def test_gradients_are_near_those_of_float32(accumulation):
     exact, narrow = make_step(), make_step(precision="bf16")
     for step in (exact, narrow):
         step.accumulate(*batch(accumulation))
@@ -103,7 +100,7 @@ def test_gradients_are_near_those_of_float32(accumulation: int) -> None:
         assert error < 0.03, name  # bf16 has 8 bits: a few roundings of 2^-9 each
 
 
-def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+def test_gradients_of_micro_batches_add_up_in_float32():
     """1 + 100 x 2^-9 is 1 where bf16 adds."""
     weight = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     unused = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
@@ -117,14 +114,14 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     assert unused.grad is None
 
 
-def test_the_norm_of_gradients_of_two_dtypes_is_in_float32() -> None:
+def test_the_norm_of_gradients_of_two_dtypes_is_in_float32():
     grads = [torch.full((300,), 0.1, dtype=torch.bfloat16), torch.full((100,), 0.2)]
     expected = sum(grad.double().square().sum() for grad in grads) ** 0.5
     assert gradient_norm(grads).dtype == torch.float32
     torch.testing.assert_close(gradient_norm(grads).double(), expected, rtol=1e-6, atol=0)  # float32
 
 
-def test_float32_weights_become_masters_and_come_back(tiny: Tiny) -> None:
+def test_float32_weights_become_masters_and_come_back(tiny):
     """As in checkpoints of the first edition, in which "bf16" meant autocast."""
     recipe = tiny("train.precision=bf16-autocast")
     train_here(recipe, stop_at_step=5)
@@ -142,9 +139,7 @@ def test_float32_weights_become_masters_and_come_back(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("saved_by", ["none", "zero1", "fsdp"])
-def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(
-    saved_by: str, tiny: Tiny
-) -> None:
+def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(saved_by, tiny):
     first = make_step(precision="bf16", parallel=ParallelConfig(strategy=saved_by))
     checkpoint = _saved(first, tiny)
     exact = make_step(1)
@@ -184,7 +179,7 @@ def _saved(step: Step, tiny: Tiny) -> Any:
     return newest(recipe)
 
 
-def test_evaluation_and_generation_compute_in_bf16(tiny: Tiny) -> None:
+def test_evaluation_and_generation_compute_in_bf16(tiny):
     recipe = tiny("train.precision=bf16")
     result = train_here(recipe)
     checkpoint = newest(recipe)
@@ -198,7 +193,7 @@ def test_evaluation_and_generation_compute_in_bf16(tiny: Tiny) -> None:
     assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
 
 
-def test_an_optimizer_that_keeps_no_masters_is_refused(tiny: Tiny) -> None:
+def test_an_optimizer_that_keeps_no_masters_is_refused(tiny):
     name = "without_masters"
     if name not in OPTIMIZERS.names:
         OPTIMIZERS.register(name)(lambda groups, options: torch.optim.SGD(groups, lr=options.lr))
@@ -211,7 +206,7 @@ def test_an_optimizer_that_keeps_no_masters_is_refused(tiny: Tiny) -> None:
         make_step(precision="bf16", make_optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
 
 
-def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, settings: Any) -> None:
+def test_all_ranks_take_the_masters_of_the_first(fleet, tiny, settings):
     """Rank 1 draws other weights. Losses on two ranks are those of one, up to rounding in bf16."""
     narrow = ("train.precision=bf16", "parallel.strategy=bucketed", "train.accumulation=4")
     for name, ranks in (("one", 1), ("two", 2)):
@@ -227,7 +222,7 @@ def test_all_ranks_take_the_masters_of_the_first(fleet: Fleet, tiny: Tiny, setti
 FP8 = ("run.device=auto", "train.precision=fp8")
 
 
-def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
     monkeypatch.setattr(setup, "check_fp8", lambda device: None)
     monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 16)
     whole, parts = tiny(*FP8, "run.name=whole"), tiny(*FP8, "run.name=parts")
@@ -248,7 +243,7 @@ def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny: Tiny, monkeypatch: 
 
 @full
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_ranks_share_fp8(fleet: Fleet, tiny: Tiny, settings: Any, strategy: str) -> None:
+def test_ranks_share_fp8(fleet, tiny, settings, strategy):
     """Scales are those of rows, which are the same however a batch is shared out."""
     chosen = (*FP8, f"parallel.strategy={strategy}", "train.accumulation=4")
     for name, ranks in (("one", 1), ("two", 2)):
@@ -260,15 +255,13 @@ def test_ranks_share_fp8(fleet: Fleet, tiny: Tiny, settings: Any, strategy: str)
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
 
 
-def test_ranks_of_none_keep_their_own_masters() -> None:
+def test_ranks_of_none_keep_their_own_masters():
     """There is no process group: a collective would raise."""
     NoSync(Ranks(rank=1, world_size=2), ParallelConfig(strategy="none")).take_first_ranks([torch.ones(2)])
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_auto_is_bf16_where_the_device_has_it_and_stays_what_it_was(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
-) -> None:
+def test_auto_is_bf16_where_the_device_has_it_and_stays_what_it_was(tiny, monkeypatch, has_bf16):
     monkeypatch.setattr("lmkit.training.precision.has_bf16", lambda device: has_bf16)
     recipe = tiny("train.precision=auto", "train.steps=4", "checkpoint.interval=2")
     train(recipe, stop_at_step=2)

@@ -1,7 +1,5 @@
 """Whole runs in this process: `train`, `plan`, and what they leave in the run folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -31,7 +29,7 @@ from lmkit.training.verify import verify_path
 Tiny = Callable[..., Recipe]
 
 
-def test_fresh_runs_are_identical_unless_the_seed_differs(tiny: Tiny) -> None:
+def test_fresh_runs_are_identical_unless_the_seed_differs(tiny):
     one, two, other = tiny("run.name=one"), tiny("run.name=two"), tiny("run.name=other", "run.seed=1")
     for recipe in (one, two, other):
         train_here(recipe)
@@ -41,7 +39,7 @@ def test_fresh_runs_are_identical_unless_the_seed_differs(tiny: Tiny) -> None:
     assert_same_state(newest(one), newest(two))
 
 
-def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
     monkeypatch.setattr(session, "draw_losses", draw_losses)
     recipe = tiny("train.steps=60", "optimizer.lr=0.01")
     result = train_here(recipe)
@@ -60,7 +58,7 @@ def test_it_learns_and_leaves_a_whole_run_folder(tiny: Tiny, monkeypatch: pytest
     assert "finished at step 60 of 60" in str(result)
 
 
-def test_epochs_count_the_tokens_of_the_file(tiny: Tiny) -> None:
+def test_epochs_count_the_tokens_of_the_file(tiny):
     recipe = tiny("train.epochs=0.5", "train.steps=3")  # half of 4000 tokens, 64 a step: 31.25 steps
     assert plan(recipe).steps == 32
     result = train_here(recipe)
@@ -73,7 +71,7 @@ def test_epochs_count_the_tokens_of_the_file(tiny: Tiny) -> None:
         plan(tiny("train.epochs=1", 'data.source="random"', "model.vocab_size=64", "run.name=other"))
 
 
-def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny: Tiny) -> None:
+def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     recipe = tiny()
     result = train_here(recipe)
     for path in (recipe.run.path, newest(recipe).path):
@@ -85,9 +83,7 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny: Tin
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
 
 
-def test_the_picture_shows_every_evaluation_and_the_final_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_shows_every_evaluation_and_the_final_one(tmp_path, monkeypatch):
     lines = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
     lines += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
     lines += [{"kind": "final", "step": 3, "loss": 2.25}]
@@ -105,7 +101,7 @@ def test_the_picture_shows_every_evaluation_and_the_final_one(
     assert set(drawn[1]) == {"held out", "all held-out data"}
 
 
-def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny: Tiny) -> None:
+def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny):
     whole, part = tiny("run.name=whole"), tiny("run.name=part")
     train_here(whole)
     train_here(part, stop_at_step=6)
@@ -124,13 +120,13 @@ def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny: Tiny) ->
         (("checkpoint.checkpointing_interval=3", "checkpoint.keep_last=2"), [9, 10]),
     ],
 )
-def test_the_cadence_of_checkpoints(changes: tuple[str, ...], expected: list[int], tiny: Tiny) -> None:
+def test_the_cadence_of_checkpoints(changes, expected, tiny):
     recipe = tiny(*changes)
     train_here(recipe)
     assert saved(recipe) == expected
 
 
-def test_the_best_is_saved_when_it_is_seen_and_kept(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_saved_when_it_is_seen_and_kept(tiny, monkeypatch):
     recipe = tiny("checkpoint.keep_best=1", "checkpoint.keep_last=1", "train.eval_interval=2")
     found = iter([4.0, 3.0, 3.5, 3.6, 3.7, 3.8])
     monkeypatch.setattr(trainer, "evaluate", lambda *a, **b: trainer.Evaluation(next(found), 1.0, None, 10))
@@ -139,7 +135,7 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tiny: Tiny, monkeypatch: pyt
     assert newest(recipe).state.best_loss == 3.0
 
 
-def test_random_tokens_need_no_file(tiny: Tiny) -> None:
+def test_random_tokens_need_no_file(tiny):
     recipe = tiny("data.source=random", "model.vocab_size=300")
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": None, "valid": None})})
     result = train_here(recipe)
@@ -147,7 +143,7 @@ def test_random_tokens_need_no_file(tiny: Tiny) -> None:
     assert train_here(recipe).status == "nothing to do"
 
 
-def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
+def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     recipe = tiny("train.steps=1000000", "train.max_minutes=0.02", "train.eval_interval=0")
     first = train_here(recipe)
     assert first.status == "finished"
@@ -167,7 +163,7 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny: Tiny) -> None:
     assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
 
 
-def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny: Tiny) -> None:
+def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny):
     recipe = tiny("train.max_minutes=1e-9")
     first = train_here(recipe)
     assert (first.status, first.step) == ("finished", 1)
@@ -175,9 +171,7 @@ def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny: Tiny) -> None
     assert train_here(recipe).status == "nothing to do"
 
 
-def test_a_trained_model_is_found_and_loaded(
-    tiny: Tiny, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest_checkpoint(recipe.run.path)
@@ -203,9 +197,7 @@ def test_a_trained_model_is_found_and_loaded(
     assert "flash_triton" in caplog.text
 
 
-def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Path("artifacts", "runs", "mine")
     run.mkdir(parents=True)
@@ -216,7 +208,7 @@ def test_the_name_of_a_run_where_a_path_is_needed_gives_the_path(
             assert (str(run) in caught.value.hint) == (name == "mine")
 
 
-def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny: Tiny) -> None:
+def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny):
     recipe = tiny()
     made = plan(recipe, nproc=2)
     assert (made.steps, made.tokens_per_step, made.ranks) == (10, 64, 2)
@@ -236,12 +228,12 @@ def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny: Tiny) -> None:
     assert "saved by 1 rank" in plan(tiny(), nproc=2).notes[0]
 
 
-def test_what_will_not_fit_is_said_before_the_first_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_will_not_fit_is_said_before_the_first_step(tiny, monkeypatch):
     monkeypatch.setattr("lmkit.training.session.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
     assert plan(tiny(), nproc=2).notes == ("no fit on 2",)
 
 
-def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_written(tiny: Tiny) -> None:
+def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_written(tiny):
     for attempt in (plan, train_here):  # the held-out file has 701 tokens
         with pytest.raises(UsageError) as caught:
             attempt(tiny("model.context_length=800", "train.batch_size=2"))
@@ -258,9 +250,7 @@ def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_writt
     assert not tiny().run.path.exists()
 
 
-def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_hashes(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_hashes(tiny, tmp_path):
     train_here(tiny(), stop_at_step=1)  # on tokens of tokenizer aaa...
     other = Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=())
     given = tmp_path / "other.json"

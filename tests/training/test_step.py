@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -76,7 +74,7 @@ def make_batch(accumulation: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
     whole, parts = Job(), Job()
     expected = whole.model.loss(*(tensor[0] for tensor in make_batch(1)))
     expected.backward()
@@ -95,7 +93,7 @@ def update(job: Job, loss: torch.Tensor, **options):
     return outcome, events
 
 
-def test_an_update_moves_the_weights_and_drops_the_gradients() -> None:
+def test_an_update_moves_the_weights_and_drops_the_gradients():
     job = Job()
     before = job.weights()
     outcome, events = update(job, job.step.accumulate(*make_batch(2)))
@@ -107,14 +105,14 @@ def test_an_update_moves_the_weights_and_drops_the_gradients() -> None:
     assert [group["lr"] for group in job.optimizer.param_groups] == [0.01, 0.01]
 
 
-def test_only_the_last_micro_batch_synchronises() -> None:
+def test_only_the_last_micro_batch_synchronises():
     job = Job()
     job.model.ln_final.register_forward_hook(lambda *_: job.sync.notes.append("forward"))
     update(job, job.step.accumulate(*make_batch(3)))
     assert job.sync.notes == ["no_sync", "forward", "sync"] * 2 + ["forward", "finish, wait=False"]
 
 
-def test_clipping_reports_the_norm_before_it() -> None:
+def test_clipping_reports_the_norm_before_it():
     free, clipped = Job(), Job(grad_clip=1e-3)
     norms = [update(job, job.step.accumulate(*make_batch(2)))[0].grad_norm.item() for job in (free, clipped)]
     assert norms[0] == pytest.approx(norms[1])
@@ -122,7 +120,7 @@ def test_clipping_reports_the_norm_before_it() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_fault_66_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouched(value: float) -> None:
+def test_fault_66_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouched(value):
     job = Job()
     update(job, job.step.accumulate(*make_batch(2)))
     before, moments = job.weights(), copy.deepcopy(list(job.optimizer.state.values()))
@@ -137,7 +135,7 @@ def test_fault_66_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouch
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(value: float) -> None:
+def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(value):
     job = Job(grad_clip=1.0)
     before = job.weights()
     loss = job.step.accumulate(*make_batch(2))
@@ -149,7 +147,7 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
 
-def test_a_wish_to_stop_comes_back_and_the_step_is_still_made() -> None:
+def test_a_wish_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
     outcome, _ = update(job, job.step.accumulate(*make_batch(2)), ask=lambda: Wishes(stop=True))
     assert outcome.stop
@@ -164,7 +162,7 @@ def test_a_wish_to_stop_comes_back_and_the_step_is_still_made() -> None:
     ("precision", "dtype"),
     [("fp32", None), ("bf16", None), ("bf16-autocast", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_products_run_in_the_precision_of_the_recipe(precision: str, dtype: torch.dtype | None) -> None:
+def test_products_run_in_the_precision_of_the_recipe(precision, dtype):
     job, seen = Job(precision=precision, dtype=torch.float32), []
     job.model.ln_final.register_forward_hook(
         lambda *_: seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
@@ -173,7 +171,7 @@ def test_products_run_in_the_precision_of_the_recipe(precision: str, dtype: torc
     assert seen == [dtype, dtype]
 
 
-def test_fp16_trains_as_without_a_loss_scale() -> None:
+def test_fp16_trains_as_without_a_loss_scale():
     """Gradients are scaled while they are formed; norm, clipping and update see them as they are."""
     plain, scaled = Job(dtype=torch.float32), Job(dtype=torch.float32, precision="fp16")
     norms = []
@@ -194,7 +192,7 @@ def test_fp16_trains_as_without_a_loss_scale() -> None:
         assert (moved - moved_too).norm() < 0.1 * moved.norm(), name
 
 
-def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_cannot_shrink() -> None:
+def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_cannot_shrink():
     job = Job(dtype=torch.float32, precision="fp16")
     before, scale = job.weights(), job.step.loss_scale
     assert scale is not None
@@ -211,7 +209,7 @@ def test_an_overflow_of_the_loss_scale_is_left_out_and_no_failure_until_it_canno
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
 
-def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps_in_a_row() -> None:
+def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps_in_a_row():
     scale, resumed = LossScale(), LossScale()
     good, bad = torch.tensor(False), torch.tensor(True)
     for _ in range(GROWTH_INTERVAL - 1):
@@ -239,7 +237,7 @@ class TorchAdamW(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, TorchAdamW])
-def test_fault_66_after_too_many_bad_steps_no_step_changes_anything(optimizer: type) -> None:
+def test_fault_66_after_too_many_bad_steps_no_step_changes_anything(optimizer):
     """The step after the last one may be launched already when the host learns that the run is over."""
     job = Job(max_skips=1, optimizer=optimizer)
     assert job.step.runs_ahead is False
@@ -258,7 +256,7 @@ def test_fault_66_after_too_many_bad_steps_no_step_changes_anything(optimizer: t
     assert job.step.skipped.item() == 2
 
 
-def test_an_outcome_has_the_losses_of_all_ranks_bit_for_bit() -> None:
+def test_an_outcome_has_the_losses_of_all_ranks_bit_for_bit():
     """Bits travel as integers, of which the largest over the ranks is kept: NaN, infinity and -0.0 come through."""
     values = torch.tensor([math.nan, -0.0, math.inf, -1e-45, 3.7])
     ranks = Ranks(rank=2, world_size=5)
