@@ -12,7 +12,7 @@ from lmkit.parallel.fsdp_shards import FlatParameters
 from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1_optimizer import parts_of_maps
-from lmkit.parallel.zero1_shards import ShardLayout, StateDict, consolidate
+from lmkit.parallel.zero1_shards import ShardLayout, StateDict, consolidate, state_for
 
 
 class FsdpOptimizer(torch.optim.Optimizer):
@@ -115,10 +115,7 @@ class FsdpOptimizer(torch.optim.Optimizer):
             wrong = [key for key, value in saved.items() if value.ndim and value.numel() != part.numel()]
             if wrong:
                 raise ValueError(f"{wrong[0]} of bucket {number} has not {part.numel()} elements")
-            self.inner.state[part] = {
-                key: value.to(part.device, copy=True) if value.ndim else value.clone()
-                for key, value in saved.items()
-            }
+            self.inner.state[part] = {key: state_for(part, value) for key, value in saved.items()}
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(loaded)
 
@@ -145,14 +142,14 @@ class FsdpOptimizer(torch.optim.Optimizer):
             if part is None or not saved[0]:
                 continue
             joined = {
-                key: value.clone()
+                key: value
                 if value.ndim == 0
-                else torch.cat([state[key].reshape(-1) for state in saved])[where].to(part.device, copy=True)
+                else torch.cat([state[key].reshape(-1) for state in saved])[where]
                 for key, value in saved[0].items()
             }
             if (master := joined.pop("master", None)) is not None:
                 part.copy_(master)
-            self.inner.state[part] = joined
+            self.inner.state[part] = {key: state_for(part, value) for key, value in joined.items()}
         for group, loaded in zip(self.param_groups, states[0]["param_groups"], strict=True):
             group.update(loaded)
         self._after_change()

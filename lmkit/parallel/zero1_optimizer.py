@@ -22,6 +22,7 @@ from lmkit.parallel.zero1_shards import (
     consolidate,
     plan_shards,
     start_gather,
+    state_for,
     take_shards,
 )
 
@@ -203,8 +204,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 bucket.wait_gathered()
             if saved:
                 self.inner.state[bucket.master] = {
-                    key: value.clone() if value.ndim == 0 else value.to(bucket.master.device, copy=True)
-                    for key, value in saved.items()
+                    key: state_for(bucket.master, value) for key, value in saved.items()
                 }
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)

@@ -77,6 +77,11 @@ class ShardLayout:
             raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
 
 
+def state_for(exact: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of saved state for the weights `exact`, in their dtype and where they are; scalars stay."""
+    return value.to(exact.device, exact.dtype, copy=True) if value.ndim else value.clone()
+
+
 def shard_size_of(num_elements: int, world_size: int) -> int:
     """Return the elements per rank: an equal share, rounded up to `SHARD_ALIGNMENT`."""
     unit = world_size * SHARD_ALIGNMENT

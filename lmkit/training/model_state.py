@@ -357,7 +357,13 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
                 del restored[MASTER]
         elif kept is not None:
             restored[MASTER] = kept  # of `load_masters`
-        optimizer.state[parameter] = restored
+        dtype = restored.get(MASTER, parameter).dtype
+        optimizer.state[parameter] = {
+            key: value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in restored.items()
+        }
 
 
 def _split(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:

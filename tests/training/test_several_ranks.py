@@ -141,6 +141,30 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
     assert_same_losses(tiny("run.name=whole"), tiny("run.name=parts"), ("train",))
 
 
+BF16_STATES = "fsdp parallel.options.state_dtype=bf16"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    full_except(
+        ((2, BF16_STATES), (2, "zero1")),
+        ((2, BF16_STATES), (1, "none")),
+        ((2, BF16_STATES), (4, "fsdp")),
+        ((2, BF16_STATES), (2, "fsdp")),
+        ((2, "fsdp"), (2, BF16_STATES)),
+        ((1, "none"), (2, BF16_STATES)),
+    ),
+)
+def test_a_run_goes_on_with_states_of_another_dtype(first, then, fleet, tiny, settings):
+    assert fleet.train(settings("run.name=whole")) == [0]
+    for (ranks, strategy), options in ((first, {"stop_at_step": 5}), (then, {})):
+        changed = settings("run.name=parts", *f"parallel.strategy={strategy}".split())
+        assert fleet.train(changed, ranks=ranks, **options) == [0] * ranks, fleet.said()
+    pairs = zip(losses(tiny("run.name=whole"), "train"), losses(tiny("run.name=parts"), "train"), strict=True)
+    for (_, whole), (_, parts) in pairs:
+        assert parts == pytest.approx(whole, rel=0.01)  # bf16 weights lose small updates
+
+
 @pytest.mark.parametrize(
     ("fault", "refused", "strategy"),
     full_except(
