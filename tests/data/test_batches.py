@@ -6,6 +6,8 @@ import torch
 from raising import raises
 
 from lmkit.data.batches import RandomTokens, TokenBatches, evaluation_windows
+from lmkit.data.packing import PackedBatches
+from lmkit.data.shuffling import ShuffledBatches
 from lmkit.errors import LmkitError, UsageError
 
 CONTEXT = 7
@@ -17,14 +19,30 @@ def tokens():
     return np.arange(1000, dtype=np.uint16)
 
 
+SETTINGS = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
+
+
 def token_batches(tokens, **changes):
-    settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
-    return TokenBatches(tokens, **{**settings, **changes})
+    return TokenBatches(tokens, **SETTINGS | changes)
 
 
 def random_tokens(tokens, **changes):
-    settings = {"batch_size": 24, "context_length": CONTEXT, "seed": 3}
-    return RandomTokens(500, **{**settings, **changes})
+    return RandomTokens(500, **SETTINGS | changes)
+
+
+def shuffled_batches(tokens, **changes):
+    return ShuffledBatches(tokens, **SETTINGS | changes)
+
+
+def packed_batches(tokens, **changes):
+    ends = np.cumsum(1 + np.arange(300) * 37 % 59)
+    bounds = np.concatenate([[0], ends[ends < len(tokens)], [len(tokens)]])
+    return PackedBatches(tokens, **SETTINGS | changes, document_starts=bounds, end_of_text=999)
+
+
+every_source = pytest.mark.parametrize(
+    "source", [token_batches, random_tokens, shuffled_batches, packed_batches]
+)
 
 
 def test_targets_are_the_tokens_that_follow(tokens):
@@ -35,16 +53,16 @@ def test_targets_are_the_tokens_that_follow(tokens):
     assert torch.equal(inputs, inputs[..., :1] + torch.arange(CONTEXT))
 
 
-@pytest.mark.parametrize("source", [token_batches, random_tokens])
+@every_source
 def test_a_batch_depends_on_seed_and_step_alone(tokens, source):
     one, other = source(tokens), source(tokens)
-    for step in (5, 0, 5, 3):  # any order, asked twice
+    for step in (50, 0, 50, 3):  # any order, asked twice; 50 is in a later epoch
         assert torch.equal(one.batch(step)[0], other.batch(step)[0])
     assert not torch.equal(one.batch(1)[0], one.batch(2)[0])
     assert not torch.equal(one.batch(1)[0], source(tokens, seed=4).batch(1)[0])
 
 
-@pytest.mark.parametrize("source", [token_batches, random_tokens])
+@every_source
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 1), (4, 3), (8, 3), (3, 2)])
 def test_ranks_and_slices_partition_the_same_global_batch(tokens, source, world_size, accumulation):
     whole = torch.stack(source(tokens).batch(11)).reshape(2, 24, CONTEXT)

@@ -94,29 +94,10 @@ def test_a_long_document_takes_few_rows():
     assert pieces <= 40 * 5  # 4 from the beginning of a row, 5 from within
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
-    one, other = packed(LENGTHS["mixed"]), packed(LENGTHS["mixed"])
-    for step in (90, 0, 90, 41):  # any order, asked twice, in several epochs
-        assert torch.equal(torch.stack(one.batch(step)), torch.stack(other.batch(step)))
-    assert not torch.equal(one.batch(0)[1], packed(LENGTHS["mixed"], seed=2).batch(0)[1])
-
-
 def test_epochs_are_shuffled_anew():
     batches = packed(LENGTHS["equal"], context=10)
     first, second = ([batches.pieces(row) for row in range(at, at + 100)] for at in (0, 100))
     assert first != second
-
-
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 3), (2, 1), (3, 2), (6, 1)])
-def test_ranks_and_slices_partition_the_same_global_batch(world_size, accumulation):
-    whole = torch.stack(packed(LENGTHS["mixed"]).batch(7)).reshape(2, 6, 16)
-    parts = []
-    for rank in range(world_size):
-        split = {"rank": rank, "world_size": world_size, "accumulation": accumulation}
-        part = torch.stack(packed(LENGTHS["mixed"], **split).batch(7))
-        assert part.shape == (2, accumulation, 6 // world_size // accumulation, 16)
-        parts.append(part.reshape(2, -1, 16))
-    assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_the_stream_never_changes():

@@ -52,22 +52,6 @@ def test_batches_are_the_rows_of_the_stream_one_after_the_other():
     assert torch.equal(targets, inputs + 1)
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
-    one, other = shuffled(), shuffled()
-    for step in (50, 0, 50, 3):  # any order, asked twice
-        assert torch.equal(one.batch(step)[0], other.batch(step)[0])
-    assert not torch.equal(one.batch(1)[0], shuffled(seed=4).batch(1)[0])
-
-
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 1), (4, 3)])
-def test_ranks_and_slices_partition_the_same_global_batch(world_size, accumulation):
-    whole = shuffled().batch(5)[0].reshape(24, CONTEXT)
-    split = {"world_size": world_size, "accumulation": accumulation}
-    parts = [shuffled(rank=rank, **split).batch(5)[0] for rank in range(world_size)]
-    assert parts[0].shape == (accumulation, 24 // world_size // accumulation, CONTEXT)
-    assert torch.equal(torch.cat([part.reshape(-1, CONTEXT) for part in parts]), whole)
-
-
 def test_the_stream_never_changes():
     # Frozen values: a resumed run must meet the batches of the run it continues, in any later version.
     assert shuffled(batch_size=6).batch(2)[0][0, :, 0].tolist() == [603, 344, 1, 365, 827, 428]
