@@ -183,7 +183,7 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
         raise UsageError(
             "parallel.no_gpu",
             "device: cuda was asked for, and this machine shows no GPU",
-            hint="use the CPU with --device cpu (benches: --set run.device=cpu), or auto, which looks",
+            hint="use the CPU: --device cpu, or --set run.device=cpu for run and benches; `auto` takes what there is",
         )
     if index >= count:
         raise UsageError(
