@@ -22,8 +22,8 @@ from lmkit.training.atomic_checkpoint import write_tensors
 from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import export_model, import_model
 from lmkit.training.given_weights import open_weights
-from lmkit.training.harness import run_harness
 from lmkit.training.judging import evaluate_documents, evaluate_run
+from lmkit.training.lm_eval_harness import run_harness
 
 CONTEXT = 16
 CONFIG = ModelConfig(
