@@ -292,6 +292,7 @@ class StrategyFacts(Facts):
             "parameters"; all of them if its option `reshard_after_forward` is false.
         packs: which gradients are copied into another tensor to be reduced: "", "bucket" or "all".
         rival: whether it is PyTorch's, here to be compared with.
+        steps_alike: whether every step does the same, so that a CUDA graph may repeat one.
         gives_shards: whether it sets the attribute `shards` of an optimizer that takes them.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
@@ -301,13 +302,14 @@ class StrategyFacts(Facts):
     gathers: int = 2
     packs: str = ""
     rival: bool = False
+    steps_alike: bool = True
     gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph may hold a step with its collectives of NCCL."""
-        return not self.rival
+        return self.steps_alike and not self.rival
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,9 @@ def test_several_decorators_and_classes_are_found(tmp_path, monkeypatch):
     lab = Registry("LAB", "thing", "lab", KernelFacts)
     assert lab.names == ("first", "second")
     assert lab.aliases == {"one": "first", "uno": "first"}
+
+
+def test_a_graph_repeats_steps_that_are_alike():
+    refused = [name for name in STRATEGIES.names if not STRATEGIES.facts(name).is_captured]
+    assert refused == ["torch_ddp", "torch_fsdp"]
+    assert not replace(STRATEGIES.facts("naive"), steps_alike=False).is_captured

@@ -208,7 +208,10 @@ class Strategy(GradientSync):
         facts = STRATEGIES.facts(self.config.strategy)
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
-        return "" if facts.is_captured else f"{self.config.strategy} is PyTorch's"
+        if not facts.is_captured:
+            why = "is PyTorch's" if facts.rival else "makes steps that differ"
+            return f"{self.config.strategy} {why}"
+        return ""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
