@@ -145,6 +145,7 @@ class StepGraph:
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:
             self._decide(False, f"the step cannot be captured: {str(error).partition(chr(10))[0]}")
+        if self._graph is None:  # after the handler, whose error keeps the tensors of the capture alive
             generator.graphsafe_set_state(before)  # PyTorch leaves it in the state of a capture
             step.sync.reset()
             step.optimizer.zero_grad(set_to_none=True)
@@ -152,6 +153,9 @@ class StepGraph:
         if step.ranks.world_size > 1 and agree(step.ranks, stop=self._graph is None) and self._graph:
             self._graph = None
             self._decide(False, "another rank cannot capture its step")
+        if self._graph is None:
+            graph.reset()
+            torch.cuda.empty_cache()  # what the capture took, the steps without it need
 
     def _set_lr(self, lr: float) -> None:
         for group in self._step.optimizer.param_groups:
