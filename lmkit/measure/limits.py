@@ -60,13 +60,11 @@ class Card:
         name: as torch calls it; `known_peak` knows it.
         memory: bytes, as torch reports them.
         bytes_per_s: of its memory, by the data sheet; None: not known.
-        host_pace: the time that its host takes to launch a step over that of the reference in `lmkit.measure.host`.
     """
 
     name: str
     memory: int
     bytes_per_s: float | None
-    host_pace: float = 1.0
 
 
 # Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.

@@ -277,7 +277,7 @@ REACHED = {
     classes.CASTS: 0.83,
     classes.ACTIVATION: 0.88,
     classes.NORM: 0.79,
-    classes.LOSS: 0.49,
+    classes.LOSS: 0.75,
     classes.OPTIMIZER: 0.81,
     classes.ROPE: 0.85,
     classes.EMBEDDING: 0.41,
@@ -291,11 +291,15 @@ _REACHED_BY_ATTENTION = {
 """The same for `flash_triton`: heads of up to 64, wider heads; tokens at which half of it is reached."""
 _KERNEL_S = 3.2e-6
 """Seconds that a kernel takes at least, as a graph launches it."""
+_COLLECTIVE_S = 23e-6
+_RANKS_S = 0.25e-3
+"""The same for a layer's or a bucket's collective between two H200s, and for the small ones of a step with what they
+decide. Fitted to quickstart, chat and profile under zero1 and fsdp."""
 _KERNELS_OF_A_BLOCK = 34
 _KERNELS_OF_MATRICES = 48
-"""Kernels of a block's passes and update, and the further ones where Muon orthogonalizes its matrices."""
+"""Kernels of a block's passes and its part of the update, and those with which Muon orthogonalizes its matrices."""
 _HOST_S = {"alone": (3.2e-3, 1.24e-3), "whole": (5.0e-3, 2.0e-3), "gathered": (2.6e-3, 3.05e-3)}
-"""(seconds a step, seconds a block) in which the reference host of `lmkit.measure.host` launches kernels without a
+"""(seconds a step, seconds a block) in which the host of an H200 launches kernels without a
 graph: of one rank, of several that hold whole weights, of several that gather weights."""
 _HOST_S_OF_MATRICES = {"alone": (0.0, 1.39e-3), "whole": (2.5e-3, 0.5e-3), "gathered": (8.0e-3, 0.3e-3)}
 """What Muon adds to them."""
@@ -316,24 +320,35 @@ def seconds_at_limits(name: str, part: Work, *, flops_per_s: float, bytes_per_s:
     return max(part.flops / rate, part.num_bytes / bytes_per_s)
 
 
-def step_seconds(
+def busy_seconds(
     config: ModelConfig, work: Mapping[str, Work], *, flops_per_s: float, bytes_per_s: float
 ) -> float:
-    """Predict the seconds of a step on one GPU: each class at the share of the limits that it reaches.
-
-    Communication that nothing hides is not in it.
+    """Predict the seconds of a step's work on one GPU: each class at the share of the limits that it reaches.
 
     Args:
         work: class -> what the step does, see `step_work`.
         flops_per_s, bytes_per_s: the limits, by the data sheet.
     """
-    busy = sum(
+    return sum(
         seconds_at_limits(name, part, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
         / reached(config, name)
         for name, part in work.items()
     )
-    kernels = _KERNELS_OF_A_BLOCK + _KERNELS_OF_MATRICES * (ORTHOGONALIZING in work)
-    return busy + _KERNEL_S * kernels * (config.num_layers + 1)
+
+
+def latency_seconds(
+    config: ModelConfig, *, micro_batches: int, orthogonalizes: float, collectives: int
+) -> float:
+    """Predict the seconds that a step's kernels take before and after their work, in a CUDA graph on one GPU.
+
+    Args:
+        micro_batches: into which the step is divided.
+        orthogonalizes: the share of the blocks' matrices that the optimizer orthogonalizes on this rank.
+        collectives: of layers or buckets; with one rank 0.
+    """
+    kernels = micro_batches * _KERNELS_OF_A_BLOCK + _KERNELS_OF_MATRICES * orthogonalizes
+    among_ranks = _RANKS_S + _COLLECTIVE_S * collectives if collectives else 0.0
+    return _KERNEL_S * kernels * (config.num_layers + 1) + among_ranks
 
 
 def host_seconds(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lmkit.errors import UsageError
+from lmkit.measure.kernel_classes import OPTIMIZER
 from lmkit.measure.limits import Card, card_here, known_peak
 from lmkit.model.accounting import (
     ORTHOGONALIZING,
     Work,
+    busy_seconds,
     count_parameters,
     flops_per_token,
     host_seconds,
+    latency_seconds,
     orthogonalization_work,
     recomputed_work,
     seconds_at_limits,
-    step_seconds,
     step_work,
     with_fp8,
 )
@@ -48,9 +50,12 @@ class Plan:
         most_rows: with this context; most_context: with these rows, a multiple of 64. 0: not even one fits.
         kv_cache: bytes for [generate], beside the weights, which then take `generating`.
         work: class of kernels -> what a step does on one rank.
-        seconds: of a step, predicted for fused operations without communication; None for an unknown card or dtype,
+        busy_seconds: of a step's work on the GPU, predicted for fused operations; None for an unknown card or dtype,
             and for an optimizer on the host.
-        host_seconds: in which the host launches the step, if no CUDA graph does; `seconds` is at least that.
+        latency_seconds: that its kernels and collectives take besides.
+        host_seconds: in which the host launches the step; 0 if a CUDA graph does.
+        timed: how the latter is known: "reference" as the host of an H200 took, "here" from a step in miniature on
+            this machine, "scaled" as the former by what a miniature of one rank took here.
         least_seconds: at the data sheet's FLOP/s and bytes/s.
         documents: whether documents do not see one another; attention is counted as if they did.
         on_host: whether the optimizer's state lies in the host's memory.
@@ -71,15 +76,24 @@ class Plan:
     kv_cache: int
     generating: int
     work: Mapping[str, Work]
-    seconds: float | None
+    busy_seconds: float | None
+    latency_seconds: float
     least_seconds: float | None
     host_seconds: float = 0.0
+    timed: Literal["reference", "here", "scaled"] = "reference"
     documents: bool = False
     on_host: bool = False
 
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.usable
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step: the slower of GPU and host sets the pace. None where `busy_seconds` is."""
+        if self.busy_seconds is None:
+            return None
+        return max(self.busy_seconds + self.latency_seconds, self.host_seconds)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -143,10 +157,12 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     known = all(limits.values()) and not updates.on_host
     if not updates.elementwise:
         options = {**updates.options, **recipe.optimizer.options}
-        work[ORTHOGONALIZING] = orthogonalization_work(config, int(options.get("iterations", 5)))
+        of_all = orthogonalization_work(config, int(options.get("iterations", 5)))
+        work[ORTHOGONALIZING] = Work(flops=int(of_all.flops * held.of_state))
+    work[OPTIMIZER] = Work(num_bytes=int(work[OPTIMIZER].num_bytes * held.of_state))
     host = 0.0
     if train.cuda_graph == "off" or (ranks > 1 and not STRATEGIES.facts(parallel.strategy).is_captured):
-        host = card.host_pace * host_seconds(
+        host = host_seconds(
             config,
             weights="alone" if ranks == 1 else "gathered" if held.gathered_units else "whole",
             micro_batches=train.accumulation,
@@ -171,7 +187,13 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         generating=parameters * (4 if recipe.generate.precision == "fp32" else 2)
         + (count_parameters(config).multiplying if recipe.generate.weights == "fp8" else 0),
         work=work,
-        seconds=max(host, step_seconds(config, work, **limits)) if known else None,
+        busy_seconds=busy_seconds(config, work, **limits) if known else None,
+        latency_seconds=latency_seconds(
+            config,
+            micro_batches=train.accumulation,
+            orthogonalizes=0.0 if updates.elementwise else held.of_state,
+            collectives=0 if ranks == 1 else _collectives(config, train, held),
+        ),
         least_seconds=sum(seconds_at_limits(name, part, **limits) for name, part in work.items())
         if known
         else None,
@@ -265,6 +287,15 @@ def _work(config: ModelConfig, form: Form, rows: int, accumulation: int) -> dict
         )
         for name in once
     }
+
+
+def _collectives(config: ModelConfig, train: TrainConfig, held: Held) -> int:
+    """Return how many times a step of several ranks gathers and reduces layers or buckets."""
+    if held.gathered_units:
+        units = config.num_layers + 2  # gathered for both passes, then reduced
+        return train.accumulation * units * (3 if held.gathered_units < units else 2)
+    buckets = round(1 / held.packed) if held.packed else 1
+    return buckets * (2 if held.of_state < 1 else 1)
 
 
 def _most(fits: Callable[[int], bool], largest: int = 1 << 20) -> int:

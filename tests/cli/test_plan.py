@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.measure import host, limits
 from lmkit.training import plan_check
 from lmkit.training.plan_check import Measured
 
@@ -70,18 +70,17 @@ def test_what_was_measured_stands_beside_the_plan(
     assert max(map(len, last)) <= 100
 
 
-def test_the_pace_of_this_host_counts_where_its_gpu_trains(
+def test_the_host_is_timed_on_the_machine_that_trains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nowhere else: not for a GPU by name, nor on a machine without one."""
-    monkeypatch.setattr(host, "host_pace", lambda: 2.0)
-    monkeypatch.setattr(limits, "card_here", lambda: limits.CARDS["H200"])
-    seconds = {}
-    for has_gpu, gpu in ((True, []), (False, []), (True, ["--gpu", "H200"])):
-        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert (
-            run_command_line(["plan", "quickstart", "--ranks", "2", "--strategy", "fsdp", "--json", *gpu])
-            == 0
-        )
-        seconds[has_gpu, bool(gpu)] = json.loads(capsys.readouterr().out)["seconds"]
-    assert seconds[True, False] == 2 * seconds[False, False] == 2 * seconds[True, True]
+    """And not for a GPU by name. The text says how the time is known."""
+    monkeypatch.setattr(
+        plan_check, "timed_here", lambda made, _: replace(made, host_seconds=2.0, timed="here")
+    )
+    for gpu, timed in (([], "here"), (["--gpu", "H200"], "reference")):
+        assert run_command_line(["plan", "quickstart", *gpu, "--json"]) == 0
+        fields = json.loads(capsys.readouterr().out)
+        assert fields["timed"] == timed
+        assert (fields["seconds"] == 2.0) == (timed == "here")
+        assert run_command_line(["plan", "quickstart", *gpu]) == 0
+        assert ("was taken here" in capsys.readouterr().out) == (timed == "here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training.plan import Plan, plan
-from lmkit.training.plan_check import Measured, measure_among
+from lmkit.training.plan_check import Measured, launch_among, measure_among
 from lmkit.training.process import ranks_of
 
 Setting = tuple[str, tuple[str, ...], str]
@@ -28,10 +29,14 @@ def each(settings: Sequence[Setting]) -> Iterator[tuple[Plan, Measured]]:
     recipes = [recipe_of(setting) for setting in settings]
     with ranks_of(recipes[0]) as ranks:
         for recipe in recipes:
+            made = plan(recipe, card_here(), ranks=ranks.world_size)
+            if made.host_seconds:
+                made = replace(made, host_seconds=launch_among(ranks, recipe), timed="here")
+                release_memory(ranks.device)
             found = measure_among(ranks, recipe)
             torch.compiler.reset()
             release_memory(ranks.device)
-            yield plan(recipe, card_here(), ranks=ranks.world_size), found
+            yield made, found
 
 
 def recipe_of(setting: Setting) -> Recipe:

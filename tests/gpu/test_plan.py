@@ -145,13 +145,12 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @two_gpus
 def test_the_peak_of_two_ranks_is_within_5_percent():
-    """And the time within 20%, where the GPUs set the pace; a busy host takes twice as long as another."""
+    """And the time within 20%; where the host sets the pace, it was timed just before."""
     models = [("quickstart", ()), ("profile", ()), ("llama_1b", ()), LARGE]
     settings = [(*model, strategy) for model in models for strategy in ("zero1", "fsdp")]
     for made, found in spawn_ranks(2, plan_ranks.in_one_group, (settings,)):
         assert made.memory.peak == pytest.approx(found.peak_bytes, rel=0.05), made
-        if made.seconds > 0.1:
-            assert made.seconds == pytest.approx(found.seconds, rel=0.2), made
+        assert made.seconds == pytest.approx(found.seconds, rel=0.2), made
 
 
 @two_gpus
