@@ -7,6 +7,7 @@ the backward pass, when its last gradient is ready, so that communication overla
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -321,3 +322,25 @@ def on_gradient(parameter: nn.Parameter, method: Callable[..., None], *before: A
             method(*before, parameter)
 
     return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:
+    """Call `call` in each backward pass when `count` of the tensors have their gradients.
+
+    `register_multi_grad_hook` would make a reference cycle: its hook holds the graph, which holds the hook.
+    """
+    arrived: Counter[int] = Counter()
+
+    def hook(gradient: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        arrived[number] += 1
+        if arrived[number] == count:
+            call()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+
+
+def runs_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1

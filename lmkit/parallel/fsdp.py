@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch import nn
 from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.clipping import clip_for, gradient_norm
-from lmkit.parallel.buckets import at_end_of_pass, on_gradient
+from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, on_gradient, runs_backward
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.fsdp_links import Links, link, reads_peers
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
@@ -273,7 +273,7 @@ class Fsdp(Strategy):
 
     @torch.compiler.disable
     def _before_forward(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        flats, recomputes = self._flats_of[layer], _runs_backward()
+        flats, recomputes = self._flats_of[layer], runs_backward()
         if not recomputes and self._pass is not None:
             self.reset()  # the last backward pass raised
         for flat in flats:
@@ -286,17 +286,17 @@ class Fsdp(Strategy):
             for flat in self._flats_of[self._after[layer]]:
                 flat.start()
         if inputs := _differentiable((args, kwargs)):
-            _in_each_pass(inputs, len(inputs), partial(self._after_backward, layer))
+            in_each_pass(inputs, len(inputs), partial(self._after_backward, layer))
 
     @torch.compiler.disable
     def _after_forward(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        if _runs_backward():  # checkpointing computes the layer again
+        if runs_backward():  # checkpointing computes the layer again
             return
         stays = False
         if outputs := _differentiable(output):
             # The last layer's backward pass comes first, so its weights stay.
             stays = not self._reshards or layer not in self._after
-            _in_each_pass(outputs, 1, partial(self._before_backward, layer, len(self._calls)))
+            in_each_pass(outputs, 1, partial(self._before_backward, layer, len(self._calls)))
             self._calls.append(layer)
         for flat in self._flats_of[layer] if not stays else ():
             flat.hide()
@@ -421,27 +421,6 @@ class Fsdp(Strategy):
         self._used.clear()
         self._calls.clear()
         self._pass = None
-
-
-def _in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:
-    """Call `call` in each backward pass when `count` of the tensors have their gradients.
-
-    `register_multi_grad_hook` would make a reference cycle: its hook holds the graph, which holds the hook.
-    """
-    arrived: Counter[int] = Counter()
-
-    def hook(gradient: torch.Tensor) -> None:
-        number = torch._C._current_graph_task_id()
-        arrived[number] += 1
-        if arrived[number] == count:
-            call()
-
-    for tensor in tensors:
-        tensor.register_hook(hook)
-
-
-def _runs_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
