@@ -135,6 +135,7 @@ class Step:
         if not self.graph.fits(inputs):
             return self.graph.prepare(without_graph, inputs, targets)
         self._hear(ask, before_update)
+        self.sync.end_step()  # the graph does not wait for what a step without it has left in flight
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
 
     def launch(self, inputs: torch.Tensor, targets: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,19 @@ def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(p
     assert pretend == [WARM_UPS] * 2
 
 
+def test_a_replay_waits_for_what_the_step_before_has_left_in_flight(pretend, monkeypatch):
+    step, order = make_step(always=True), []
+    steps(step, WARM_UPS)
+    replay, update = step.graph.replay, step.update
+    monkeypatch.setattr(step.sync, "end_step", lambda: order.append("waits"))
+    monkeypatch.setattr(step.graph, "replay", lambda *batch: order.append("replays") or replay(*batch))
+    monkeypatch.setattr(step, "update", lambda *loss, **how: order.append("updates") or update(*loss, **how))
+    inputs, targets = batch()
+    step(inputs[:, :2], targets[:, :2], lr=1e-3)
+    assert steps(step, 1) == [True]
+    assert order == ["updates", "waits", "replays"]
+
+
 def test_a_step_that_cannot_be_captured_says_why():
     assert build_step(CONFIG, Ranks(), cuda_graph="auto").graph is None  # on a CPU
     step = build_step(CONFIG, Ranks(), cuda_graph="on")
