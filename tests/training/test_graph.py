@@ -1,5 +1,6 @@
 """When a step is captured in a CUDA graph. `tests/gpu/test_step.py` captures some."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.tensor([0, 0, 0, 1, 5, 5], dtype=torch.int32)
 
     monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
+    monkeypatch.setattr(StepGraph, "_has_room", lambda self: True)
     monkeypatch.setattr(StepGraph, "_capture", capture)
     monkeypatch.setattr(StepGraph, "replay", replay)
     return captured
@@ -69,6 +71,34 @@ def test_a_step_whose_host_sets_the_pace_is_captured_once(pretend, monkeypatch):
     assert "80%" in step.graph.note
 
 
+def test_a_step_is_not_captured_where_its_graph_might_not_fit(pretend, monkeypatch):
+    measure(monkeypatch, [9.0, 8.0], [10.0, 20.0])
+    monkeypatch.setattr(StepGraph, "_has_room", lambda self: False)
+    step = make_step(always=False)
+    assert steps(step, 7) == [False] * 7
+    assert step.graph is not None
+    assert "might not fit" in step.graph.note
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "fits"),
+    [(8.0, 1.0, True), (3.0, 1.0, False), (8.0, 0.5, False)],
+)
+def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, free, fraction, fits):
+    """A step gives back 3 of 5 GB, so its graph needs 3.95; of 10 GB, others leave 3, or the allocator may take 5."""
+    of_cuda = {
+        "memory_allocated": 2e9,
+        "memory_reserved": 2.5e9,
+        "max_memory_allocated": 5e9,
+        "mem_get_info": (free * 1e9 - 0.5e9, 10e9),
+        "get_per_process_memory_fraction": fraction,
+        "get_device_properties": SimpleNamespace(total_memory=10e9),
+    }
+    for name, value in of_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert StepGraph(build_step(CONFIG, Ranks()), always=False)._has_room() == fits
+
+
 def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     step = make_step(always=False)
@@ -82,11 +112,13 @@ def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):
 @pytest.mark.parametrize("other_is_busy", [True, False])
 def test_the_ranks_decide_together(other_is_busy, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
-    asked: list[bool] = []
-    monkeypatch.setattr(graph, "agree", lambda ranks, *, stop: asked.append(stop) or other_is_busy)
+    asked = []
+    monkeypatch.setattr(
+        graph, "on_any_rank", lambda ranks, *facts: asked.append(facts) or (other_is_busy, False)
+    )
     step = make_step(always=False)
     assert steps(step, 5)[-1] == other_is_busy
-    assert asked == [False]
+    assert asked == [(False, False)]
     assert step.graph is not None
     assert ("another rank" in step.graph.note) == other_is_busy
 
