@@ -27,8 +27,8 @@ HOST_SHARE = 0.7
 
 GRAPH_SHARE, GRAPH_BYTES = 1.25, 200_000_000
 """A graph takes at most so much of the memory that a step takes and gives back, and so many bytes: while a step is
-captured, what is freed on another stream is not used again. On two H200s it was 1.2 of it for `profile` under fsdp, and
-0.15 GB more for quickstart."""
+captured, what is freed on another stream is not used again. On two H200s it was 1.2 of it for `profile` under fsdp,
+and 0.15 GB for quickstart."""
 
 
 class StepGraph:
