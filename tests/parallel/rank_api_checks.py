@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from rank_break_off_checks import explode
 from rank_model import (
     FLOAT64_TOLERANCE,
@@ -17,7 +18,6 @@ from rank_model import (
     gathered_when_waited_for,
     groups_of,
     joined_run,
-    refused,
     seeded_model,
 )
 from torch import nn
@@ -161,7 +161,7 @@ def check_data_parallel_refuses_what_it_cannot_do(ranks: Ranks) -> None:
         ("parallel.wrong_option", {"depth": 2}),
         ("registry.unknown_name", {"strategy": "bucketted"}),
     ):
-        with refused(code, UsageError):
+        with raises(UsageError, code):
             DataParallel(nn.Linear(2, 2), **arguments)
 
 

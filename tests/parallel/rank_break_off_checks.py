@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from raising import raises
 from rank_model import (
     FLOAT64_TOLERANCE,
     INSIDE,
@@ -18,12 +19,12 @@ from rank_model import (
     check,
     joined_run,
     one_step,
-    refused,
     seeded_model,
     start,
 )
 from torch import nn
 
+from lmkit.errors import LmkitError
 from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ParallelConfig
@@ -137,9 +138,9 @@ def check_passes_without_no_sync(ranks: Ranks, strategy: str) -> None:
         for rank in range(ranks.world_size):
             two_passes(oracle, step, rank)
         if strategy in INSIDE:
-            with refused("parallel.unfinished_backward"):
+            with raises(LmkitError, "parallel.unfinished_backward"):
                 two_passes(call, step, ranks.rank)
-            with refused("parallel.unfinished_backward"), sync.no_sync():
+            with raises(LmkitError, "parallel.unfinished_backward"), sync.no_sync():
                 pass
             sync.reset()
             optimizer.zero_grad()

@@ -20,6 +20,7 @@ import rank_muon_checks  # noqa: F401
 import rank_zero1_checks
 import torch
 import torch.distributed as dist
+from raising import raises
 from rank_model import (
     CHECKS,
     INSIDE,
@@ -34,7 +35,6 @@ from rank_model import (
     one_step,
     our_adamw,
     plain,
-    refused,
     seeded_model,
     sgd,
     start,
@@ -252,7 +252,7 @@ def check_torch_ddp_reduces_in_bf16_with_nccl_only(ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         sync.attach(model)
         return
-    with refused("parallel.reduce_dtype_needs_nccl", UsageError, "reduce_dtype"):
+    with raises(UsageError, "parallel.reduce_dtype_needs_nccl", "reduce_dtype"):
         sync.attach(model)
 
 
@@ -357,7 +357,7 @@ def check_models_that_differ_are_refused(ranks: Ranks, difference: str) -> None:
         other = nn.Parameter(torch.zeros(3, 4 if difference == "shape" else 3, device=ranks.device))
         model[1].weight = model[2].weight if difference == "tied otherwise" else other
         model[0].weight = other if difference == "shape" else model[0].weight
-    with refused("parallel.ranks_differ", LmkitError, "rank 1", "model"):
+    with raises(LmkitError, "parallel.ranks_differ", "rank 1", "model"):
         check_same_model(model, ranks)
 
 
@@ -365,7 +365,7 @@ def check_models_that_differ_are_refused(ranks: Ranks, difference: str) -> None:
 def check_recipes_that_differ_are_refused(ranks: Ranks) -> None:
     for strategy in STRATEGIES:
         model = nn.Linear(3, 3).to(ranks.device)
-        with refused("parallel.ranks_differ", LmkitError, "rank 1", "recipe"):
+        with raises(LmkitError, "parallel.ranks_differ", "rank 1", "recipe"):
             build(strategy, ranks).attach(model, fingerprint=f"lr = {ranks.rank == 1}")
 
 
@@ -387,7 +387,7 @@ def check_the_first_rank_gives_tensors_of_any_strides_and_dtype(ranks: Ranks) ->
     assert bool((base[:, [0, 5]] == ranks.rank).all()), "the memory around the window must stay as it is"
 
     model.register_buffer("expanded", torch.zeros(1, device=ranks.device).expand(4))
-    with refused("parallel.expanded_tensor", LmkitError, "expanded"):
+    with raises(LmkitError, "parallel.expanded_tensor", "expanded"):
         broadcast_model(model)
 
 

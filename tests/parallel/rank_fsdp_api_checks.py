@@ -1,15 +1,14 @@
 """Checks of the module `FSDP`, of whole weights in and out of shards, and of the rival `torch_fsdp`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from raising import raises
 from rank_fsdp_checks import TINY, sharded, tokens
-from rank_model import adamw, check, groups_of, refused, sgd, start
+from rank_model import adamw, check, groups_of, sgd, start
 from torch import nn
 
 from lmkit.errors import UsageError
@@ -42,7 +41,7 @@ def check_joined_batch_by_torch_fsdp(ranks: Ranks, make: Callable) -> None:
     # float32, four updates of up to 0.02 by AdamW: rounding of 1e-7 in its quotient of moments.
     for mine, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs.detach(), rtol=0, atol=1e-5)
-    with refused("parallel.rival_saves_nothing", UsageError, "torch_fsdp"):
+    with raises(UsageError, "parallel.rival_saves_nothing", "torch_fsdp"):
         model.state_dict()
 
 
@@ -141,7 +140,7 @@ def check_fsdp_module_without_layers_that_train(ranks: Ranks, make: Callable) ->
 
 @check()
 def check_fsdp_refuses_a_state_of_another_dtype(ranks: Ranks) -> None:
-    with refused("parallel.wrong_option", UsageError, "state_dtype", "fp8"):
+    with raises(UsageError, "parallel.wrong_option", "state_dtype", "fp8"):
         build_strategy(ParallelConfig(strategy="fsdp", options={"state_dtype": "fp8"}), ranks)
 
 

@@ -1,7 +1,5 @@
 """Checks of `fsdp` inside a process group."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -84,13 +82,7 @@ def check_joined_batch(
     """Unused, frozen, tied parameters, clipping, several copies: as training on the joined batch."""
     options = {"reshard_after_forward": reshard, "shard_ranks": ranks.world_size // copies}
     model = assert_equals_joined_run(
-        ranks,
-        strategy,
-        [accumulation] * 10,
-        max_norm=0.2,
-        make=make,
-        kind=OrderlyModel,
-        options=options,
+        ranks, strategy, [accumulation] * 10, max_norm=0.2, make=make, kind=OrderlyModel, options=options
     )
     before = orderly(0, ranks)
     assert torch.equal(model.never, before.never)

@@ -1,14 +1,13 @@
 """Checks of when `fsdp` gathers and frees weights, from whom, and what that takes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from raising import raises
 from rank_fsdp_checks import TINY, around, gradients_of, lm_step, noise, sharded, tokens
-from rank_model import check, refused, sgd, start
+from rank_model import check, sgd, start
 from torch import nn
 
 from lmkit.errors import UsageError
@@ -68,7 +67,7 @@ def check_fsdp_hybrid(ranks: Ranks) -> None:
     assert share <= sum(flat.shard.numel() for flat in sync._flats) <= share + 128 * len(sync._flats)
     assert optimizer.state_dict()["rank"] == ranks.rank % count
     assert optimizer.shard_layout.world_size == count
-    with refused("parallel.wrong_option", UsageError, "shard_ranks", "3"):
+    with raises(UsageError, "parallel.wrong_option", "shard_ranks", "3"):
         build_strategy(ParallelConfig(strategy="fsdp", options={"shard_ranks": 3}), ranks)
 
 

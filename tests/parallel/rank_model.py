@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.protocol import GradientSync, build_strategy
@@ -262,16 +261,6 @@ def gathered_when_waited_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Averager, "all_gather", late)
         yield
-
-
-@contextmanager
-def refused(code: str, kind: type[LmkitError] = LmkitError, *names: str) -> Iterator[None]:
-    """The block must raise this error, with a hint and these names in its message."""
-    with pytest.raises(kind) as caught:
-        yield
-    assert caught.value.code == code
-    assert caught.value.hint
-    assert all(name in caught.value.message for name in names), caught.value.message
 
 
 CHECKS: dict[str, Callable[[Ranks], None]] = {}

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from raising import raises
 from rank_break_off_checks import breaks_off
-from rank_model import refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lmkit.errors import LmkitError
 from lmkit.parallel import buckets as mechanism
 from lmkit.parallel.buckets import BucketHooks, fill_buckets, plan_buckets
 
@@ -212,7 +213,7 @@ def test_a_pass_inside_the_pass_is_part_of_it(make):
     one = torch.ones((), requires_grad=True)
     (checkpoint(lambda x: x * a * b * c, one, use_reentrant=True) * d).backward()
     assert (chain.launches, chain.abandoned) == ([FIRST, SECOND], 0)
-    with refused("parallel.unfinished_backward"):
+    with raises(LmkitError, "parallel.unfinished_backward"):
         chain.backward()
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from rank_model import refused
+from raising import raises
 
 from lmkit.parallel import failures, launch
 from lmkit.parallel.failures import ROLL_CALL_S, RankLost, losses_named
@@ -35,7 +35,7 @@ def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, 
     for rank in survivors or ():
         store.set(f"survivor/{rank}", "yes")
     ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
-    with refused("parallel.rank_lost", RankLost, "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
+    with raises(RankLost, "parallel.rank_lost", "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
         raise RuntimeError(error)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import rank_faults
 from raising import raises
-from rank_model import refused
 
 from lmkit import registry
 from lmkit.errors import LmkitError, UsageError
@@ -71,7 +70,7 @@ def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
 
 @pytest.mark.full
 def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(capfd):
-    with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
+    with raises(RankFailed, "parallel.rank_failed", "rank 1", "SIGKILL"):
         spawn_ranks(2, rank_faults.lose_a_rank_before_the_first_step)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -79,7 +78,7 @@ def test_a_rank_that_dies_between_steps_ends_the_job_without_a_traceback(capfd):
 @pytest.mark.full
 @pytest.mark.parametrize("bench", ["ddp", "all_reduce", "optimizer"])
 def test_a_rank_that_dies_in_a_bench_is_named_without_a_traceback(capfd, bench):
-    with refused("parallel.rank_failed", RankFailed, "rank 1", "SIGKILL"):
+    with raises(RankFailed, "parallel.rank_failed", "rank 1", "SIGKILL"):
         spawn_ranks(2, rank_faults.lose_a_rank_in_a_bench, (bench,))
     assert "Traceback" not in capfd.readouterr().err
 
@@ -126,7 +125,7 @@ def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
     module = sys.modules["lmkit_plugin_my_strategy"]
     try:
         assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
-        with refused("parallel.wrong_option", UsageError, "factor", "from_outside", "float"):
+        with raises(UsageError, "parallel.wrong_option", "factor", "from_outside", "float"):
             build_strategy(ParallelConfig(strategy="from_outside", options={"factor": "much"}), Ranks())
     finally:
         registry.STRATEGIES.unregister("from_outside")
@@ -134,7 +133,7 @@ def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
 
 
 def test_nproc_must_be_positive():
-    with refused("parallel.nproc", UsageError, "--nproc", "0"):
+    with raises(UsageError, "parallel.nproc", "--nproc", "0"):
         spawn_ranks(0, rank_faults.return_rank_sum_and_queues)
 
 

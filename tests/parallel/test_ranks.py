@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch.distributed as dist
 from raising import raises
-from rank_model import refused
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, process_group
@@ -53,7 +52,7 @@ def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
         for name, value in {**settings, "MASTER_PORT": str(taken.getsockname()[1])}.items():
             monkeypatch.setenv(name, value)
         port = os.environ["MASTER_PORT"]
-        with refused("parallel.port_taken", LmkitError, f"127.0.0.1:{port}"), process_group("cpu"):
+        with raises(LmkitError, "parallel.port_taken", f"127.0.0.1:{port}"), process_group("cpu"):
             raise AssertionError("unreachable")
 
 
@@ -62,7 +61,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
             monkeypatch.setenv(name, value)
         with (
-            refused("parallel.rank_absent", LmkitError, "rank 0", "rank 1", "1 s"),
+            raises(LmkitError, "parallel.rank_absent", "rank 0", "rank 1", "1 s"),
             process_group("cpu", timeout_s=1),
         ):
             raise AssertionError("unreachable")

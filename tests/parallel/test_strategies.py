@@ -5,7 +5,6 @@ import rank_checks
 import rank_model
 import torch
 from raising import raises
-from rank_model import refused
 from torch import nn
 
 from lmkit.errors import UsageError
@@ -120,5 +119,5 @@ def test_unknown_strategies_and_options_are_refused():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ParallelConfig(**wrong)
     for strategy, options in (("bucketed", {"depth": 2}), ("torch_ddp", {"static_graph": 1})):
-        with refused("parallel.wrong_option", UsageError, strategy, *options):
+        with raises(UsageError, "parallel.wrong_option", strategy, *options):
             build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks())

@@ -1,7 +1,5 @@
 """The layout of ZeRO-1 shards, and how optimizer state moves between layouts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
