@@ -18,8 +18,8 @@ from rank_model import (
     build,
     check,
     joined_run,
+    model_for,
     one_step,
-    seeded_model,
     start,
 )
 from torch import nn
@@ -96,14 +96,17 @@ def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: 
     assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
 
 
-@check(strategy=OURS, tidy=(True, False))
+@check(strategy=(*OURS, "fsdp"), tidy=(True, False))
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
     """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
-    oracle, model = seeded_model(0, ranks), seeded_model(0, ranks)
+    oracle, model = model_for(strategy, ranks), model_for(strategy, ranks)
     joined_run(oracle, ranks.world_size, [1, 1])
     sync, call, optimizer = start(strategy, model, ranks)
     for step in range(2):
-        handle = model.layers[1].up.weight.register_hook(explode)
+        # Under fsdp tensors, not parameters, keep their hooks while weights come and go.
+        handle = model.layers[1].down.register_forward_pre_hook(
+            lambda _, args: args[0].register_hook(explode) and None
+        )
         with pytest.raises(ZeroDivisionError):
             call.loss(*batch(step, 0), 0).backward()
         handle.remove()

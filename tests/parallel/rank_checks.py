@@ -32,6 +32,7 @@ from rank_model import (
     build,
     check,
     groups_of,
+    model_for,
     one_step,
     our_adamw,
     plain,
@@ -302,10 +303,10 @@ def check_mixed_dtypes(ranks: Ranks, strategy: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
-@check(strategy=STRATEGIES)
+@check(strategy=(*STRATEGIES, "fsdp"))
 def check_nonfinite_reaches_everybody(ranks: Ranks, strategy: str) -> None:
     """One rank's NaN is in every rank's norm: all can refuse the step by the same number."""
-    model = seeded_model(0, ranks)
+    model = model_for(strategy, ranks)
     sync, call, optimizer = start(strategy, model, ranks)
     loss = call.loss(*batch(0, ranks.rank), ranks.rank)
     (loss * (float("nan") if ranks.rank == 1 else 1.0)).backward()
@@ -328,10 +329,10 @@ def check_agreement(ranks: Ranks) -> None:
     assert numbers.tolist() == [-5, ranks.world_size - 1, 0]
 
 
-@check(strategy=OURS)
+@check(strategy=(*OURS, "fsdp"))
 def check_forgotten(ranks: Ranks, strategy: str) -> None:
     """Nothing of a training is left when nobody holds it, whatever hooks it had."""
-    model = seeded_model(0, ranks)
+    model = model_for(strategy, ranks)
     sync, call, optimizer = start(strategy, model, ranks)
     for step in range(3):
         one_step(sync, call, optimizer, ranks, step)

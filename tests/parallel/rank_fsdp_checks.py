@@ -1,9 +1,6 @@
 """Checks of `fsdp` inside a process group."""
 
 import copy
-import gc
-import math
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_break_off_checks import explode
 from rank_model import (
-    FLOAT64_TOLERANCE,
     OrderlyModel,
     adamw,
     assert_close_models,
@@ -22,8 +17,6 @@ from rank_model import (
     batch,
     check,
     groups_of,
-    joined_run,
-    one_step,
     our_adamw,
     plain,
     seeded_model,
@@ -36,7 +29,7 @@ from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.fsdp import Fsdp
 from lmkit.parallel.fsdp_shards import FlatParameters
-from lmkit.parallel.ranks import Ranks, release_collectives
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
 TINY = ModelConfig(vocab_size=64, context_length=8, d_model=32, d_ff=64, num_layers=4, num_heads=2)
@@ -257,41 +250,6 @@ class Pair(nn.Module):
         return self.narrow(self.wide(x).bfloat16()).float()
 
 
-@check(tidy=(True, False))
-def check_fsdp_exception_in_backward(ranks: Ranks, tidy: bool) -> None:
-    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
-    oracle, model = orderly(0, ranks), orderly(0, ranks)
-    joined_run(oracle, ranks.world_size, [1, 1])
-    sync, call, optimizer = start("fsdp", model, ranks)
-    for step in range(2):
-        # Tensors, not parameters, keep their hooks while weights come and go.
-        handle = model.layers[1].down.register_forward_pre_hook(
-            lambda _, args: args[0].register_hook(explode) and None
-        )
-        with pytest.raises(ZeroDivisionError):
-            call.loss(*batch(step, 0), 0).backward()
-        handle.remove()
-        if tidy:
-            sync.reset()
-        optimizer.zero_grad(set_to_none=True)
-        one_step(sync, call, optimizer, ranks, step)
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
-
-
-@check()
-def check_fsdp_nonfinite_reaches_everybody(ranks: Ranks) -> None:
-    model = orderly(0, ranks)
-    sync, call, optimizer = start("fsdp", model, ranks)
-    loss = call.loss(*batch(0, ranks.rank), ranks.rank)
-    (loss * (math.nan if ranks.rank == 1 else 1.0)).backward()
-    sync.finish()
-    assert not torch.isfinite(sync.clip_gradients(1.0))
-    optimizer.zero_grad(set_to_none=True)
-    norm = one_step(sync, call, optimizer, ranks, 0)
-    assert norm == norm, "nothing of the NaN is left in the next step"
-
-
 @check(how=("block",), reshard=(True, False))
 @check(how=("attention", "selective", "compiled"), reshard=(True,))
 def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
@@ -311,19 +269,6 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
         tolerance = 1e-5 if compiled else noise(ranks, 1e-6)
         assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=tolerance)
     assert all(flat.gathered_bytes == 0 for flat in sync._flats)
-
-
-@check()
-def check_fsdp_forgotten(ranks: Ranks) -> None:
-    model = orderly(0, ranks)
-    sync, call, optimizer = start("fsdp", model, ranks)
-    for step in range(3):
-        one_step(sync, call, optimizer, ranks, step)
-    forgotten = [weakref.ref(thing) for thing in (model, sync, optimizer, *model.parameters())]
-    del model, sync, call, optimizer
-    gc.collect()
-    release_collectives(ranks)
-    assert [reference() for reference in forgotten] == [None] * len(forgotten)
 
 
 @check()

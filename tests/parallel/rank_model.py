@@ -102,6 +102,11 @@ def seeded_model(
     return kind().to(ranks.device, dtype)
 
 
+def model_for(strategy: str, ranks: Ranks) -> Any:
+    """A model that the strategy takes: layers under `fsdp` come in the same order on all ranks."""
+    return seeded_model(0, ranks, kind=OrderlyModel if strategy == "fsdp" else HardModel)
+
+
 def batch(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
     ids = torch.randint(0, VOCABULARY, (8,), generator=generator)
