@@ -49,12 +49,13 @@ class GradientSync(Protocol):
         traffic: counts the calls and bytes sent; see `Traffic`.
         gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
-        not_captured: why a CUDA graph may not capture a step; empty if it may.
     """
 
     traffic: Traffic
     gather: str | None
-    not_captured: str
+
+    def not_captured(self, wish: str) -> str:
+        """Return why no CUDA graph captures a step, `wish` being `train.cuda_graph`; empty if one may."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
@@ -203,15 +204,16 @@ class Strategy(GradientSync):
         self._is_accumulating = False
         self._ever_accumulated = False
 
-    @property
-    def not_captured(self) -> str:  # type: ignore[override]
+    def not_captured(self, wish: str) -> str:
         facts = STRATEGIES.facts(self.config.strategy)
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
-        if not facts.is_captured:
+        if facts.captures(wish):
+            return ""
+        why = 'is captured with train.cuda_graph = "on" only'
+        if not facts.captures("on"):
             why = "is PyTorch's" if facts.rival else "makes steps that differ"
-            return f"{self.config.strategy} {why}"
-        return ""
+        return f"{self.config.strategy} {why}"
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
