@@ -318,7 +318,7 @@ Matrix = Tensor | Fp8Matrix
 
 def to_fp8(weight: Tensor) -> Fp8Matrix:
     """Round a matrix (out, in); a row with an infinity or NaN becomes NaN wherever it is multiplied."""
-    values, scales = (cast_rows if weight.is_cuda else plain_cast_rows)(weight)
+    values, scales = (cast_rows if weight.is_cuda else plain_cast_rows)(weight.detach())
     return Fp8Matrix(values, scales[:, 0])
 
 
