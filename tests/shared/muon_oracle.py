@@ -1,12 +1,11 @@
 """What Muon's orthogonalisation does to singular values, done to them one by one."""
 
 import torch
-from torch import Tensor
 
 from lmkit.optim.muon import COEFFICIENTS
 
 
-def by_svd(matrix: Tensor, iterations: int) -> Tensor:
+def by_svd(matrix, iterations):
     """Return U p(S / |G|) V^T of G = U S V^T; p is the iterated polynomial."""
     u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.norm()
