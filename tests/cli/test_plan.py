@@ -84,3 +84,22 @@ def test_the_host_is_timed_on_the_machine_that_trains(
         assert (fields["seconds"] == 2.0) == (timed == "here")
         assert run_command_line(["plan", "quickstart", *gpu]) == 0
         assert ("was taken here" in capsys.readouterr().out) == (timed == "here")
+
+
+def test_a_check_times_the_host_before_and_after_the_steps(capsys, monkeypatch):
+    """Its pace changes within seconds."""
+    order = []
+
+    def timed_here(made, _):
+        order.append("host")
+        return replace(made, host_seconds=float(len(order)), timed="here")
+
+    def check(recipe, *, ranks):
+        order.append("steps")
+        return Measured(38_000_000_000, 0.25)
+
+    monkeypatch.setattr(plan_check, "timed_here", timed_here)
+    monkeypatch.setattr(plan_check, "check", check)
+    assert run_command_line(["plan", "quickstart", "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_seconds"] == 2.0  # of 1 and 3
+    assert order == ["host", "steps", "host"]

@@ -145,7 +145,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @two_gpus
 def test_the_peak_of_two_ranks_is_within_5_percent():
-    """And the time within 20%; where the host sets the pace, it was timed just before."""
+    """And the time within 20%; where the host sets the pace, it is timed before and after."""
     models = [("quickstart", ()), ("profile", ()), ("llama_1b", ()), LARGE]
     settings = [(*model, strategy) for model in models for strategy in ("zero1", "fsdp")]
     for made, found in spawn_ranks(2, plan_ranks.in_one_group, (settings,)):
