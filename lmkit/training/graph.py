@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmkit.measure.ranges import range_
-from lmkit.parallel.collectives import agree, on_any_rank
+from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import free_before_leaving
 from lmkit.training.outcome import Outcome
 
@@ -114,16 +114,16 @@ class StepGraph:
         else:
             outcome = make()
         if self._captures and self._steps >= WARM_UPS:
-            self._capture(inputs, targets)
+            if agree(self._step.ranks, stop=not self._has_room()):
+                self._decide(False, "its graph might not fit into the memory that is left")
+            else:
+                self._capture(inputs, targets)
         return outcome
 
     def _decide_by_host(self, share: float) -> None:
         """Capture if the host of this rank or of another, for which all wait, is busy for too large a share."""
         is_busy = share > HOST_SHARE
-        captures, lacks_room = on_any_rank(self._step.ranks, is_busy, not self._has_room())
-        if captures and lacks_room:
-            self._decide(False, "its graph might not fit into the memory that is left")
-            return
+        captures = agree(self._step.ranks, stop=is_busy)
         other = ", that of another rank for more" if captures and not is_busy else ""
         self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
 

@@ -71,10 +71,11 @@ def test_a_step_whose_host_sets_the_pace_is_captured_once(pretend, monkeypatch):
     assert "80%" in step.graph.note
 
 
-def test_a_step_is_not_captured_where_its_graph_might_not_fit(pretend, monkeypatch):
+@pytest.mark.parametrize("always", [True, False])
+def test_a_step_is_not_captured_where_its_graph_might_not_fit(always, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 8.0], [10.0, 20.0])
     monkeypatch.setattr(StepGraph, "_has_room", lambda self: False)
-    step = make_step(always=False)
+    step = make_step(always=always)
     assert steps(step, 7) == [False] * 7
     assert step.graph is not None
     assert "might not fit" in step.graph.note
@@ -114,11 +115,11 @@ def test_the_ranks_decide_together(other_is_busy, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     asked = []
     monkeypatch.setattr(
-        graph, "on_any_rank", lambda ranks, *facts: asked.append(facts) or (other_is_busy, False)
+        graph, "agree", lambda ranks, *, stop: asked.append(stop) or (other_is_busy and len(asked) == 1)
     )
     step = make_step(always=False)
     assert steps(step, 5)[-1] == other_is_busy
-    assert asked == [(False, False)]
+    assert asked == [False] * (1 + other_is_busy)  # whether to capture, and whether room is lacking
     assert step.graph is not None
     assert ("another rank" in step.graph.note) == other_is_busy
 
