@@ -1,7 +1,5 @@
 """The lm-matrix: real trainings that must agree, cells that do not fit, and the sentences that rows support."""
 
-from __future__ import annotations
-
 import json
 
 import matrix_ranks

@@ -1,7 +1,5 @@
 """`lmkit plan` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -17,16 +15,14 @@ from lmkit.training.plan_check import Measured
     "arguments", [["--gpu", "A100 40GB"], ["--all-gpus"], ["--gpu", "H100", "--ranks", "2"]]
 )
 @pytest.mark.parametrize("name", ["quickstart", "llama_1b", "course_8b"])
-def test_a_plan_is_narrow_and_says_whether_it_fits(
-    capsys: pytest.CaptureFixture[str], name: str, arguments: list[str]
-) -> None:
+def test_a_plan_is_narrow_and_says_whether_it_fits(capsys, name, arguments):
     assert run_command_line(["plan", name, *arguments]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\bfits?\b", text.lower())
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_bytes_and_seconds(capsys):
     assert run_command_line(["plan", "llama_1b", "--gpu", "H100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
@@ -39,16 +35,14 @@ def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["least_seconds"] < found["seconds"]
 
 
-def test_an_unknown_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_gpu_is_refused(capsys):
     assert run_command_line(["plan", "llama_1b", "--gpu", "H20"]) == 2
     error = capsys.readouterr().err
     assert "error[plan.unknown_gpu]: --gpu H20" in error
     assert "hint: " in error
 
 
-def test_a_check_needs_a_gpu_and_measures_on_this_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_needs_a_gpu_and_measures_on_this_machine(capsys, monkeypatch):
     assert run_command_line(["plan", "llama_1b", "--check", "--gpu", "H100"]) == 2
     assert "error[plan.options_exclude]: " in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -57,9 +51,7 @@ def test_a_check_needs_a_gpu_and_measures_on_this_machine(
 
 
 @pytest.mark.parametrize("found", [Measured(38_000_000_000, 0.25), Measured(None, None)])
-def test_what_was_measured_stands_beside_the_plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, found: Measured
-) -> None:
+def test_what_was_measured_stands_beside_the_plan(capsys, monkeypatch, found):
     monkeypatch.setattr(plan_check, "check", lambda recipe, *, ranks: found)
     assert run_command_line(["plan", "llama_1b", "--check", "--json"]) == 0
     fields = json.loads(capsys.readouterr().out)["measured"]
@@ -70,9 +62,7 @@ def test_what_was_measured_stands_beside_the_plan(
     assert max(map(len, last)) <= 100
 
 
-def test_the_host_is_timed_on_the_machine_that_trains(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_is_timed_on_the_machine_that_trains(capsys, monkeypatch):
     """And not for a GPU by name. The text says how the time is known."""
     monkeypatch.setattr(
         plan_check, "timed_here", lambda made, _: replace(made, host_seconds=2.0, timed="here")

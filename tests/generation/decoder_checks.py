@@ -1,7 +1,5 @@
 """What a `Decoder` must write with the kernels' step, on any device: run by Triton's interpreter, and on GPUs."""
 
-from __future__ import annotations
-
 import torch
 
 from lmkit.generation import Decoder

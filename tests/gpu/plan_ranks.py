@@ -1,7 +1,5 @@
 """What `test_plan.py` runs on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import mean

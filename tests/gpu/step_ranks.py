@@ -1,7 +1,5 @@
 """What `test_step.py` runs on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ dtype, plus one rounding; attention_oracle.py says how errors are measured. Draw
 token by token.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

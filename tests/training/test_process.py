@@ -1,12 +1,9 @@
 """Seed, threads and determinism hold while a run lasts and are restored afterwards; rank 0 decides."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +30,7 @@ def settings() -> tuple[int, bool, bool]:
     )
 
 
-def test_the_recipe_decides_while_the_block_runs_also_if_it_fails() -> None:
+def test_the_recipe_decides_while_the_block_runs_also_if_it_fails():
     before, drawn = settings(), []
 
     def draw_and_fail() -> None:
@@ -76,7 +73,7 @@ with numerics(RunConfig(threads=1), Ranks()):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 @pytest.mark.parametrize("wanted", [True, False])
-def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted: bool, monkeypatch) -> None:
+def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted, monkeypatch):
     for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_"):
         monkeypatch.delenv(variable, raising=False)
         if not wanted:
@@ -98,8 +95,8 @@ def test_memory_that_steps_free_is_kept_unless_somebody_set_it(wanted: bool, mon
     ],
 )
 def test_ranks_share_the_cpus_unless_somebody_set_the_threads(
-    world_size: int, threads: int, device: str, given: str | None, expected: int, monkeypatch
-) -> None:
+    world_size, threads, device, given, expected, monkeypatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -112,9 +109,7 @@ def test_ranks_share_the_cpus_unless_somebody_set_the_threads(
 @pytest.mark.parametrize(
     ("device", "given", "expected"), [("cpu", "", ""), ("cuda", "", ":4096:8"), ("cuda", ":16:8", ":16:8")]
 )
-def test_cublas_gets_a_fixed_workspace_unless_it_has_one(
-    device: str, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cublas_gets_a_fixed_workspace_unless_it_has_one(device, given, expected, monkeypatch):
     name = "CUBLAS_WORKSPACE_CONFIG"
     monkeypatch.setenv(name, given)  # so that what the block sets is undone
     if not given:
@@ -123,7 +118,7 @@ def test_cublas_gets_a_fixed_workspace_unless_it_has_one(
         assert os.environ.get(name, "") == expected
 
 
-def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch):
     sent: list[bytes] = []
 
     def broadcast(objects: list[Any], *, src: int, device: torch.device) -> None:
@@ -147,7 +142,7 @@ def test_rank_0_decides_for_all_and_its_error_is_theirs(monkeypatch: pytest.Monk
 
 
 @pytest.mark.full  # a process of its own, which imports torch
-def test_training_does_not_import_the_compiler(settings: Callable[..., list[str]]) -> None:
+def test_training_does_not_import_the_compiler(settings):
     imports = (
         "import sys; from lmkit.recipe.load import load_recipe; from lmkit.training.session import train"
     )
@@ -167,8 +162,8 @@ def test_training_does_not_import_the_compiler(settings: Callable[..., list[str]
     ],
 )
 def test_training_on_gpus_gets_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, strategy: str, world_size: int, device: str, expected: bool
-) -> None:
+    monkeypatch, recipe, strategy, world_size, device, expected
+):
     place = Ranks(world_size=world_size, device=torch.device(device))
     expanded: list[bool] = []
     monkeypatch.setattr(process, "process_group", lambda *_, **__: nullcontext(place))
