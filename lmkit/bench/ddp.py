@@ -45,6 +45,7 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
 )
 from lmkit.bench.harness import not_enough_memory, out_of_memory_is_a_row, without_garbage_collection
+from lmkit.bench.turns import host_ms
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.ranges import quietly
 from lmkit.measure.statistics import clip, median, paired_ratio, spread, union
@@ -204,7 +205,7 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str,
         if on_gpu:
             torch.cuda.synchronize(ranks.device)
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
-            facts["host_ms"] = _host_ms(built, ranks)
+            facts["host_ms"] = host_ms(built.run, ranks.device)
         facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
     if agree(ranks, stop=facts["status"] != "ok"):
         del built
@@ -244,21 +245,6 @@ def _first_steps(built: TrainingStep, name: str) -> dict[str, Any]:
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
     return facts
-
-
-def _host_ms(built: TrainingStep, ranks: Ranks) -> float:
-    """Return the median ms in which the host queues a step on an idle GPU, whose queue holds a whole step."""
-    import torch
-
-    samples = []
-    with without_garbage_collection():
-        for _ in range(5):
-            torch.cuda.synchronize(ranks.device)
-            started = time.perf_counter()
-            built.run()
-            samples.append((time.perf_counter() - started) * 1e3)
-    torch.cuda.synchronize(ranks.device)
-    return median(samples)
 
 
 def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float | None:

@@ -174,9 +174,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             exposed,
             "exposed_ms",
             group="variant",
-            whisker=lambda row: of_samples(
-                [mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)]
-            ),
+            whisker=beyond,
             title=f"Communication that compute does not hide: {case}",
             x_label="variant",
             y_label="ms per step",

@@ -14,22 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import (
-    Summary,
-    build_what_fits,
-    ratio_fields,
-    time_fields,
-    time_what_fits,
-    without_garbage_collection,
-)
+from lmkit.bench.harness import Summary, build_what_fits, time_fields, time_what_fits
 from lmkit.bench.pictures import bars
 from lmkit.bench.step import config_of
+from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
-from lmkit.measure.statistics import median_interval, paired_ratio
+from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -270,7 +263,7 @@ def _measure(
         row["prefill_low_ms"], row["prefill_high_ms"] = median_interval(prompts_ms)
         row["first_ms"] = median(_wall_ms(writer.first_token, context) for _ in range(FEW))
         if device.type == "cuda":
-            row["host_ms"] = median(_wall_ms(writer.step, context, wait=False) for _ in range(FEW))
+            row["host_ms"] = host_ms(writer.step, device)
         if options.queue and isinstance(writer, OwnWriter):
             writer.queue_seconds(2 * batch_size)  # records
             row["queue_tokens_per_s"] = options.queue * filled / writer.queue_seconds(options.queue)
@@ -278,22 +271,12 @@ def _measure(
         return writer
 
     def time_together(left: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-        with without_garbage_collection():
-            timings = time_variants(
-                {variant: writer.step for variant, writer in left.items()},
-                device=device,
-                repeats=options.rounds,
-                warmup=1,
-                max_seconds=options.max_seconds,
-                seed=context.recipe.run.seed,
-                prepare={variant: writer.refill for variant, writer in left.items()},
-                clock=SteadyStateClock(device, options.steps_per_sample),
-            )
-        return {variant: timing.samples_ms for variant, timing in timings.items()}
+        steps = {variant: writer.step for variant, writer in left.items()}
+        refill = {variant: writer.refill for variant, writer in left.items()}
+        return samples_in_turns(steps, context, prepare=refill)
 
     built: dict[str, Any] = build_what_fits(rows, build, device)
     samples = time_what_fits(built, rows, device, time_together)
-    first = options.variants[0]
     element_bytes = 2 if options.precision == "bf16" else 4
     for variant, samples_ms in samples.items():
         fp8 = variant == "lmkit_fp8"
@@ -307,8 +290,7 @@ def _measure(
         }
         if "queue_tokens_per_s" in rows[variant]:
             rows[variant]["queue_share"] = rows[variant]["queue_tokens_per_s"] * seconds / batch_size
-        if variant != first and first in samples:
-            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
+    compare_with_first(rows, samples, options.variants[0])
     return list(rows.values())
 
 
@@ -337,8 +319,8 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     )
 
 
-def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -> float:
-    """Return the ms until `work` returns, or with `wait` until the device has finished it."""
+def _wall_ms(work: Callable[[], None], context: Context) -> float:
+    """Return the ms until the device has finished `work`."""
     import torch
 
     def synchronize() -> None:
@@ -348,8 +330,7 @@ def _wall_ms(work: Callable[[], None], context: Context, *, wait: bool = True) -
     synchronize()
     began = time.perf_counter()
     work()
-    if wait:
-        synchronize()
+    synchronize()
     return (time.perf_counter() - began) * 1e3
 
 
@@ -387,9 +368,7 @@ def summarize(rows: Rows) -> Summary:
         if len({r["size"] for r in rows}) == 1
         else "",
         findings=[
-            f"{row['size']}, {row['batch_size']} texts, context {row['context']}: {row['versus']} is "
-            f"{row['first_is']:.2f}x as fast as {row['variant']} (95%: {row['first_is_low']:.2f} to "
-            f"{row['first_is_high']:.2f}; {row['verdict']})."
+            f"{row['size']}, {row['batch_size']} texts, context {row['context']}: {comparison(row, 2)}"
             for row in rows
             if row.get("first_is") is not None
         ],
@@ -398,8 +377,7 @@ def summarize(rows: Rows) -> Summary:
             "copy bandwidth; first ms: reading one prompt as long as the context and writing its first token; host "
             "ms: until a step returns to the host; queue: tokens/s of a queue of prompts, reading included, as a "
             "share of the tokens/s of steps alone",
-            f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
-            "(p90 - p10) / median",
+            comparison_note(rows),
         ),
         wide=WIDE,
     )

@@ -7,10 +7,9 @@ steps of a loop in steady state. A variant whose loss is not finite or does not 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from lmkit.bench.context import Context
@@ -21,19 +20,16 @@ from lmkit.bench.harness import (
     mfu_fields,
     mfu_notes,
     not_enough_memory,
-    ratio_fields,
     time_fields,
     time_what_fits,
-    without_garbage_collection,
 )
 from lmkit.bench.model import too_large_for_host
 from lmkit.bench.pictures import bars
+from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
 from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
-from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName
 from lmkit.registry import BENCHES
@@ -80,7 +76,6 @@ Ablation = Literal[
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
 
 BATCHES = 4
-HOST_STEPS = 5
 
 
 class Options(Table):
@@ -190,34 +185,19 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         row["peak_gb"] = (peak.peak_bytes - before) / GB
         own_bytes[weights] = max(0, memory_in_use(device) - before)  # a CPU may take memory back
         if device.type == "cuda":
-            row["host_ms"] = _host_ms(training, device)
+            row["host_ms"] = host_ms(training.run, device)
         if options.profiled_steps:
             row["class_ms"] = _class_ms(training, context)
         return training
-
-    def time_together(left: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-        with without_garbage_collection():
-            timings = time_variants(
-                left,
-                device=device,
-                repeats=options.rounds,
-                warmup=1,
-                max_seconds=options.max_seconds,
-                seed=context.recipe.run.seed,
-                clock=SteadyStateClock(device, options.steps_per_sample),
-            )
-        return {variant: timing.samples_ms for variant, timing in timings.items()}
 
     trainings = build_what_fits(rows, build, device)
     calls = {variant: training.run for variant, training in trainings.items()}
     trainings.clear()
     shared.clear()
-    samples = time_what_fits(calls, rows, device, time_together)
-    first = options.variants[0]
+    samples = time_what_fits(calls, rows, device, lambda left: samples_in_turns(left, context))
     for variant, samples_ms in samples.items():
         rows[variant] |= _speed_fields(samples_ms, size, context, limits)
-        if variant != first and first in samples:
-            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
+    compare_with_first(rows, samples, options.variants[0])
     calls.clear()
     samples = {}
     release_memory(device)
@@ -283,20 +263,6 @@ def _why_wrong(losses: list[float], *, falls: bool) -> str:
     if second < (first if falls else math.inf):  # false for NaN
         return ""
     return f"the loss over {BATCHES} batches does not fall: {first:.4f}, then {second:.4f}"
-
-
-def _host_ms(training: Training, device: torch.device) -> float:
-    """Return the median ms until a step on an idle GPU returns to the host; waits inside the step count."""
-    import torch
-
-    found = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        training.run()
-        found.append((time.perf_counter() - began) * 1e3)
-    torch.cuda.synchronize(device)
-    return median(found)
 
 
 def _class_ms(training: Training, context: Context) -> dict[str, float]:
@@ -372,8 +338,7 @@ def summarize(rows: Rows) -> Summary:
             *mfu_notes(rows),
             "MFU counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a "
             "size; host ms: until a step returns, its waits included; GB (10^9): peak of a step",
-            f"{first['versus']} x: how many times as fast {first['versus']} is, the median over rounds; spread: "
-            "(p90 - p10) / median",
+            comparison_note(rows),
         ),
         wide=WIDE,
     )
@@ -381,12 +346,7 @@ def summarize(rows: Rows) -> Summary:
 
 def findings(rows: Rows) -> list[str]:
     """Return a sentence for each comparison."""
-    return [
-        f"{row['size']}: {row['versus']} is {row['first_is']:.3f}x as fast as {row['variant']} "
-        f"(95%: {row['first_is_low']:.3f} to {row['first_is_high']:.3f}; {row['verdict']})."
-        for row in rows
-        if row.get("first_is") is not None
-    ]
+    return [f"{row['size']}: {comparison(row, 3)}" for row in rows if row.get("first_is") is not None]
 
 
 def class_table(rows: Rows) -> str:

@@ -1,0 +1,83 @@
+"""What benches share whose variants take turns and whose first variant is compared with the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lmkit.bench.context import Context
+from lmkit.bench.harness import ratio_fields, without_garbage_collection
+from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.tables import Rows
+from lmkit.measure.timing import SteadyStateClock, time_variants
+
+if TYPE_CHECKING:
+    import torch
+
+HOST_STEPS = 5
+Steps = Mapping[str, Callable[[], object]]
+
+
+def samples_in_turns(
+    steps: Steps, context: Context, *, prepare: Steps | None = None
+) -> dict[str, tuple[float, ...]]:
+    """Return variant -> ms of a step in each round; a sample is `steps_per_sample` steps in steady state.
+
+    Args:
+        prepare: called before each sample, untimed.
+    """
+    options = context.options
+    with without_garbage_collection():
+        timings = time_variants(
+            steps,
+            device=context.device,
+            repeats=options.rounds,
+            warmup=1,
+            max_seconds=options.max_seconds,
+            seed=context.recipe.run.seed,
+            prepare=prepare,
+            clock=SteadyStateClock(context.device, options.steps_per_sample),
+        )
+    return {variant: timing.samples_ms for variant, timing in timings.items()}
+
+
+def host_ms(step: Callable[[], object], device: torch.device) -> float:
+    """Return the median ms until a step on an idle GPU returns to the host; waits inside the step count."""
+    import torch
+
+    found = []
+    with without_garbage_collection():
+        for _ in range(HOST_STEPS):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            step()
+            found.append((time.perf_counter() - began) * 1e3)
+    torch.cuda.synchronize(device)
+    return median(found)
+
+
+def compare_with_first(
+    rows: Mapping[str, dict[str, Any]], samples: Mapping[str, Sequence[float]], first: str
+) -> None:
+    """Say in the rows of the other variants how many times as fast the first is (`first_is`)."""
+    for variant, samples_ms in samples.items():
+        if variant != first and first in samples:
+            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
+
+
+def comparison(row: dict[str, Any], digits: int) -> str:
+    """Return the sentence about a row that `compare_with_first` filled."""
+    ratio, low, high = (f"{row[key]:.{digits}f}" for key in ("first_is", "first_is_low", "first_is_high"))
+    return (
+        f"{row['versus']} is {ratio}x as fast as {row['variant']} (95%: {low} to {high}; {row['verdict']})."
+    )
+
+
+def comparison_note(rows: Rows) -> str:
+    """Explain the columns of the comparison."""
+    first = rows[0]["versus"]
+    return (
+        f"{first} x: how many times as fast {first} is, the median over rounds; spread: (p90 - p10) / median"
+    )
