@@ -1,3 +1,3 @@
 """Build language models from scratch and measure how fast every part is."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
