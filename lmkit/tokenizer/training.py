@@ -70,9 +70,9 @@ def train_tokenizer(
     if not least <= vocab_size <= MAX_VOCABULARY:
         raise UsageError(
             "tokenizer.vocab_size",
-            f"vocab_size = {vocab_size}: must be {least} (256 bytes + {len(special_tokens)} special tokens) "
-            f"to {MAX_VOCABULARY}",
-            hint=f"use at least {least}",
+            f"vocab_size = {vocab_size}: must be {least} to {MAX_VOCABULARY} (256 bytes; special tokens: "
+            f"{len(special_tokens)})",
+            hint=f"use at least {least}" if vocab_size < least else f"use at most {MAX_VOCABULARY}",
         )
     specials = SpecialTokens(dict.fromkeys(special_tokens, 0))
     words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)

@@ -90,7 +90,9 @@ def check_recipe(recipe: Recipe) -> None:
     if not train.exists():
         command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
         if recipe.corpus is not None and recipe.data.train is None:
-            command = f"lmkit run {shlex.quote(recipe.source)} --set run.name={shlex.quote(recipe.run.name)}"
+            command = f"lmkit run {shlex.quote(recipe.source)}"
+            if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
+                command += f" --set run.name={shlex.quote(recipe.run.name)}"
             if recipe.run.folder != type(recipe.run)().folder:
                 command += f" --set run.folder={shlex.quote(str(recipe.run.folder))}"
         raise UsageError(

@@ -54,6 +54,9 @@ def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal):
     )
     assert "lmkit run quickstart --set run.name=two --set run.folder='my runs'" in refusal.hint
 
+    refusal = terminal.refuses("train quickstart", code="data.no_tokens")
+    assert "make it with: lmkit run quickstart; or" in refusal.hint
+
 
 def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal):
     recipe = Path("recipe.toml")
