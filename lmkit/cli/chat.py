@@ -122,7 +122,7 @@ class Conversation:
 
     def answer(self, line: str) -> Iterator[str]:
         """Add a line to the text; yield pieces of what the model adds."""
-        from lmkit.generation.generate import TextStream, write_texts
+        from lmkit.generation.generate import TextStream, draw_tokens
 
         self._ids += self._continued(line) if self._template is None else self._asked(line, self._template)
         self._ids = self._ids[-self._kept :]
@@ -130,7 +130,7 @@ class Conversation:
             return
         stream, self._goes_on = TextStream(self._tokenizer), True
         self._seed += 1  # another stream for each answer
-        for _, token, _ in write_texts(self._decoder, [self._ids[:]], self._seed - 1):
+        for _, token, _ in draw_tokens(self._decoder, [self._ids[:]], self._seed - 1):
             self._ids.append(token)
             if token == self._decoder.ends.stop:
                 self._goes_on = False

@@ -90,7 +90,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
             from lmkit.generation import write_samples
             from lmkit.training.session import train
 
-            train(recipe, write_texts=write_samples, checks_tokens=False)
+            train(recipe, write_samples=write_samples, checks_tokens=False)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
     with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks, pipeline.opened():

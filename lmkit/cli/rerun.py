@@ -132,7 +132,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
         from lmkit.generation import write_samples
         from lmkit.training.session import train
 
-        train(again, nproc=ranks, write_texts=write_samples)
+        train(again, nproc=ranks, write_samples=write_samples)
     before, after = (read_metrics(path / METRICS) for path in (folder, new))
     losses = [found for kind in ("train", "valid", "final") if (found := _losses(kind, before, after)).steps]
     times = compare_rows([_time_row(before)], [_time_row(after)])

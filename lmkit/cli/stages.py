@@ -96,7 +96,9 @@ def _train(run: Pipeline) -> Outputs:
     parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
-    result = train(run.recipe, nproc=run.nproc, lock=run.lock, write_texts=write_samples, checks_tokens=False)
+    result = train(
+        run.recipe, nproc=run.nproc, lock=run.lock, write_samples=write_samples, checks_tokens=False
+    )
     assert result is not None
     newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
     return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}

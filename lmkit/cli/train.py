@@ -61,4 +61,4 @@ def train(
 
     if dry_run:
         return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
-    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_texts=write_samples)
+    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_samples=write_samples)

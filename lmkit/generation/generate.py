@@ -223,7 +223,7 @@ def generate_tokens(
     limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stop_id": stop_id}
     try:
         decoder = decoder_for(model, options, rows, kernels=kernels, **limits)
-        yield from write_texts(decoder, prompts, options.seed)
+        yield from draw_tokens(decoder, prompts, options.seed)
     except torch.OutOfMemoryError as error:
         why = ". ".join(str(error).split(". ")[:2])
         raise does_not_fit(f"{rows} texts do not fit: {why}", rows // 2) from error
@@ -262,7 +262,7 @@ def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
     }
 
 
-def write_texts(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Drawn]:
+def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Drawn]:
     """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`.
 
     On KeyboardInterrupt the tokens come that were drawn and not yet read; then it is raised.

@@ -13,13 +13,13 @@ from lmkit.training.model_state import filled_model, model_weights, runnable
 from lmkit.training.run_data import resolved_tables
 from lmkit.training.step import Step
 
-WriteTexts = Callable[[TransformerLM, Recipe], Sequence[str]]
+WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
 """Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an
 argument because training does not import generation. It may change the model."""
 
 
 def sample_records(
-    step: Step, recipe: Recipe, write_texts: WriteTexts, *, number: int
+    step: Step, recipe: Recipe, write_samples: WriteSamples, *, number: int
 ) -> list[dict[str, Any]]:
     """Return a record of kind `sample` for each text; [] on ranks other than the first.
 
@@ -39,7 +39,7 @@ def sample_records(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # new weights are drawn at first
         config = runnable(resolved_tables(recipe)[0], device)
         model = filled_model(config, weights, device=device, origin=recipe.run.path).eval()
-        texts = write_texts(model, recipe)
+        texts = write_samples(model, recipe)
     return [
         {"kind": "sample", "step": number, "number": index, "text": text} for index, text in enumerate(texts)
     ]

@@ -51,7 +51,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.samples import WriteTexts
+from lmkit.training.samples import WriteSamples
 from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Moment, Trainer
 
@@ -119,7 +119,7 @@ def train(
     stop_at_step: int | None = None,
     nproc: int = 1,
     lock: FolderLock | None = None,
-    write_texts: WriteTexts | None = None,
+    write_samples: WriteSamples | None = None,
     checks_tokens: bool = True,
 ) -> TrainResult | None:
     """Train, from scratch or from the newest checkpoint of the run folder.
@@ -128,14 +128,14 @@ def train(
         stop_at_step: end early after this step; the learning-rate schedule stays that of `train.steps`.
         nproc: ranks to start on this machine. Under torchrun leave it at 1.
         lock: of the run folder, if the caller holds it.
-        write_texts: writes the texts of `train.sample_interval`: `lmkit.generation.write_samples`.
+        write_samples: writes the texts of `train.sample_interval`: `lmkit.generation.write_samples`.
         checks_tokens: refuse token files that are not as `lmkit run` made them.
 
     Returns:
         The result; None on ranks other than the first.
 
     Raises:
-        ValueError: `train.sample_interval` without `write_texts`.
+        ValueError: `train.sample_interval` without `write_samples`.
         UsageError: the recipe lacks a table, or does not fit its data, its run folder or the number of ranks.
         LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
@@ -143,9 +143,9 @@ def train(
     check_recipe(recipe)  # before ranks start, which takes seconds
     if checks_tokens:
         refuse_changed(recipe)
-    if recipe.train is not None and recipe.train.sample_interval and write_texts is None:
-        raise ValueError("train.sample_interval needs write_texts=lmkit.generation.write_samples")
-    given = (recipe, stop_at_step, lock, write_texts)
+    if recipe.train is not None and recipe.train.sample_interval and write_samples is None:
+        raise ValueError("train.sample_interval needs write_samples=lmkit.generation.write_samples")
+    given = (recipe, stop_at_step, lock, write_samples)
     if nproc > 1:
         return spawn_ranks(nproc, _run_rank, given)
     live: Callable[..., TrainResult | None] = _run_rank
@@ -157,7 +157,7 @@ def train(
 
 
 def _run_rank(
-    recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None, write_texts: WriteTexts | None
+    recipe: Recipe, stop_at_step: int | None, lock: FolderLock | None, write_samples: WriteSamples | None
 ) -> TrainResult | None:
     """Train as one of the ranks; return the result on rank 0."""
     enable_ranges_from_environment()
@@ -200,7 +200,7 @@ def _run_rank(
                     moment=moment,
                     signals=signals,
                     stop_at_step=stop_at_step,
-                    write_texts=write_texts,
+                    write_samples=write_samples,
                 )
                 ending, evaluation = trainer.run()
         finally:

@@ -32,7 +32,7 @@ from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.run_data import Data, resolved_tables
-from lmkit.training.samples import WriteTexts, sample_records
+from lmkit.training.samples import WriteSamples, sample_records
 from lmkit.training.setup import initial_state
 from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, Wishes, load_batch
@@ -128,7 +128,7 @@ class Trainer:
         batches: this rank's batches.
         signals: entered; they tell the trainer to stop.
         stop_at_step: end early after this step.
-        write_texts: writes those of `train.sample_interval`.
+        write_samples: writes those of `train.sample_interval`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Trainer:
         moment: Moment,
         signals: StopSignals,
         stop_at_step: int | None = None,
-        write_texts: WriteTexts | None = None,
+        write_samples: WriteSamples | None = None,
     ) -> None:
         model, train = resolved_tables(recipe)
         ranks, keep = step.ranks, recipe.checkpoint
@@ -151,7 +151,7 @@ class Trainer:
         self.moment = moment
         self.train_loss: float | None = None
         self.clock = TrainingClock(used_seconds=moment.seconds, max_minutes=train.max_minutes, ranks=ranks)
-        self._recipe, self._write_texts = recipe, write_texts
+        self._recipe, self._write_samples = recipe, write_samples
         self._train = train
         self._checkpoint = keep
         self._batches = batches
@@ -388,10 +388,12 @@ class Trainer:
 
     def _sample(self) -> None:
         """Let the model write, and record its texts."""
-        assert self._write_texts is not None
+        assert self._write_samples is not None
         try:
             with self.speed.excluded():
-                records = sample_records(self.step, self._recipe, self._write_texts, number=self.moment.step)
+                records = sample_records(
+                    self.step, self._recipe, self._write_samples, number=self.moment.step
+                )
         except (LmkitError, torch.OutOfMemoryError) as error:  # training can go on without
             self._sink.note(f"step {self.moment.step}: no texts: {str(error).partition('. ')[0]}")
             return

@@ -20,15 +20,15 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Of each answer: the ids that the model continues, and those that it adds."""
     answers: list[tuple[list[int], list[int]]] = []
     generate = sys.modules["lmkit.generation.generate"]
-    write_texts = generate.write_texts
+    draw_tokens = generate.draw_tokens
 
     def note(decoder, prompts, seed):
         answers.append((list(prompts[0]), []))
-        for drawn in write_texts(decoder, prompts, seed):
+        for drawn in draw_tokens(decoder, prompts, seed):
             answers[-1][1].append(drawn.token)
             yield drawn
 
-    monkeypatch.setattr(generate, "write_texts", note)
+    monkeypatch.setattr(generate, "draw_tokens", note)
     return answers
 
 
@@ -77,11 +77,11 @@ def test_reset_forgets(chat, heard):
 def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch):
     given = []
 
-    def write_texts(decoder, prompts, seed):
+    def draw_tokens(decoder, prompts, seed):
         given.append(prompts[0])
         yield Drawn(0, decoder.ends.stop, None)
 
-    monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "write_texts", write_texts)
+    monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "draw_tokens", draw_tokens)
     assert chat(b"a\nb\n", "--max-new-tokens 3") == "\n\n"
     assert given == [[END, ord("a")], [END, ord("a"), END, ord("b")]]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lmkit.generation import GenerateConfig, generate
-from lmkit.generation.generate import write_texts
+from lmkit.generation.generate import draw_tokens
 from lmkit.kernels.decode.reference import Ends
 
 
@@ -32,7 +32,7 @@ def test_rows_that_end_together_are_refilled_before_the_host_waits_for_them():
                 has_come=lambda: False, read=lambda: (events.append("read"), (tokens, None))[1]
             )
 
-    drawn = list(write_texts(Late(), [[1], [2], [3], [4]], seed=0))
+    drawn = list(draw_tokens(Late(), [[1], [2], [3], [4]], seed=0))
     assert events[:8] == ["start", *["step"] * 3, "start", *["step"] * 3]
     texts = [[token for number, token, _ in drawn if number == text] for text in range(4)]
     assert texts == [[10, 20, 30], [11, 21, 31], [40, 50, 60], [41, 51, 61]]

@@ -38,7 +38,7 @@ def writing(tiny: Tiny, tmp_path: Path, token_files: tuple[Path, Path]) -> Tiny:
 
 def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
     recipe = writing("checkpoint.interval=2", "checkpoint.keep_last=9")
-    train(recipe, write_texts=write_samples)
+    train(recipe, write_samples=write_samples)
     found = records(recipe, "sample")
     assert [(record["step"], record["number"]) for record in found] == [
         (s, n) for s in (2, 4, 6) for n in (0, 1)
@@ -62,7 +62,7 @@ def test_training_does_not_notice(writing):
     for name, stops in {"whole": (None,), "resumed": (3, None)}.items():
         recipe = writing(f"run.name={name}")
         for stop in stops:
-            train(recipe, stop_at_step=stop, write_texts=write_samples)
+            train(recipe, stop_at_step=stop, write_samples=write_samples)
         assert_same_state(newest(plain), newest(recipe))
         assert losses(plain) == losses(recipe)
         assert [record["step"] for record in records(recipe, "sample")] == [2, 2, 4, 4, 6, 6]
@@ -73,13 +73,13 @@ def test_training_goes_on_without_texts(writing, monkeypatch, capsys):
         raise LmkitError("generate.not_finite", "predictions are not finite", hint="hint")
 
     monkeypatch.setattr(trainer, "sample_records", fail)
-    result = train(writing(), write_texts=write_samples)
+    result = train(writing(), write_samples=write_samples)
     assert result is not None
     assert result.status == "finished"
     assert "step 2: no texts: " in capsys.readouterr().err
     with raises(LmkitError, "train.no_tokenizer", "nowhere.json"):
-        train(writing("tokenizer.path=nowhere.json"), write_texts=write_samples)
-    with pytest.raises(ValueError, match="write_texts"):
+        train(writing("tokenizer.path=nowhere.json"), write_samples=write_samples)
+    with pytest.raises(ValueError, match="write_samples"):
         train(writing())
 
 
@@ -89,7 +89,7 @@ def test_ranks_with_shards_write_what_one_rank_writes(writing):
     texts = []
     for nproc in (1, 2):
         recipe = writing(f"run.name=of{nproc}", "parallel.strategy=fsdp", "generate.temperature=0")
-        train(recipe, nproc=nproc, write_texts=write_samples)
+        train(recipe, nproc=nproc, write_samples=write_samples)
         texts.append([json.dumps(record) for record in records(recipe, "sample")])
     assert len(texts[0]) == 6
     assert texts[0] == texts[1]
