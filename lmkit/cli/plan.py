@@ -37,7 +37,7 @@ def plan(
         option("T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]"),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=65536, help="GPUs that train together.")] = 1,
-    strategy: Annotated[str | None, option("How they share the work (parallel.strategy).")] = None,
+    strategy: Annotated[str | None, option("How the GPUs share the training (parallel.strategy).")] = None,
     all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Make a few steps here; compare with the plan.")
@@ -205,7 +205,8 @@ def _speed(made: Plan) -> list[str]:
         f"{made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}"
     )
     lines.append(
-        "by what fused kernels reach on an H200" + (", large messages hidden" if made.ranks > 1 else "")
+        "assumed: the shares of a GPU's limits that lmkit's kernels reach on an H200"
+        + ("; large messages while the GPU computes" if made.ranks > 1 else "")
     )
     if made.seconds == made.host_seconds:
         lines += ["the host sets the pace, because no CUDA graph launches the kernels;", _TIMED[made.timed]]
