@@ -38,6 +38,7 @@ class Parking:
         if self._here is None:
             return
         name, training = self._here
+        training.step.sync.end_step()  # collectives in flight write to what is moved
         moved = [(storage, self._in_host_memory(storage)) for storage in _storages(training)]
         self._wait()
         for storage, _ in moved:
