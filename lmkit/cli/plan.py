@@ -204,10 +204,9 @@ def _speed(made: Plan) -> list[str]:
         f"predicted: {made.seconds * 1e3:,.1f} ms (at the data sheet's limits {made.least_seconds * 1e3:,.1f}), "
         f"{made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}"
     )
-    lines.append(
-        "assumed: the shares of a GPU's limits that lmkit's kernels reach on an H200"
-        + ("; large messages while the GPU computes" if made.ranks > 1 else "")
-    )
+    lines.append("assumes that kernels come as near to the GPU's limits as lmkit's on an H200")
+    if made.ranks > 1:
+        lines.append("and that large messages take no time of their own")
     if made.seconds == made.host_seconds:
         lines += ["the host sets the pace, because no CUDA graph launches the kernels;", _TIMED[made.timed]]
     if made.documents:
