@@ -181,11 +181,13 @@ class _Seat:
     Attributes:
         length: tokens in the row's text.
         drawn: tokens drawn so far.
+        read: those of them that the host has read.
     """
 
     number: int
     length: int
     drawn: int = 0
+    read: int = 0
     ended: bool = False
 
 
@@ -271,14 +273,14 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
     waiting, left = iter(enumerate(prompts)), len(prompts)
     free = list(range(rows))
     seats: dict[int, _Seat] = {}  # by row
-    steps: deque[tuple[Newest, list[tuple[int, _Seat]]]] = deque()  # not yet read
+    # Not yet read: rows with their seats and how many tokens these had drawn before.
+    steps: deque[tuple[Newest, list[tuple[int, _Seat, int]]]] = deque()
 
     def read_oldest() -> Iterator[Drawn]:
         newest, sat = steps[0]
         tokens, logprobs = newest.read()
-        steps.popleft()
-        for row, seat in sat:
-            if seat.ended:
+        for row, seat, drawn in sat:
+            if seat.ended or seat.read > drawn:  # read before Ctrl-C came
                 continue
             token = tokens[row]
             if token < 0:
@@ -287,12 +289,15 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                     "the model's predictions are not finite numbers",
                     hint="its training diverged; use an older checkpoint",
                 )
-            yield Drawn(seat.number, token, logprobs[row] if logprobs else None)
-            if token == stop:
-                seat.ended = True
-                if seats.get(row) is seat:
-                    free.append(row)
-                    del seats[row]
+            found = Drawn(seat.number, token, logprobs[row] if logprobs else None)
+            # Python runs no signal's handler between these lines and the yield.
+            seat.ended = token == stop
+            seat.read = drawn + 1
+            yield found
+            if seat.ended and seats.get(row) is seat:
+                free.append(row)
+                del seats[row]
+        steps.popleft()
 
     try:
         while True:
@@ -314,9 +319,9 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                     for row in full:
                         seats[row].length = kept
                 decoder.step(max(seat.length for seat in seats.values()))
-                taken = list(seats.items())
+                taken = [(row, seat, seat.drawn) for row, seat in seats.items()]
                 steps.append((decoder.newest(), taken))
-                for row, seat in taken:
+                for row, seat, _ in taken:
                     seat.length += 1
                     seat.drawn += 1
                     if seat.drawn == most:

@@ -38,6 +38,45 @@ def test_rows_that_end_together_are_refilled_before_the_host_waits_for_them():
     assert texts == [[10, 20, 30], [11, 21, 31], [40, 50, 60], [41, 51, 61]]
 
 
+@pytest.mark.parametrize(("before", "stop"), [(True, -1), (False, -1), (False, 11)])
+def test_ctrl_c_between_two_tokens_of_a_step_leaves_no_gap_and_reads_none_twice(before, stop):
+    """It comes before the second token of the second step is looked at, or when the consumer asks for the third."""
+
+    class Tokens(list):
+        def __getitem__(self, row):
+            if before and row == 1 and self[0] == 20 and not came:
+                came.append(True)
+                raise KeyboardInterrupt
+            return super().__getitem__(row)
+
+    class Late:
+        rows, refill, capacity, device, ends = 2, 1, 50, torch.device("cuda"), Ends(stop, 4)
+        steps = 0
+
+        def start(self, rows, prompts, seeds): ...
+
+        def step(self, longest):
+            self.steps += 1
+
+        def newest(self):
+            tokens = Tokens([10 * self.steps, 10 * self.steps + 1])
+            return SimpleNamespace(has_come=lambda: False, read=lambda: (tokens, None))
+
+    came, drawn = [], []
+    texts = write_texts(Late(), [[1], [2]], seed=0)
+
+    def read() -> None:
+        for found in texts:
+            drawn.append(found)
+            if not before and len(drawn) == 2:
+                drawn.append(texts.throw(KeyboardInterrupt))
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    assert [token for number, token, _ in drawn if number == 0] == [10, 20, 30, 40]
+    assert [token for number, token, _ in drawn if number == 1] == ([11] if stop == 11 else [11, 21, 31, 41])
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_collector_passes_over_what_existed_before(make_model, tokenizer, frozen):
     """And what the caller had frozen stays so."""
