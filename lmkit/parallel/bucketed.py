@@ -118,6 +118,9 @@ class BucketedSync(Strategy):
             self._flying.pop(0).wait()
 
     def reset(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+            self._flying.clear()  # events of a capture that failed cannot be waited for
         self._forget()
         if self._hooks is not None:  # more than one rank
             self._hooks.reset()

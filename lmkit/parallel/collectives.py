@@ -161,12 +161,17 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
         used[list(unused)] = 0
     traffic.count_all_reduce(used.nbytes, ranks.world_size)
     work = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
-    if unused or (used.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if unused or is_captured(used.device):
         work.wait()  # in a graph, nothing else would keep the tensor's memory until the collective has ended
     if not unused:
         return []
     anywhere = used.tolist()
     return [index for index in unused if not anywhere[index]]
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what is launched on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def agree(ranks: Ranks, *, stop: bool = False) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from lmkit.model.memory import SLOT_BYTES
-from lmkit.parallel.collectives import Averager, Traffic, Work
+from lmkit.parallel.collectives import Averager, Traffic, Work, is_captured
 from lmkit.parallel.gather import PeerMemory, aligned
 from lmkit.parallel.ranks import Ranks
 
@@ -45,7 +45,10 @@ class PeerShardGather(ShardGather):
         self._ranks = ranks
         self._traffic = traffic
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-        self._turn = 0
+        self._turns = [
+            0,
+            0,
+        ]  # the next slot, outside and inside of captures: those may end anywhere on a rank
         self._pieces: dict[
             tuple[torch.Tensor, int], list[Piece]
         ] = {}  # making views takes longer than copying
@@ -58,11 +61,12 @@ class PeerShardGather(ShardGather):
     @torch.no_grad()
     def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
-        key = whole, self._turn
+        which = is_captured(whole.device)
+        key = whole, self._turns[which]
         if key not in self._pieces:
-            self._pieces[key] = list(self._cut(whole, shard))
+            self._pieces[key] = list(self._cut(*key, shard))
         pieces = self._pieces[key]
-        self._turn = (self._turn + len(pieces)) % 2
+        self._turns[which] = (self._turns[which] + len(pieces)) % 2
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -74,7 +78,7 @@ class PeerShardGather(ShardGather):
                     part.copy_(slot, non_blocking=True)
             return _Done() if self._stream is None else self._stream.record_event()
 
-    def _cut(self, whole: torch.Tensor, shard: torch.Tensor) -> Iterator[Piece]:
+    def _cut(self, whole: torch.Tensor, turn: int, shard: torch.Tensor) -> Iterator[Piece]:
         """Yield pieces as large as a slot, for both slots in turn."""
         world_size, rank = self._ranks.world_size, self._ranks.rank
         parts = whole.chunk(world_size)
@@ -83,7 +87,7 @@ class PeerShardGather(ShardGather):
             end = min(begin + length, len(shard))
             slots = [
                 slot[: (end - begin) * whole.itemsize].view(whole.dtype)
-                for slot in self._slots[(self._turn + number) % 2]
+                for slot in self._slots[(turn + number) % 2]
             ]
             others = [(rank + step) % world_size for step in range(1, world_size)]
             yield Piece(

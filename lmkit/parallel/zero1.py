@@ -169,13 +169,13 @@ class Zero1(Strategy):
     end_step = wait_for_weights
 
     def reset(self) -> None:
-        self._forget()
-        if self._hooks is not None:  # the optimizer is built
-            self._hooks.reset()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
             for bucket in self._buckets:
-                bucket.forget_gathering()  # events of a capture that failed cannot be waited for
+                bucket.forget_in_flight()  # events of a capture that failed cannot be waited for
+        self._forget()
+        if self._hooks is not None:  # the optimizer is built
+            self._hooks.reset()
 
     def _forget(self) -> None:
         for bucket in self._buckets:

@@ -325,9 +325,9 @@ class ShardedBucket:
             self._arriving.wait()
             self._arriving = None
 
-    def forget_gathering(self) -> None:
-        """Wait no more. Call it when all that was gathered has arrived."""
-        self._arriving = None
+    def forget_in_flight(self) -> None:
+        """Wait no more. Call it when all collectives have ended."""
+        self._arriving = self._pending = None
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""

@@ -13,8 +13,13 @@ from lmkit.training.step import Step
 CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
 
 
-def goes_on_without(strategy: str) -> tuple[str, list[list[float]], list[list[float]], bool]:
-    """As `captured_like_eager`, of a step that waits for the GPU at its end, so that it cannot be captured."""
+def goes_on_without(strategy: str, place: str) -> tuple[str, list[list[float]], list[list[float]], bool]:
+    """As `captured_like_eager`, of a step that waits for the GPU, so that it cannot be captured: in its backward
+    pass, while gradients are reduced, or at its end."""
+
+    def wait(*_: object) -> None:
+        torch.ones((), device="cuda").item()
+
     torch.use_deterministic_algorithms(True)
     with process_group("cuda", timeout_s=120) as ranks:
         batches = RandomTokens(256, batch_size=8, context_length=64, seed=0, rank=ranks.rank, world_size=2)
@@ -25,7 +30,10 @@ def goes_on_without(strategy: str) -> tuple[str, list[list[float]], list[list[fl
             step = build_step(
                 CONFIG, ranks, parallel=parallel, precision="bf16", max_skips=0, cuda_graph=mode
             )
-            step.optimizer.register_step_post_hook(lambda *_: torch.ones((), device="cuda").item())
+            if place == "backward":
+                step.model.layers[0].register_full_backward_pre_hook(wait)
+            else:
+                step.optimizer.register_step_post_hook(wait)
             outcomes = [step(*batches.batch(number), lr=1e-3) for number in range(6)]
             steps.append((step, [outcome.losses.tolist() for outcome in outcomes]))
         (graph, left), (eager, right) = steps

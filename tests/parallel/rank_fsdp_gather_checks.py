@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from raising import raises
 from rank_fsdp_checks import TINY, around, gradients_of, lm_step, noise, sharded, tokens
 from rank_model import check, sgd, start
@@ -12,6 +13,8 @@ from torch import nn
 
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
+from lmkit.parallel import fsdp_gather
+from lmkit.parallel.fsdp_gather import PeerShardGather
 from lmkit.parallel.fsdp_shards import FlatParameters
 from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
@@ -112,6 +115,28 @@ def check_fsdp_peers_wait_for_one_another(ranks: Ranks) -> None:
     for name, weights in read.items():
         # An update that was missed is 0.02; AdamW amplifies the differences of what GPUs add in any order.
         torch.testing.assert_close(weights, gathered[name], rtol=0, atol=noise(ranks, 1e-3))
+
+
+@check()
+def check_fsdp_peers_agree_on_slots_after_captures_that_ended_in_different_places(ranks: Ranks) -> None:
+    """A capture that fails on a rank has launched nothing there, however many pieces its host has counted."""
+    weights = []
+    for gather in ("auto", "collective"):
+        sync, model, optimizer = sharded(TINY, ranks, gather=gather)
+        link = sync._flats[0]._gathers
+        if isinstance(link, PeerShardGather):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fsdp_gather, "is_captured", lambda device: True)
+                patch.setattr(type(link._memory), "barrier", lambda memory: None)
+                for _ in range(ranks.rank):
+                    shard = torch.zeros(4, device=ranks.device)
+                    link.start(shard.repeat(ranks.world_size), shard)
+            dist.barrier()
+        for step in range(2):
+            lm_step(sync, model, optimizer, ranks, step)
+        weights.append(sync.whole_weights())
+    for name, read in weights[0].items():
+        torch.testing.assert_close(read, weights[1][name], rtol=0, atol=noise(ranks, 1e-3))
 
 
 @check()

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lmkit.parallel.bucketed import BucketedSync
 from lmkit.parallel.buckets import ReducingBucket
 from lmkit.parallel.collectives import PendingMean
 from lmkit.parallel.overlap import OverlapSync
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.zero1 import LazyWeights
+from lmkit.parallel.zero1 import LazyWeights, Zero1
 from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
 from lmkit.recipe.tables import ParallelConfig
 
@@ -121,3 +122,24 @@ def test_without_gradients_all_weights_are_waited_for_at_once():
     with torch.no_grad():
         model[0](torch.ones(1, 4))
     assert [backend.events for backend in backends] == [["weights arrived"]] * 2
+
+
+@pytest.mark.parametrize("strategy", [BucketedSync, Zero1])
+def test_after_a_capture_that_failed_nothing_waits_for_its_events(strategy, monkeypatch):
+    """CUDA refuses to: they were recorded in the capture. Here a backward pass was captured up to its reductions."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ranks = Ranks(world_size=2, device=torch.device("cuda", 0))
+    sync = strategy(ranks, ParallelConfig(strategy="bucketed"))
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight.grad = torch.ones(4, 4)
+    bucket, backend = under_way(layer)
+    if strategy is Zero1:
+        bucket.reduce()
+        start_gather([bucket], backend)
+        sync._buckets = [bucket]
+    else:
+        sync._flying = [ReducingBucket([layer.weight], backend, reduce_dtype=torch.float32)]
+    backend.events.clear()
+    sync.reset()
+    sync.reset()  # it has forgotten all
+    assert backend.events == []
