@@ -63,7 +63,7 @@ def test_ctrl_c_between_two_tokens_of_a_step_leaves_no_gap_and_reads_none_twice(
             return SimpleNamespace(has_come=lambda: False, read=lambda: (tokens, None))
 
     came, drawn = [], []
-    texts = write_texts(Late(), [[1], [2]], seed=0)
+    texts = draw_tokens(Late(), [[1], [2]], seed=0)
 
     def read() -> None:
         for found in texts:
