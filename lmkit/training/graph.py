@@ -184,5 +184,4 @@ class StepGraph:
             group["lr"] = lr
 
     def _first_state(self) -> Any:
-        optimizer = self._step.optimizer
-        return optimizer.state.get(optimizer.param_groups[0]["params"][0])
+        return next(iter(self._step.optimizer.state.values()), None)

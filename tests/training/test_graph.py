@@ -135,6 +135,15 @@ def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(p
     assert pretend == [WARM_UPS] * 2
 
 
+def test_a_rank_may_hold_no_parameter_of_the_first_group(pretend):
+    step = make_step(always=True)
+    groups = step.optimizer.param_groups
+    groups.insert(0, {**groups[0], "params": []})
+    assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    assert steps(step, 1) == [False]
+
+
 def test_a_replay_waits_for_what_the_step_before_has_left_in_flight(pretend, monkeypatch):
     step, order = make_step(always=True), []
     steps(step, WARM_UPS)
