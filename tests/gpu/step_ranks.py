@@ -15,7 +15,7 @@ CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, n
 
 def goes_on_without(strategy: str, place: str) -> tuple[str, list[list[float]], list[list[float]], bool]:
     """As `captured_like_eager`, of a step that waits for the GPU, so that it cannot be captured: in its backward
-    pass, while gradients are reduced, or at its end."""
+    pass, while gradients are reduced, there on the second rank only, or at its end."""
 
     def wait(*_: object) -> None:
         torch.ones((), device="cuda").item()
@@ -30,10 +30,10 @@ def goes_on_without(strategy: str, place: str) -> tuple[str, list[list[float]], 
             step = build_step(
                 CONFIG, ranks, parallel=parallel, precision="bf16", max_skips=0, cuda_graph=mode
             )
-            if place == "backward":
-                step.model.layers[0].register_full_backward_pre_hook(wait)
-            else:
+            if place == "end":
                 step.optimizer.register_step_post_hook(wait)
+            elif place == "backward" or not ranks.is_first:
+                step.model.layers[0].register_full_backward_pre_hook(wait)
             outcomes = [step(*batches.batch(number), lr=1e-3) for number in range(6)]
             steps.append((step, [outcome.losses.tolist() for outcome in outcomes]))
         (graph, left), (eager, right) = steps
