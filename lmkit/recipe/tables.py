@@ -120,8 +120,8 @@ class TokenizerConfig(Table):
         minimum = NUM_BYTES + len(self.special_tokens)
         if self.vocab_size < minimum:
             raise ValueError(
-                f"vocab_size is {self.vocab_size}, but 256 bytes and {len(self.special_tokens)} special "
-                f"tokens need at least {minimum}"
+                f"vocab_size is {self.vocab_size}: must be at least {minimum} "
+                f"(256 bytes; special tokens: {len(self.special_tokens)})"
             )
         return self
 

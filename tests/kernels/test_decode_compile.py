@@ -125,24 +125,16 @@ def prepare_all(
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 16])
+FAST = (("162M", torch.bfloat16, False, 16), ("1.3B", torch.bfloat16, True, 1))
+ALL = (
+    *((name, torch.bfloat16, fp8, rows) for name in SHAPES for fp8 in (False, True) for rows in (1, 16)),
+    *(("162M", torch.float32, False, rows) for rows in (1, 16)),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "fp8"),
-    [
-        ("162M", torch.bfloat16, False),
-        ("1.3B", torch.bfloat16, True),
-        *(
-            pytest.param(name, torch.bfloat16, False, marks=pytest.mark.full)
-            for name in SHAPES
-            if name != "162M"
-        ),
-        *(
-            pytest.param(name, torch.bfloat16, True, marks=pytest.mark.full)
-            for name in SHAPES
-            if name != "1.3B"
-        ),
-        pytest.param("162M", torch.float32, False, marks=pytest.mark.full),
-    ],
+    ("name", "dtype", "fp8", "rows"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.full) for case in ALL],
 )
 def test_no_tile_spills_and_weights_come_early_in_vectors(prepare_step, assembled, name, dtype, fp8, rows):
     for kernel, code in prepare_step(SHAPES[name], rows, dtype, fp8=fp8):

@@ -213,7 +213,9 @@ def test_gradients_go_where_they_are_told(launcher, stand_in_gpu, deterministic)
             assert stand_in_gpu.launches[-1][-1][5:8] == [stride // 8 for stride in got[0].stride()[:3]]
 
 
-@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (128, True), (256, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic"), [(64, False), (128, True), pytest.param(256, True, marks=pytest.mark.full)]
+)
 def test_bounds_reach_the_kernels(launcher, stand_in_gpu, head_dim, deterministic):
     """`first` of the queries, and `last` of the keys, which follows from it; a copy where the address is odd."""
     q, k, v, dout = (torch.zeros(2, 2, 200, head_dim, dtype=torch.bfloat16) for _ in range(4))
