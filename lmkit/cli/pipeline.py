@@ -197,6 +197,11 @@ class Pipeline:
             from lmkit.training.setup import check_before_data
 
             check_before_data(self.recipe, nproc=self.nproc)
+            if self.recipe.generate.weights == "fp8":
+                from lmkit.generation.decoder import check_fp8_of
+                from lmkit.parallel.ranks import local_device
+
+                check_fp8_of(self.recipe, local_device(self.recipe.run.device, local_rank=0))
         refuse_unwritable(self.folder, option="--set run.folder=...")
         corpus = self.folder / "corpus"
         is_made = self.skip_data or ("corpus" not in self.redone and self.record.is_finished("corpus"))

@@ -36,6 +36,8 @@ from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
+    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.tables import ModelConfig
 
 
 class LayerWeights(NamedTuple):
@@ -111,7 +113,7 @@ class Decoder:
         runs_kernels = can_run_kernels(model) if kernels is None else kernels
         self.fp8 = weights == "fp8"
         if self.fp8:
-            check_fp8(model, rows, runs_kernels=runs_kernels)
+            check_fp8(config, self.device, rows, runs_kernels=runs_kernels)
         check_memory(model, rows, fp8=self.fp8)
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
@@ -223,10 +225,15 @@ class Newest:
 
 def can_run_kernels(model: TransformerLM) -> bool:
     """Whether the kernels of `lmkit.kernels.decode` support this model on its device."""
-    config, weight = model.config, model.lm_head.weight
+    weight = model.lm_head.weight
+    is_known = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return is_known and kernels_suit(model.config, weight.device)
+
+
+def kernels_suit(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the kernels support a model of this table on this device."""
     return (
-        weight.is_cuda
-        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        device.type == "cuda"
         and ATTENTION.facts(config.attention).sees_all
         # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.
         and config.d_model % 64 == 0
@@ -236,16 +243,23 @@ def can_run_kernels(model: TransformerLM) -> bool:
     )
 
 
-def check_fp8(model: TransformerLM, rows: int, *, runs_kernels: bool) -> None:
+def check_fp8(config: ModelConfig, device: torch.device, rows: int, *, runs_kernels: bool) -> None:
     """Raise if a step with fp8 weights would not be faster: without the kernels, or with more than a few rows."""
-    weight, why, hint = model.lm_head.weight, "", 'set generate.weights to "same"'
-    if not runs_kernels or (weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)):
+    why, hint = "", 'set generate.weights to "same"'
+    if not runs_kernels or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
         why = "fp8 needs a GPU from sm_89 on, and a model that the kernels implement"
     elif rows > MOST_ROWS:
         why = f"fp8 is for at most {MOST_ROWS} texts at once, not {rows}"
         hint = f"set generate.batch_size to at most {MOST_ROWS}, or {hint[4:]}"
     if why:
         raise LmkitError("generate.weights", f"generate.weights: {why}", hint=hint)
+
+
+def check_fp8_of(recipe: Recipe, device: torch.device) -> None:
+    """Raise as `check_fp8` for the tables [model] and [generate] of a recipe, before anything is trained."""
+    assert recipe.model is not None
+    suits = kernels_suit(recipe.model, device)
+    check_fp8(recipe.model, device, recipe.generate.batch_size, runs_kernels=suits)
 
 
 def check_memory(model: TransformerLM, rows: int, *, fp8: bool = False) -> None:

@@ -142,6 +142,14 @@ def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path):
         pipeline.plan(load_recipe("quickstart", [where, other, fine]))
 
 
+def test_fp8_weights_that_cannot_be_used_are_refused_before_the_training(recipe):
+    changed = recipe.model_copy(update={"generate": recipe.generate.model_copy(update={"weights": "fp8"})})
+    for refuse in (run_now, pipeline.plan):
+        with raises(LmkitError, "generate.weights", "sm_89", hint='"same"'):
+            refuse(changed)
+    assert not (recipe.run.path / "corpus.txt").exists()
+
+
 def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe):
     refused("run.no_data", recipe, skip_data=True)
     assert not recipe.run.path.exists()
