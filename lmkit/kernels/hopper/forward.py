@@ -19,6 +19,7 @@ from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
 REGISTERS = {2: (168, 240), 3: (128, 160)}
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream
 _STOCK: dict[torch.device, list[torch.Tensor]] = {}  # counters not in use yet
+_STOCKS: list[torch.Tensor] = []  # all that were made: graphs hold addresses of counters, and only those
 STOCK = 4096  # counters of a device that are made at once, 16 bytes each
 PREPARED_CALLS = 1024  # kinds of calls that are kept; a model has a few
 
@@ -105,7 +106,8 @@ def counter_of_stream(device: torch.device) -> torch.Tensor:
     captured = torch.cuda.is_current_stream_capturing()
     stock = _STOCK.setdefault(device, [])
     if not stock and not captured:
-        stock += torch.zeros(STOCK, ALIGNMENT_BYTES // 4, dtype=torch.int32, device=device).unbind()
+        _STOCKS.append(torch.zeros(STOCK, ALIGNMENT_BYTES // 4, dtype=torch.int32, device=device))
+        stock += _STOCKS[-1].unbind()
         torch.cuda.current_stream(device).synchronize()  # other streams may be the first to use them
     if captured:
         return stock.pop() if stock else torch.zeros(1, dtype=torch.int32, device=device)

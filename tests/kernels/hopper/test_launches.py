@@ -269,3 +269,23 @@ def test_only_calls_that_run_one_after_the_other_share_a_counter(launcher, stand
     captured = {counter(), counter()}
     assert len(kept) == 2
     assert len(captured | made_before | {one, other}) == 6
+
+
+def test_a_counter_lives_as_long_as_a_graph_may_use_it(launcher, stand_in_gpu, monkeypatch):
+    """Also when its stock is used up, and no stream counts in it."""
+    forward = importlib.import_module("lmkit.kernels.hopper.forward")
+    monkeypatch.setattr(forward, "STOCK", 2)
+    q = torch.zeros(1, 2, 200, 64, dtype=torch.bfloat16)
+
+    def call(*, captured):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        launcher.forward(q, q, q, causal=True, scale=0.125, first=torch.zeros(1, 200, dtype=torch.int32))
+
+    call(captured=False)
+    call(captured=True)  # takes the last of the first stock
+    call(captured=False)
+    stock = forward._STOCK[q.device][0].untyped_storage()._weak_ref()
+    call(captured=True)
+    call(captured=True)
+    assert forward._STOCK[q.device] == []
+    assert not torch.UntypedStorage._expired(stock)
