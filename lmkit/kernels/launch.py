@@ -88,12 +88,13 @@ def prepare_launch(
 def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """Record the launches of the block as a CUDA graph, with the options of `torch.cuda.graph`.
 
-    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error.
+    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. Where
+    PyTorch cannot end a recording, it stays on the stream of the graph; here the stream is again what it was.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **options):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, **options):
             yield
     finally:
         if collects:

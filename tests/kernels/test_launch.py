@@ -190,6 +190,33 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
     assert not flash_forward.forward_calls.prepared
 
 
+def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_before(monkeypatch):
+    current = ["before"]
+
+    @contextmanager
+    def stream(other):
+        before, current[0] = current[0], other
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextmanager
+    def capture(graph):
+        current[0] = "of the graph"
+        yield
+        raise RuntimeError(
+            "capturing stream has unjoined work"
+        )  # as `torch.cuda.graph` does, which stays there
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with pytest.raises(RuntimeError), recording("graph"):
+        pass
+    assert current == ["before"]
+
+
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_during_a_recording(monkeypatch, collects):
     """Whatever happens in it, the collector is afterwards as before."""
@@ -201,6 +228,7 @@ def test_no_garbage_is_collected_during_a_recording(monkeypatch, collects):
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     (gc.enable if collects else gc.disable)()
     try:
         with recording("graph", pool="pool"):
