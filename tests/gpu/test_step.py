@@ -268,7 +268,8 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
 def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, keys, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     note, graph, eager, same = spawn_ranks(2, step_ranks.captured_like_eager, (strategy, wish, keys))
-    assert note.startswith("CUDA graph: on"), note
+    # Beside other programs, these small steps wait for the GPUs.
+    assert note.startswith("CUDA graph: on") or (wish == "auto" and "the host is busy" in note), note
     assert graph == eager
     assert same
 
