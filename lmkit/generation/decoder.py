@@ -245,14 +245,15 @@ def kernels_suit(config: ModelConfig, device: torch.device) -> bool:
 
 def check_fp8(config: ModelConfig, device: torch.device, rows: int, *, runs_kernels: bool) -> None:
     """Raise if a step with fp8 weights would not be faster: without the kernels, or with more than a few rows."""
-    why, hint = "", 'set generate.weights to "same"'
+    same = 'set generate.weights to "same"'
     if not runs_kernels or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
-        why = "fp8 needs a GPU from sm_89 on, and a model that the kernels implement"
+        why, hint = "fp8 needs a GPU from sm_89 on, and a model that the kernels implement", same
     elif rows > MOST_ROWS:
         why = f"fp8 is for at most {MOST_ROWS} texts at once, not {rows}"
-        hint = f"set generate.batch_size to at most {MOST_ROWS}, or {hint[4:]}"
-    if why:
-        raise LmkitError("generate.weights", f"generate.weights: {why}", hint=hint)
+        hint = f"set generate.batch_size to at most {MOST_ROWS}, or {same}"
+    else:
+        return
+    raise LmkitError("generate.weights", f"generate.weights: {why}", hint=hint)
 
 
 def check_fp8_of(recipe: Recipe, device: torch.device) -> None:

@@ -45,13 +45,10 @@ class PeerShardGather(ShardGather):
         self._ranks = ranks
         self._traffic = traffic
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-        self._turns = [
-            0,
-            0,
-        ]  # the next slot, outside and inside of captures: those may end anywhere on a rank
-        self._pieces: dict[
-            tuple[torch.Tensor, int], list[Piece]
-        ] = {}  # making views takes longer than copying
+        # Whether a graph captures -> the next slot. A capture may fail on one rank only; its turns count apart.
+        self._turns = {False: 0, True: 0}
+        # Kept, because making views takes longer than copying.
+        self._pieces: dict[tuple[torch.Tensor, int], list[Piece]] = {}
 
     def reserve(self, num_bytes: int) -> None:
         size = min(aligned(num_bytes), SLOT_BYTES)
@@ -61,12 +58,12 @@ class PeerShardGather(ShardGather):
     @torch.no_grad()
     def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
-        which = is_captured(whole.device)
-        key = whole, self._turns[which]
+        captured = is_captured(whole.device)
+        key = whole, self._turns[captured]
         if key not in self._pieces:
-            self._pieces[key] = list(self._cut(*key, shard))
+            self._pieces[key] = list(self._cut(whole, self._turns[captured], shard))
         pieces = self._pieces[key]
-        self._turns[which] = (self._turns[which] + len(pieces)) % 2
+        self._turns[captured] = (self._turns[captured] + len(pieces)) % 2
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
