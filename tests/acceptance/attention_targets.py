@@ -29,18 +29,18 @@ class Target:
 
     name: str
     must: float
-    aim: float | None
+    stretch: float | None
     measured: Callable[[Rows], float | None]
     unit: str = "x"
     at_most: bool = False
 
     def verdict(self, figure: float | None) -> str:
-        """ "aim", "met", "missed" or "not measured"."""
+        """ "stretch", "met", "missed" or "not measured"."""
         if figure is None:
             return "not measured"
         sign = -1.0 if self.at_most else 1.0
-        if self.aim is not None and sign * figure >= sign * self.aim:
-            return "aim"
+        if self.stretch is not None and sign * figure >= sign * self.stretch:
+            return "stretch"
         return "met" if sign * figure >= sign * self.must else "missed"
 
 
@@ -210,15 +210,15 @@ def _musts_on_trained_data(rows: Rows) -> float | None:
 
 TARGETS = (
     *(
-        Target(f"forward, D={head_dim}, 2k and longer, {'causal' if causal else 'full'}", must, aim,
+        Target(f"forward, D={head_dim}, 2k and longer, {'causal' if causal else 'full'}", must, stretch,
                _core("forward", head_dims=(head_dim,), masks=(causal,), shortest=2048))
-        for (head_dim, causal), (must, aim) in FORWARD.items()
+        for (head_dim, causal), (must, stretch) in FORWARD.items()
     ),
     Target("forward at 1k", 1.03, 1.15, _core("forward", longest=1024)),
     *(
-        Target(f"backward, D={head_dim}, 2k and longer", must, aim,
+        Target(f"backward, D={head_dim}, 2k and longer", must, stretch,
                _core("backward", head_dims=(head_dim,), shortest=2048))
-        for head_dim, (must, aim) in BACKWARD.items()
+        for head_dim, (must, stretch) in BACKWARD.items()
     ),
     Target("backward at 1k", 1.00, 1.12, _core("backward", longest=1024)),
     Target("deterministic backward, 4k and longer", 0.80, 0.95,
@@ -261,7 +261,7 @@ def _number(value: float, spec: str = ".3g") -> str:
 
 
 def against_targets(rows: Rows) -> list[Row]:
-    """For every target: `target`, `must`, `aim`, `measured` (text), `verdict`."""
+    """For every target: `target`, `must`, `stretch`, `measured` (text), `verdict`."""
     entries = []
     for target in TARGETS:
         figure = target.measured(rows)
@@ -275,7 +275,7 @@ def against_targets(rows: Rows) -> list[Row]:
             {
                 "target": target.name,
                 "must": sign + _number(target.must),
-                "aim": "" if target.aim is None else sign + _number(target.aim),
+                "stretch": "" if target.stretch is None else sign + _number(target.stretch),
                 "measured": f"**{measured}**" if verdict == "missed" else measured,
                 "verdict": verdict,
             }
@@ -283,7 +283,7 @@ def against_targets(rows: Rows) -> list[Row]:
     return entries
 
 
-TARGET_COLUMNS = tuple(Column(key, key) for key in ("target", "must", "aim", "measured", "verdict"))
+TARGET_COLUMNS = tuple(Column(key, key) for key in ("target", "must", "stretch", "measured", "verdict"))
 _CASE_COLUMNS = (
     Column("set", "case"),
     Column("shape", "shape"),
