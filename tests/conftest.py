@@ -32,6 +32,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton reads the variable when it is imported."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for item in items:
+            if item.get_closest_marker("interpreter"):
+                item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"))
+
+
 @pytest.fixture
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], io.StringIO]:
     """Makes stderr a terminal, 100 columns wide. To be called: what a fixture sets it to, pytest sets back."""

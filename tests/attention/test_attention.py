@@ -1,7 +1,10 @@
-"""Every PyTorch kernel of the registry against the float64 oracle: values and gradients; the public `attention`."""
+"""The kernels that a CPU runs against the float64 oracle: values and gradients; the public `attention`.
+
+PyTorch's kernels, and flash_triton in Triton's interpreter, which multiplies the raw bits of bfloat16: that is tested
+on the GPU.
+"""
 
 import math
-import os
 
 import pytest
 import torch
@@ -19,12 +22,17 @@ PYTORCH_KERNELS = ["reference", "vectorized", "flash_torch", "sdpa"]
 MASKED_KERNELS = ["reference", "vectorized", "sdpa"]
 
 # (queries, keys): one row, around the tile size, both ways rectangular.
-LENGTHS = [(1, 1), (127, 127), (129, 129), (129, 37), (37, 129), (1, 200), (200, 1)]
+LENGTHS = [(1, 1), (127, 127), (129, 129), (129, 37), (37, 129), (1, 150), (150, 1)]
 
 both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 @pytest.fixture(params=PYTORCH_KERNELS)
+def pytorch_kernel(request):
+    return attention_function(request.param)
+
+
+@pytest.fixture(params=[*PYTORCH_KERNELS, pytest.param("flash_triton", marks=pytest.mark.interpreter)])
 def kernel(request):
     return attention_function(request.param)
 
@@ -40,10 +48,9 @@ def test_fault_82_any_lengths_equal_the_oracle(kernel, queries, keys, causal, ra
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"queries": 129, "head_dim": 64, "dtype": torch.float16},
-        {"queries": 129, "head_dim": 64, "dtype": torch.bfloat16},
-        {"heads": 6, "kv_heads": 1, "queries": 33, "keys": 40},
-        {"heads": 6, "kv_heads": 2, "queries": 33, "keys": 40},
+        {"queries": 65, "head_dim": 64, "dtype": torch.float16},
+        {"heads": 3, "kv_heads": 1, "queries": 33, "keys": 40},
+        {"heads": 4, "kv_heads": 2, "queries": 33, "keys": 40},
     ],
     ids=str,
 )
@@ -51,11 +58,17 @@ def test_dtypes_and_grouped_heads_equal_the_oracle(kernel, sizes, causal, random
     assert faults_of(kernel, reference, *random_inputs(**sizes), causal=causal) == []
 
 
+@both_masks
+def test_bfloat16_equals_the_oracle(pytorch_kernel, causal, random_inputs):
+    inputs = random_inputs(queries=129, head_dim=64, dtype=torch.bfloat16)
+    assert faults_of(pytorch_kernel, reference, *inputs, causal=causal) == []
+
+
 def test_fault_84_strided_inputs(kernel, random_inputs):
     # As a model makes them: slices of one projection, (batch, seq, 3, heads, head_dim).
-    projection = torch.randn(2, 65, 3, 4, 32, generator=torch.Generator().manual_seed(0))
+    projection = torch.randn(2, 65, 3, 2, 32, generator=torch.Generator().manual_seed(0))
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
-    dout = torch.randn(2, 65, 4, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    dout = torch.randn(2, 65, 2, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
     assert not q.is_contiguous()
     assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
 
@@ -100,27 +113,27 @@ def test_large_logits_stay_finite(kernel, factor, random_inputs):
 
 
 def test_nan_reaches_exactly_the_rows_that_see_it(kernel, random_inputs):
-    q, k, v, _ = random_inputs(queries=300)
-    k[0, 0, 150] = torch.nan
+    q, k, v, _ = random_inputs(queries=140)
+    k[0, 0, 70] = torch.nan
     out = kernel(q, k, v, causal=True)
-    assert out[0, 0, 150:].isnan().all()
-    out[0, 0, 150:] = 0
+    assert out[0, 0, 70:].isnan().all()
+    out[0, 0, 70:] = 0
     assert out.isfinite().all()
 
 
-def test_autocast_casts_mixed_inputs_but_not_float64(kernel, random_inputs):
+def test_autocast_casts_mixed_inputs_but_not_float64(pytorch_kernel, random_inputs):
     q, k, v, dout = random_inputs(queries=20)
     q.requires_grad_()
     wide = [x.detach().double() for x in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = kernel(q, k, v.bfloat16(), causal=True)
-        inside = kernel(*wide, causal=True)
+        out = pytorch_kernel(q, k, v.bfloat16(), causal=True)
+        inside = pytorch_kernel(*wide, causal=True)
         with pytest.raises(ValueError, match="one dtype"):
-            kernel(wide[0], k, v, causal=True)
+            pytorch_kernel(wide[0], k, v, causal=True)
     assert out.dtype == torch.bfloat16
     out.backward(dout.bfloat16())
     assert q.grad.dtype == torch.float32
-    assert torch.equal(inside, kernel(*wide, causal=True))
+    assert torch.equal(inside, pytorch_kernel(*wide, causal=True))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (0, 0)])
@@ -219,7 +232,7 @@ def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_first_hides_the_keys_before_it(kernel, batch, dtype, random_inputs):
+def test_first_hides_the_keys_before_it(pytorch_kernel, batch, dtype, random_inputs):
     """Windows, and documents that differ between rows; some begin inside a tile, some hide whole tiles."""
     q, k, v, dout = random_inputs(heads=2, kv_heads=1, queries=260, head_dim=4, dtype=dtype)
     place = torch.arange(260)
@@ -229,14 +242,16 @@ def test_first_hides_the_keys_before_it(kernel, batch, dtype, random_inputs):
     visible = (place >= first[..., None])[:, None] & (place <= place[:, None])
     exact = (x.double() for x in (q, k, v, dout))
     want = run_attention(lambda q, k, v: by_hand(q, k, v, visible), *exact)
-    got = run_attention(lambda q, k, v: kernel(q, k, v, causal=True, first=first.int()), q, k, v, dout)
+    got = run_attention(
+        lambda q, k, v: pytorch_kernel(q, k, v, causal=True, first=first.int()), q, k, v, dout
+    )
     # bfloat16 has 8 bits of mantissa; sums of at most ten products.
     close = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), theirs, **close)
     for wrong, causal in ((first, False), (first[:, 1:], True), (first[0], True)):
         with pytest.raises(ValueError, match="first"):
-            kernel(q, k, v, causal=causal, first=wrong)
+            pytorch_kernel(q, k, v, causal=causal, first=wrong)
 
 
 # The public function
@@ -262,22 +277,6 @@ def test_auto_takes_the_first_that_supports_the_call(monkeypatch, random_inputs)
     assert "FlashAttention" in attention(q, k, v).grad_fn.name()  # flash_triton needs CUDA
     mask = torch.ones(7, 7, dtype=torch.bool)
     assert torch.equal(attention(q, k, v, mask=mask), sdpa(q, k, v, causal=False, mask=mask))
-
-
-@pytest.mark.interpreter
-@pytest.mark.skipif(
-    "TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"
-)
-def test_flash_attention_in_triton_saves_the_same_log_sum_exp(random_inputs):
-    from lmkit.attention import FlashAttentionTriton
-
-    q, k, v, dout = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=33, keys=40))
-    outs = FlashAttentionTriton.apply(q, k, v, True)[0], FlashAttention.apply(q, k, v, True)
-    saved = [out.grad_fn.saved_tensors[-1] for out in outs]
-    assert saved[0].shape == saved[1].shape == (2, 4, 33)
-    gradients = [torch.autograd.grad(out, (q, k, v), dout) for out in outs]
-    for mine, theirs in [outs, saved, *zip(*gradients, strict=True)]:
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)  # float32, sums over 40 keys
 
 
 def test_a_kernel_without_masks_names_those_that_take_one(random_inputs):

@@ -1,8 +1,6 @@
 """The ablations of the attention bench compute attention, or say why not: values and gradients, in Triton's
 interpreter."""
 
-import os
-
 import pytest
 import torch
 from attention_oracle import draw_inputs, faults_of
@@ -12,14 +10,11 @@ from lmkit.attention import reference
 from lmkit.bench.attention_variants import build_variant
 from lmkit.errors import UsageError
 
-INTERPRETED = "TRITON_INTERPRET" in os.environ
-
 of_both = pytest.mark.parametrize("name", ["flash_triton:no_skip", "flash_triton:atomic"])
 
 
 @pytest.mark.full
 @pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s full)")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @of_both
 def test_ablations_equal_the_oracle(name, causal):
@@ -27,7 +22,6 @@ def test_ablations_equal_the_oracle(name, causal):
     assert faults_of(build_variant(name, "fp16"), reference, *inputs, causal=causal) == []
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter computes them on a CPU")
 @of_both
 def test_a_cpu_is_refused(name):
     q, k, v, _ = draw_inputs()
@@ -36,7 +30,6 @@ def test_a_cpu_is_refused(name):
 
 
 @pytest.mark.interpreter
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)")
 def test_atomic_refuses_a_head_dim_that_is_not_a_power_of_two():
     q, k, v, _ = draw_inputs(head_dim=80)
     with raises(UsageError, "attention.unsupported"):

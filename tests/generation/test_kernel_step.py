@@ -9,14 +9,12 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.kernels.decode.reference import Sampling
-from lmkit.kernels.versions import INTERPRETED
 
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decoder_checks")
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"),
     # The interpreter computes on masked lanes, too, and NumPy says so.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]

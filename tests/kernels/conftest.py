@@ -12,14 +12,6 @@ from attention_oracle import draw_inputs
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_collection_modifyitems(items):
-    """Kernels run here through Triton's interpreter, which has to be on before Triton is imported."""
-    skip = pytest.mark.skip(reason="needs TRITON_INTERPRET=1 (nox -s interpreter)")
-    for item in items:
-        if item.get_closest_marker("interpreter") and not INTERPRETED:
-            item.add_marker(skip)
-
-
 @pytest.fixture
 def random_inputs():
     return draw_inputs

@@ -1,5 +1,7 @@
 """The portable kernels, in Triton's interpreter, against the float64 oracle: values and gradients.
 
+tests/attention/test_attention.py has what every attention kernel must do.
+
 float32 and float16 only: the interpreter multiplies the raw bits of bfloat16. bfloat16 is tested on the GPU.
 """
 
@@ -12,6 +14,7 @@ from raising import raises
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from lmkit.attention import FlashAttention, FlashAttentionTriton
 from lmkit.attention.flash_triton import flash_triton, implementation_for
 from lmkit.attention.reference import reference
 from lmkit.attention.run import run_attention
@@ -21,9 +24,6 @@ from lmkit.kernels.flash.forward import flash_forward
 from lmkit.kernels.flash.tuning import Tiling
 
 pytestmark = pytest.mark.interpreter
-
-# (queries, keys): one row, around the tile size of 32, both ways rectangular.
-LENGTHS = [(1, 1), (31, 31), (32, 32), (65, 65), (65, 20), (20, 65), (1, 40), (40, 1)]
 
 
 class Attention(torch.autograd.Function):
@@ -56,13 +56,6 @@ def with_tiling(rows, columns, **options):
         return Attention.apply(q, k, v, causal, scale, tiling, first)
 
     return attention
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_fault_82_any_lengths_equal_the_oracle(queries, keys, causal, random_inputs):
-    inputs = random_inputs(queries=queries, keys=keys)
-    assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
 
 
 def firsts(queries):
@@ -143,26 +136,20 @@ def test_tensor_descriptors(head_dim, causal, random_inputs):
     assert faults_of(attention, reference, *inputs, causal=causal) == []
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_float16_stays_within_the_budget(causal, random_inputs):
-    inputs = random_inputs(queries=65, head_dim=64, dtype=torch.float16)
-    assert faults_of(flash_triton, reference, *inputs, causal=causal) == []
+def test_views_of_one_projection_give_a_view_that_is_contiguous():
+    """As a model goes on with it: (batch, seq, heads, head_dim)."""
+    q, k, v = (part.transpose(1, 2) for part in torch.randn(2, 40, 3, 2, 32).unbind(2))
+    assert flash_triton(q, k, v, causal=True).transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_grouped_heads_share_their_keys(kv_heads, random_inputs):
-    inputs = random_inputs(batch=2, heads=4, kv_heads=kv_heads, queries=40, keys=33)
-    assert faults_of(flash_triton, reference, *inputs, causal=True) == []
-
-
-def test_fault_84_views_of_one_projection_are_read_where_they_lie():
-    projection = torch.randn(2, 40, 3, 2, 32, generator=torch.Generator().manual_seed(0))
-    q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
-    dout = torch.randn(2, 40, 2, 32, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
-    assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
-    out = flash_triton(q, k, v, causal=True)
-    # The model's next view, (batch, seq, heads * head_dim), is free.
-    assert out.transpose(1, 2).is_contiguous()
+def test_the_log_sum_exp_and_the_gradients_are_those_of_flash_torch(random_inputs):
+    q, k, v, dout = (x.requires_grad_() for x in random_inputs(heads=4, kv_heads=2, queries=33))
+    outs = FlashAttentionTriton.apply(q, k, v, True)[0], FlashAttention.apply(q, k, v, True)
+    saved = [out.grad_fn.saved_tensors[-1] for out in outs]
+    assert saved[0].shape == saved[1].shape == (1, 4, 33)
+    gradients = [torch.autograd.grad(out, (q, k, v), dout) for out in outs]
+    for mine, theirs in [outs, saved, *zip(*gradients, strict=True)]:
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)  # float32, sums over 33 keys
 
 
 def test_gradients_go_where_they_are_told(random_inputs):
@@ -184,32 +171,6 @@ def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
     q = q.repeat_interleave(2, dim=3)[..., ::2]  # innermost stride 2
     dout = dout[..., :1].expand_as(dout)  # innermost stride 0, as sum() makes it
     assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
-
-
-@pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
-def test_any_scale(scale, random_inputs):
-    inputs = random_inputs(queries=40)
-    assert faults_of(flash_triton, reference, *inputs, causal=True, scale=scale) == []
-
-
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 5}, {"queries": 5, "keys": 0}])
-def test_fault_84_nothing_in_gives_zeros_out(sizes, random_inputs):
-    """Also where a row that sees no key holds what is not finite."""
-    q, k, v, dout = random_inputs(**sizes)
-    if q.numel():
-        q[0, 0, 2] = dout[0, 1, 3] = torch.inf
-    for got, like in zip(run_attention(flash_triton, q, k, v, dout, causal=True), (q, q, k, v), strict=True):
-        assert got.shape == like.shape
-        assert not got.any()
-
-
-def test_nan_reaches_exactly_the_rows_that_see_it(random_inputs):
-    q, k, v, _ = random_inputs(queries=100)
-    k[0, 0, 50] = torch.nan
-    out = flash_triton(q, k, v, causal=True)
-    assert out[0, 0, 50:].isnan().all()
-    assert out[0, 0, :50].isfinite().all()
-    assert out[0, 1].isfinite().all()
 
 
 def test_autocast_casts_mixed_inputs(random_inputs):
