@@ -32,15 +32,6 @@ SCALED_BLOCK = 2048  # elements that a program of `scale_kernel` multiplies
 ROW_ALIGNMENT = 16  # elements; aligned rows are loaded in vectors, and multiplied faster
 
 
-def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute `linear_cross_entropy` by PyTorch operations, from all logits: the form to read."""
-    logits = hidden @ weight.t()  # (..., vocab_size)
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    counted = targets >= 0
-    losses = -log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return (losses * counted).sum() / counted.sum().clamp(min=1)
-
-
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk: int | None = None
 ) -> Tensor:

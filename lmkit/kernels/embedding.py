@@ -25,12 +25,6 @@ from lmkit.kernels.operators import as_rows, define
 ROWS, COLUMNS = 32, 256  # of a tile that a program of the sorted way adds up at a time
 
 
-def plain_embedding_gradient(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Compute the table's gradient by one PyTorch operation: the form to read."""
-    rows = grad.flatten(0, -2)  # (places, d_model)
-    return rows.new_zeros(vocab_size, rows.shape[1]).index_add(0, ids.flatten(), rows)
-
-
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model). Differentiable once in weight.
 

@@ -28,16 +28,6 @@ from lmkit.kernels.operators import as_rows, define
 SECOND = "torch.nn.functional.rms_norm has a second derivative"
 
 
-def plain_add_rms_norm(
-    x: Tensor, delta: Tensor | None, gain: Tensor, *, eps: float, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `add_rms_norm` by PyTorch operations: the form to read."""
-    total = x if delta is None else (x + delta).to(x.dtype)  # (..., d_model)
-    wide = total.to(torch.promote_types(total.dtype, torch.float32))
-    inverse_rms = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()  # (..., 1)
-    return total, (wide * inverse_rms * gain).to(dtype or x.dtype)
-
-
 def add_rms_norm(
     x: Tensor, delta: Tensor, gain: Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:

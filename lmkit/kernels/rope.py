@@ -20,17 +20,6 @@ from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
 from lmkit.kernels.operators import define
 
 
-def plain_rope(qkv: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool = False) -> Tensor:
-    """Compute `rope_` by PyTorch operations, into a new tensor: the form to read."""
-    heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
-    qk, v = heads[..., :-kv_heads, :], heads[..., -kv_heads:, :]
-    even, odd = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos_sin.unsqueeze(-3).unbind(-1)  # (..., seq, 1, head_dim / 2)
-    sin = -sin if inverse else sin
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((turned.to(v.dtype), v), dim=-2).flatten(-2)
-
-
 def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = False) -> Tensor:
     """Rotate q and k in place and return qkv. Differentiable in qkv.
 

@@ -24,12 +24,6 @@ BLOCK = 1024  # elements of the result a program
 WARPS = 4
 
 
-def plain_swiglu(joint: Tensor) -> Tensor:
-    """Compute `swiglu` by PyTorch operations: the form to read."""
-    gate, up = joint.chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
-
-
 def swiglu(joint: Tensor) -> Tensor:
     """Return silu(gate) * up: (..., 2 d_ff), gate before up, -> (..., d_ff). Differentiable once.
 

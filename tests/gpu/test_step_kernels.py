@@ -40,7 +40,7 @@ USUAL = {
     "wide norm": checks.normed(2, 512, 4096),
     "rope": checks.rotated(4, 512, 12, 12, 64),
     "rope of grouped heads": checks.rotated(2, 512, 32, 8, 128),
-    "swiglu": checks.Case(checks.swiglu.swiglu, checks.swiglu.plain_swiglu, [(2048, 2 * 2048)]),
+    "swiglu": checks.Case(checks.swiglu.swiglu, checks.PLAIN.swiglu, [(2048, 2 * 2048)]),
     "cross-entropy": checks.headed(2000, 768, 50257, chunk=512, masked=[5]),
     "embedding": checks.looked_up((8, 512), 768, 5000, False),
     "embedding, sorted": checks.looked_up((8, 512), 768, 5000, True),

@@ -12,9 +12,12 @@ import torch
 from attention_oracle import error_of
 from torch import Tensor
 
+from lmkit.attention import attention_function
 from lmkit.kernels.decode import attention, cache, products, reference, tiles
 from lmkit.kernels.decode.products import Matrix, Stream, to_fp8
 from lmkit.kernels.decode.reference import Rules, Sampling
+from lmkit.model.operations import PLAIN, rms_norm
+from lmkit.model.rope import apply_rope
 
 EPS = 1e-5
 
@@ -152,10 +155,10 @@ def plain_results(case: Product, dtype: torch.dtype, device: str, wide: torch.dt
     stream, gain, weight = inputs_of(case, dtype, device)
     stream, gain = stream.to(wide), gain.to(wide)
     weight = weight.values.to(wide) * weight.scales.to(wide)[:, None] if case.fp8 else weight.to(wide)
-    x = reference.plain_norm(stream, gain, eps=EPS) if case.norm else stream
+    x = rms_norm(stream, gain, EPS) if case.norm else stream
     y = torch.nn.functional.linear(x, weight)
     if case.then == "swiglu":
-        return {"out": reference.plain_swiglu(y)}
+        return {"out": PLAIN.swiglu(y)}
     if case.then == "logits":
         logits = reference.plain_rules(y, rules_of(case.rows, case.outputs, device, penalty=1.3))
         return {"out": logits}
@@ -264,11 +267,18 @@ def run_attend(case: Attend, dtype: torch.dtype, device: str, rows: slice = slic
 
 
 def plain_attend(case: Attend, dtype: torch.dtype, device: str, wide: torch.dtype) -> list[Tensor]:
-    qkv, keys, values, place, table = attend_inputs(case, dtype, device)
+    """The same by PyTorch operations in dtype `wide`, row by row."""
+    qkv, keys, values, _, table = attend_inputs(case, dtype, device)
     keys, values = keys.to(wide), values.to(wide)
-    at = reference.position_of(place, table, wide)
-    out = reference.plain_attend(qkv.to(wide), keys, values, at)
-    return [out, keys, values]
+    heads = qkv.to(wide).unflatten(-1, (-1, case.head_dim))  # (rows, heads + 2 kv_heads, head_dim)
+    outs = []
+    for row, at in enumerate(case.places):
+        turned = apply_rope(heads[row, None, None, : -case.kv_heads], table[at, None])[0, 0]
+        keys[row, :, at], values[row, :, at] = turned[case.heads :], heads[row, -case.kv_heads :]
+        q, seen = turned[None, : case.heads, None], slice(at + 1)  # (1, heads, 1, head_dim)
+        sdpa = attention_function("sdpa")
+        outs.append(sdpa(q, keys[row, None, :, seen], values[row, None, :, seen], causal=False).flatten())
+    return [torch.stack(outs), keys, values]
 
 
 def attend_faults(case: Attend, got: list[Tensor], dtype: torch.dtype, device: str) -> list[str]:

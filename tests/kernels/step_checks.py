@@ -1,8 +1,8 @@
 """What the fused kernels of a training step must do, on any device: run by Triton's interpreter on CPUs, and on GPUs.
 
-Every result and gradient is compared with the plain form in float64. It may be at most twice as wrong as the plain
-form in the same dtype, plus one rounding; attention_oracle.py says how errors are measured. Inputs are never zero:
-`check_faults_are_seen` makes sure that zeros and a mask that is off by one show.
+Every result and gradient is compared with the model's plain operations in float64. It may be at most twice as wrong
+as these are in the same dtype, plus one rounding; attention_oracle.py says how errors are measured. Inputs are never
+zero: `check_faults_are_seen` makes sure that zeros and a mask that is off by one show.
 """
 
 import itertools
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from lmkit.errors import UsageError
 from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
+from lmkit.model.loss import linear_cross_entropy
+from lmkit.model.operations import PLAIN
+from lmkit.model.rope import apply_rope
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
@@ -36,12 +39,16 @@ def tuned(*size: int, device: str = "cpu", seed: int = 0, dtype: torch.dtype = t
     return ((torch.rand(size, generator=generator) * 2 + 0.2) * signs).to(device, dtype)
 
 
+def plain_norm(x: Tensor, delta: Tensor, gain: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    return PLAIN.add_rms_norm(x, delta * 1, gain, eps)  # which may overwrite delta
+
+
 def normed(*shape: int, past: bool = True, eps: float = 1e-5) -> Case:
     """The sum and its norm; with past=False nothing else uses the sum."""
     part = slice(0 if past else 1, 2)
     return Case(
         lambda *inputs: norm.add_rms_norm(*inputs, eps=eps)[part],
-        lambda *inputs: norm.plain_add_rms_norm(*inputs, eps=eps)[part],
+        lambda *inputs: plain_norm(*inputs, eps=eps)[part],
         [shape, shape, shape[-1:]],
     )
 
@@ -54,9 +61,14 @@ def rotated(
         both = torch.stack((angles.cos(), angles.sin()), dim=-1)
         return (both if table > 1 else both[0]).to(x.device)
 
+    def plain(x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (-1, head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
+        turned = apply_rope(x[:, :, :-kv_heads], cos_sin(x))
+        return torch.cat((turned, x[:, :, -kv_heads:]), dim=2).flatten(2)
+
     return Case(
         lambda x: rope.rope_(x * 1, cos_sin(x), kv_heads, **options) * 1,
-        lambda x: rope.plain_rope(x, cos_sin(x), kv_heads) * 1,
+        plain,
         [(batch, seq, (heads + 2 * kv_heads) * head_dim)],
     )
 
@@ -74,7 +86,7 @@ def headed(tokens: int, width: int, vocab_size: int, chunk: int, masked: Sequenc
 
     return Case(
         lambda h, w: scaled(cross_entropy.linear_cross_entropy)(h, w, chunk=chunk),
-        scaled(cross_entropy.plain_linear_cross_entropy),
+        scaled(linear_cross_entropy),
         [(tokens, width), (vocab_size, width)],
     )
 
@@ -103,10 +115,10 @@ CASES = {
     "rope with a table for each row": rotated(3, 5, 2, 1, 16, table=3),
     "rope of pairs": rotated(1, 1, 1, 1, 2),
     "rope that reuses the gradient": rotated(2, 5, 3, 1, 8, reuse_grad=True),
-    "swiglu": Case(swiglu.swiglu, swiglu.plain_swiglu, [(3, 5, 2 * 11)]),
-    "swiglu in place": Case(lambda x: swiglu.swiglu(x * 1), swiglu.plain_swiglu, [(3, 5, 2 * 11)]),
-    "swiglu across blocks": Case(swiglu.swiglu, swiglu.plain_swiglu, [(5, 2 * 700)]),
-    "swiglu of one": Case(swiglu.swiglu, swiglu.plain_swiglu, [(7, 2)]),
+    "swiglu": Case(swiglu.swiglu, PLAIN.swiglu, [(3, 5, 2 * 11)]),
+    "swiglu in place": Case(lambda x: swiglu.swiglu(x * 1), PLAIN.swiglu, [(3, 5, 2 * 11)]),
+    "swiglu across blocks": Case(swiglu.swiglu, PLAIN.swiglu, [(5, 2 * 700)]),
+    "swiglu of one": Case(swiglu.swiglu, PLAIN.swiglu, [(7, 2)]),
     "cross-entropy": headed(19, 12, 37, chunk=8),
     "cross-entropy, masked": headed(19, 12, 64, chunk=32, masked=[0, 7, 12]),
     "cross-entropy over two blocks": headed(3, 4, 4096 + 5, chunk=2),
@@ -256,20 +268,18 @@ def check_only_the_sum_has_a_gradient(device: str) -> None:
 def check_norm_alone_and_other_dtypes(device: str) -> None:
     """Of x without delta; a float32 stream with float16 layers around it."""
     x, delta, gain = (tuned(*shape, device=device, seed=i) for i, shape in enumerate([(5, 8), (5, 8), (8,)]))
-    fused, plain = norm.rms_norm, lambda x, gain: norm.plain_add_rms_norm(x, None, gain, eps=1e-5)[1]
+    fused, plain = norm.rms_norm, lambda x, gain: PLAIN.add_rms_norm(x, None, gain, 1e-5)[1]
     assert faults_of(fused, plain, [x, gain], [delta]) == []
 
-    narrow = {"dtype": torch.float16, "eps": 1e-5}
+    def narrow(x: Tensor, delta: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x, delta, gain, dtype=torch.float16)
 
-    def run_mixed(function: Function) -> list[Tensor]:
-        def mixed(x: Tensor, delta: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
-            assert delta.dtype == torch.float16
-            return function(x, delta, gain, **narrow)
+    def plain_narrow(x: Tensor, delta: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        total, normed = plain_norm(x, delta, gain)
+        return total, normed.half()
 
-        return run(mixed, [x, delta.half(), gain], [delta, x])
-
-    mine, theirs = run_mixed(norm.add_rms_norm), run_mixed(norm.plain_add_rms_norm)
-    for got, other in zip(mine, theirs, strict=True):
+    mixed = [x, delta.half(), gain], [delta, x]
+    for got, other in zip(run(narrow, *mixed), run(plain_narrow, *mixed), strict=True):
         assert got.dtype == other.dtype
         torch.testing.assert_close(got, other, rtol=2e-3, atol=2e-3)  # two roundings to float16
 
@@ -351,7 +361,7 @@ def check_cross_entropy_scales_float16_late(device: str) -> None:
     h, w = tuned(256, 4, device=device).half() / 64, tuned(4096, 4, device=device, seed=1).half() / 64
     ids, scale = targets_of(h, 4096), 2.0**14
     exact = run(
-        lambda h, w: cross_entropy.plain_linear_cross_entropy(h, w, ids),
+        lambda h, w: linear_cross_entropy(h, w, ids),
         [h.double(), w.double()],
         [torch.ones((), device=device)],
     )[1:]

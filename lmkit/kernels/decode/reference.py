@@ -1,6 +1,6 @@
-"""The decode step by PyTorch operations: the form to read, and the form for CPUs. Needs no Triton.
+"""How a decode step samples tokens, by PyTorch operations: the form to read, and the form for CPUs. Needs no Triton.
 
-It defines what the kernels share with it: the state of the rows, and how tokens are sampled.
+It defines what the kernels share with it: the state of the rows, the rules and the settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 Kind = Literal["greedy", "all", "set", "nested"]
 
@@ -95,76 +94,6 @@ class Rules(NamedTuple):
     seen: Tensor
     settings: Tensor
     penalizes: bool
-
-
-def plain_norm(x: Tensor, gain: Tensor, *, eps: float) -> Tensor:
-    """RMSNorm, x / sqrt(mean(x^2) + eps) * gain, of each row of x (Zhang and Sennrich 2019, eq. 4)."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return (x * (norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()) * gain).to(x.dtype)
-
-
-def plain_swiglu(joint: Tensor) -> Tensor:
-    """silu(gate) * up of the joined projection, (rows, 2 d_ff) -> (rows, d_ff)."""
-    gate, up = joint.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-class Position(NamedTuple):
-    """Positions of the rows in a step, the same for all layers.
-
-    Attributes:
-        place: (rows) int64, the position of each row's token.
-        longest: how many keys the longest row sees.
-        hidden: (rows, 1, 1, longest), -inf at keys that a row must not see, else 0; None if rows have one length.
-        cos_sin: (rows, 1, head_dim / 2) complex, cos + i sin of the rotation angles.
-    """
-
-    place: Tensor
-    longest: int
-    hidden: Tensor | None
-    cos_sin: Tensor
-
-
-def position_of(place: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> Position:
-    """Return the position for a step.
-
-    Args:
-        cos_sin: (capacity, head_dim / 2, 2), cos and sin of every position.
-        dtype: of queries and keys.
-    """
-    longest = int(place.max()) + 1
-    turn = torch.view_as_complex(cos_sin[place].to(torch.promote_types(dtype, torch.float32)))
-    if len(place) == 1:
-        return Position(place, longest, None, turn[:, None])
-    beyond = torch.arange(longest, device=place.device) > place[:, None]
-    hidden = torch.zeros(beyond.shape, device=place.device, dtype=dtype).masked_fill_(beyond, -math.inf)
-    return Position(place, longest, hidden[:, None, None], turn[:, None])
-
-
-def plain_attend(qkv: Tensor, keys: Tensor, values: Tensor, at: Position) -> Tensor:
-    """Rotate q and k, store k and v, attend to all keys up to the row's place.
-
-    Args:
-        qkv: (rows, (heads + 2 kv_heads) * head_dim), not yet rotated.
-        keys, values: (rows, kv_heads, capacity, head_dim), the cache.
-
-    Returns:
-        (rows, heads * head_dim)
-    """
-    rows, kv_heads, _, head_dim = keys.shape
-    heads = qkv.unflatten(-1, (-1, head_dim))  # (rows, heads + 2 kv_heads, head_dim)
-    pairs = heads[:, :-kv_heads].to(at.cos_sin.dtype.to_real()).unflatten(-1, (-1, 2))
-    # A rotation of the plane is a complex product.
-    turned = torch.view_as_real(torch.view_as_complex(pairs) * at.cos_sin).flatten(-2).to(keys.dtype)
-    row = torch.arange(rows, device=keys.device)
-    keys[row, :, at.place] = turned[:, -kv_heads:]
-    values[row, :, at.place] = heads[:, -kv_heads:].to(values.dtype)
-    q = turned[:, :-kv_heads, None]  # (rows, heads, 1, head_dim)
-    keys, values = keys[:, :, : at.longest], values[:, :, : at.longest]
-    grouped = q.shape[1] != kv_heads
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=at.hidden, enable_gqa=grouped)
-    return out.flatten(1).to(qkv.dtype)
 
 
 def plain_rules(logits: Tensor, rules: Rules) -> Tensor:

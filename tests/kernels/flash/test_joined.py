@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from lmkit.attention.flash_triton import flash_triton
 from lmkit.attention.joined import flash_triton_joined, heads_of
 from lmkit.errors import UsageError
-from lmkit.kernels.rope import plain_rope, rope_
+from lmkit.kernels.rope import rope_
+from lmkit.model.operations import PLAIN
 
 pytestmark = pytest.mark.interpreter
 
@@ -41,7 +42,8 @@ def test_rope_and_attention_reuse_one_array():
     table = torch.rand(20, 8, 2)
     turned = rope_(qkv * 1, table, 2, reuse_grad=True)
     out = flash_triton_joined(turned, kv_heads=2, head_dim=16)
-    plain = flash_triton_joined(plain_rope(qkv, table, 2), kv_heads=2, head_dim=16)
+    apart = PLAIN.rotated(qkv, table, 2, joined=False)
+    plain = flash_triton(*apart, causal=True).transpose(1, 2).flatten(2)
     torch.testing.assert_close(out, plain)
     for mine, other in zip(*(torch.autograd.grad(x, qkv, dout) for x in (out, plain)), strict=True):
         torch.testing.assert_close(mine, other)
