@@ -9,13 +9,14 @@ Triton's profiler do not see these calls.
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from lmkit.kernels.versions import (
     INSTALLED_MINOR,
@@ -28,6 +29,9 @@ from lmkit.kernels.versions import (
 
 PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
 """Whether launches can be prepared here. If not, Triton launches the portable kernels itself."""
+
+RESET_RELEASES = "2.14"
+"""The first torch in which `CUDAGraph.reset` releases the memory of a recording that was not ended."""
 
 Start = Callable[..., None]
 """Launches a kernel on the pointers that it is called with."""
@@ -85,20 +89,43 @@ def prepare_launch(
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) -> Iterator[None]:
     """Record the launches of the block as a CUDA graph, with the options of `torch.cuda.graph`.
 
     The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. Where
-    PyTorch cannot end a recording, it stays on the stream of the graph; here the stream is again what it was.
+    PyTorch cannot end a recording, it stays on the stream of the graph, and its allocator in the recording; here the
+    stream is again what it was, and so is the allocator.
     """
-    collects = gc.isenabled()
+    collects, began = gc.isenabled(), False
     gc.disable()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     try:
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, **options):
+        stays = torch.cuda.stream(torch.cuda.current_stream())
+        with stays, torch.cuda.graph(graph, pool=pool, **options):
+            began = True
             yield
+    except BaseException:
+        if began:
+            _leave_pool(graph, pool)
+        raise
     finally:
         if collects:
             gc.enable()
+
+
+def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End what the allocator does for a recording, if PyTorch could not end the recording.
+
+    Otherwise `empty_cache` would fail from then on, and memory that several streams used would never be free again.
+    """
+    try:
+        graph.pool()
+    except RuntimeError:  # it has none: the recording was not ended
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # newer releases of torch have left it
+            torch._C._cuda_endAllocateToPool(device, pool)
+        if TorchVersion(torch.__version__) < RESET_RELEASES:
+            torch._C._cuda_releasePool(device, pool)
 
 
 class LaunchCache:

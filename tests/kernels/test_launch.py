@@ -190,7 +190,29 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
     assert not flash_forward.forward_calls.prepared
 
 
-def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_before(monkeypatch):
+class StandInGraph:
+    """A CUDA graph. `ended`: whether PyTorch could end its recording, so that `reset` releases its pool."""
+
+    def __init__(self, *, ended):
+        self.ended = ended
+
+    def pool(self):
+        if not self.ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """What the allocator was told to end and to release."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool of one")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(("end", *which)))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: told.append(("release", *which)))
+    return told
+
+
+def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_before(monkeypatch, allocator):
     current = ["before"]
 
     @contextmanager
@@ -202,7 +224,7 @@ def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_befo
             current[0] = before
 
     @contextmanager
-    def capture(graph):
+    def capture(graph, *, pool):
         current[0] = "of the graph"
         yield
         raise RuntimeError(
@@ -212,37 +234,67 @@ def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_befo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    with pytest.raises(RuntimeError), recording("graph"):
+    with pytest.raises(RuntimeError), recording(StandInGraph(ended=False)):
         pass
     assert current == ["before"]
 
 
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.0"])
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("given", [{}, {"pool": "pool of several"}])
+def test_fault_162_the_allocator_leaves_a_recording_that_cannot_be_ended(
+    given, ended, version, monkeypatch, allocator
+):
+    """PyTorch 2.11 stays in it: from then on `empty_cache` raised, and memory of several streams was never free."""
+
+    @contextmanager
+    def capture(graph, *, pool):
+        yield
+
+    def end(*which):
+        if not version.startswith("2.11"):
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        allocator.append(("end", *which))
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with pytest.raises(RuntimeError, match="by the step"), recording(StandInGraph(ended=ended), **given):
+        raise RuntimeError("by the step")
+    pool = given.get("pool", "pool of one")
+    told = {"2.11": [("end", 0, pool), ("release", 0, pool)], "2.13": [("release", 0, pool)], "2.14": []}
+    assert allocator == ([] if ended else told[version[:4]])
+
+
 @pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_during_a_recording(monkeypatch, collects):
+def test_no_garbage_is_collected_during_a_recording(monkeypatch, allocator, collects):
     """Whatever happens in it, the collector is afterwards as before."""
     seen = []
 
     @contextmanager
     def capture(graph, **options):
-        seen.append((graph, options, gc.isenabled()))
+        seen.append((options, gc.isenabled()))
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    graph = StandInGraph(ended=True)
     (gc.enable if collects else gc.disable)()
     try:
-        with recording("graph", pool="pool"):
+        with recording(graph, pool="pool"):
             assert not gc.isenabled()
         assert gc.isenabled() == collects
-        with pytest.raises(RuntimeError), recording("graph", capture_error_mode="thread_local"):
+        with pytest.raises(RuntimeError), recording(graph, capture_error_mode="thread_local"):
             raise RuntimeError
         assert gc.isenabled() == collects
     finally:
         gc.enable()
     assert seen == [
-        ("graph", {"pool": "pool"}, False),
-        ("graph", {"capture_error_mode": "thread_local"}, False),
+        ({"pool": "pool"}, False),
+        ({"pool": "pool of one", "capture_error_mode": "thread_local"}, False),
     ]
+    assert not allocator
 
 
 def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):
