@@ -54,28 +54,29 @@ def _dtype_of_products(matrices: Tensor) -> torch.dtype:
     return matrices.dtype
 
 
-def _dtype_of_directions(shard: MatrixShard, device: torch.device) -> torch.dtype:
+def _dtype_of_directions(part: Tensor) -> torch.dtype:
     """Return the dtype in which ranks exchange directions: on GPUs the dtype of the products."""
-    if device.type == "cuda" and has_bf16(device):
+    if part.is_cuda and has_bf16(part.device):
         return torch.bfloat16
-    return torch.promote_types(torch.float32, _dtype(shard))
+    return torch.promote_types(torch.float32, part.dtype)
 
 
 class MatrixShard(NamedTuple):
     """This rank's elements of linear maps. The maps lie in a flat tensor that is cut into one part per rank.
 
     Attributes:
+        part: this rank's part, flat; on some ranks it may be padding alone.
         pieces: parameters of the optimizer (flat), each with its place in this rank's part.
         maps: start in the flat tensor, rows and columns of every linear map, also of those on other ranks.
-        begin, size: of this rank's part.
-        gather: (size,) -> (ranks * size,), the parts of all ranks. Collective.
+        begin: of this rank's part.
+        gather: (n,), like `part` -> (ranks * n,), the parts of all ranks. Collective.
         has_gradient: whether this step updates the maps; equal on all ranks.
     """
 
+    part: Tensor
     pieces: list[tuple[Tensor, slice]]
     maps: list[tuple[int, int, int]]
     begin: int
-    size: int
     gather: Callable[[Tensor], Tensor]
     has_gradient: Callable[[], bool]
 
@@ -206,14 +207,13 @@ class Muon(AdamW):
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, slice, slice, dict[str, Any]]]] = {}
         for shard in shards:
-            device = self.param_groups[0]["params"][0].device
-            kind = _dtype_of_directions(shard, device)
-            direction = torch.zeros(shard.size, dtype=kind, device=device)
+            kind = _dtype_of_directions(shard.part)
+            direction = torch.zeros_like(shard.part, dtype=kind)
             updated = [(param, where) for param, where in shard.pieces if param.grad is not None]
             for param, where in updated:
                 exact, mean = self._momentum(param)
                 gradient = self._gradient(param, exact)
-                mean.lerp_(gradient, self._rates(0.0, device)[0])
+                mean.lerp_(gradient, self._rates(0.0, gradient.device)[0])
                 direction[where] = gradient.lerp(mean, self.momentum).to(kind)
             whole = shard.gather(direction)
             for start, rows, columns in shard.maps:
@@ -264,10 +264,6 @@ def _matrices(group: dict[str, Any]) -> list[tuple[Tensor, Sequence[int]]]:
 
 def _elements_of(shard: MatrixShard) -> int:
     return sum(rows * columns for _, rows, columns in shard.maps)
-
-
-def _dtype(shard: MatrixShard) -> torch.dtype:
-    return shard.pieces[0][0].dtype if shard.pieces else torch.float32
 
 
 def _move(

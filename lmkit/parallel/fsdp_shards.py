@@ -122,6 +122,7 @@ class FlatParameters:
         """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
         held = [(index, p) for index, p in enumerate(self.parameters) if p in parts]
         return MatrixShard(
+            self.shard,
             [(self.slices[p], self.own_part(index)[0]) for index, p in held if p in self.slices],
             [
                 linear_map
@@ -129,7 +130,6 @@ class FlatParameters:
                 for linear_map in maps_of(parts[p], p.shape[1], self._offsets[index])
             ],
             self._ranks.rank * self.shard_size,
-            self.shard_size,
             self.gather_state,
             lambda: self.gradient is not None,
         )

@@ -235,6 +235,7 @@ class ShardedBucket:
         """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
         starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
         return MatrixShard(
+            self.master,
             [(self.master, slice(0, self.layout.shard_size))],
             [
                 linear_map
@@ -242,7 +243,6 @@ class ShardedBucket:
                 for linear_map in maps_of(parts[parameter], parameter.shape[1], start)
             ],
             self._ranks.rank * self.layout.shard_size,
-            self.layout.shard_size,
             self._gather_part,
             lambda: self.master.grad is not None,
         )

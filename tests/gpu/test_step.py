@@ -254,6 +254,14 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
     assert step.graph.note.startswith("CUDA graph: off")
     assert [step.optimizer.state[p]["step"].item() for p in step.model.parameters()][:2] == [6, 6]
     torch.randn(3, device="cuda")  # the generator is usable again
+    torch.cuda.empty_cache()  # fails while the allocator is in a recording, which keeps what two streams used
+    used = torch.empty(1 << 20, device="cuda")
+    used.record_stream(torch.cuda.Stream())
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    del used
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] < before
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

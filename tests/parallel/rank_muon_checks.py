@@ -15,21 +15,28 @@ from lmkit.training.setup import build_step
 CONFIG = ModelConfig(
     vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=3, num_heads=2, mlp="relu2"
 )
+# With two ranks, the second has no element of a block.
+NARROW = CONFIG.model_copy(update={"d_model": 2, "d_ff": 4, "num_heads": 1})
 TABLE = OptimizerConfig(name="muon", lr=3e-3, cautious_decay=True)
 
 
-@check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"))
+@check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"), narrow=(False,))
+@check(strategy=("zero1", "fsdp"), weights=("fp32",), narrow=(True,))
 # In bf16, in which GPUs compute, a gradient's last bit of float32 may move a direction by 2^-8.
 @patch("lmkit.optim.muon._dtype_of_products", lambda matrices: matrices.dtype)
-@patch("lmkit.optim.muon._dtype_of_directions", lambda shard, device: torch.float32)
-def check_muon_of_shards_is_muon_of_whole_matrices(ranks: Ranks, strategy: str, weights: str) -> None:
+@patch("lmkit.optim.muon._dtype_of_directions", lambda part: torch.float32)
+def check_muon_of_shards_is_muon_of_whole_matrices(
+    ranks: Ranks, strategy: str, weights: str, narrow: bool
+) -> None:
     """The losses of six steps are those of one rank with the joined batch."""
     parallel = ParallelConfig(strategy=strategy, weights=weights, bucket_mb=0.02)
     precision = "fp32" if weights == "fp32" else "bf16"
     losses = []
     for place, table in ((Ranks(device=ranks.device), ParallelConfig(strategy="none")), (ranks, parallel)):
         torch.manual_seed(0)
-        step = build_step(CONFIG, place, optimizer=TABLE, parallel=table, precision=precision)
+        step = build_step(
+            NARROW if narrow else CONFIG, place, optimizer=TABLE, parallel=table, precision=precision
+        )
         torch.manual_seed(1)
         ids = torch.randint(50, (1, 4, 17))
         told = []
@@ -45,4 +52,4 @@ def check_muon_of_shards_is_muon_of_whole_matrices(ranks: Ranks, strategy: str, 
     # singular values; bf16 weights are rounded to 2^-8, and gradients of half a batch each.
     exact = 2e-6 if ranks.device.type == "cpu" else 2e-5
     assert losses[1] == pytest.approx(losses[0], rel=exact if weights == "fp32" else 3e-3)
-    assert losses[0][-1] < losses[0][0] - 0.02  # the matrices have moved
+    assert losses[0][-1] < losses[0][0] - (0 if narrow else 0.02)  # the matrices have moved
