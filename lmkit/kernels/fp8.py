@@ -1,8 +1,9 @@
 """Cast 16-bit matrices to fp8 (e4m3) with a scale for each row, and transposed: the factors of fp8 products.
 
-A row's scale is its largest magnitude / 448, the largest number of e4m3; what is stored is x / scale, rounded to the
-nearest. One program sees a whole row, so it reads it once. Four numbers are converted and packed into a word by
-inline PTX: ptxas 12.8 reads bytes of Triton's own fp8 casts from registers that nobody wrote (Triton 3.6).
+A row's scale is its largest magnitude / 448, the largest number of e4m3, but at least 2^-126; what is stored is
+x / scale, rounded to the nearest. One program sees a whole row, so it reads it once. Four numbers are converted and
+packed into a word by inline PTX: ptxas 12.8 reads bytes of Triton's own fp8 casts from registers that nobody wrote
+(Triton 3.6).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lmkit.kernels.operators import as_rows
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # the inverse of a smaller one may be infinite
 TILE_ROWS, TILE_COLUMNS = 128, 64  # of a matrix that is transposed
 
 
@@ -25,8 +27,7 @@ def plain_cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(1, keepdim=True)
     # By a number, PyTorch would multiply by its inverse.
-    scale = largest / torch.full_like(largest, LARGEST.value)
-    scale = torch.where(scale == 0, 1.0, scale)
+    scale = (largest / torch.full_like(largest, LARGEST.value)).clamp(min=SMALLEST_SCALE.value)
     return (wide * (1.0 / scale)).clamp(-LARGEST.value, LARGEST.value).to(E4M3), scale
 
 
@@ -110,8 +111,8 @@ def pack(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scale_of_rows(largest):
-    """Return the scales of rows with these largest magnitudes; 1 for zeros."""
-    return tl.where(largest == 0, 1.0, tl.div_rn(largest, LARGEST))
+    """Return the scales of rows with these largest magnitudes."""
+    return tl.maximum(tl.div_rn(largest, LARGEST), SMALLEST_SCALE)
 
 
 @triton.jit
