@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from lmkit.kernels.flash.reference import attention_forward
+from lmkit.attention.flash_torch import forward as tiled_forward
+from lmkit.attention.reference import reference as plain_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,13 +51,12 @@ def poison():
 
 
 def reference(q, k, v, causal, scale):
-    return attention_forward(q.double(), k.double(), v.double(), causal, scale)
+    return plain_attention(q.double(), k.double(), v.double(), causal=causal, scale=scale)
 
 
 def reference_gradients(dout, q, k, v, causal, scale):
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    out, _ = reference(*leaves, causal, scale)
-    return torch.autograd.grad(out, leaves, dout.double())
+    return torch.autograd.grad(reference(*leaves, causal, scale), leaves, dout.double())
 
 
 def error(result, expected):
@@ -73,7 +73,7 @@ def check(hopper, q, k, v, dout, *, causal, scale, ways=(False, True)):
     """Forward, and backward in both ways (deterministic or not), on poisoned memory; returns out."""
     poison()
     out, lse = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)[0]) < BUDGET
+    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
     expected = reference_gradients(dout, q, k, v, causal, scale)
     for deterministic in ways:
         poison()
@@ -92,7 +92,7 @@ def test_forward(hopper, queries, keys, head_dim, causal, dtype):
     assert hopper.unsupported_reason(q, k, v) is None
     poison()
     out, lse = hopper.forward(q, k, v, causal=causal, scale=head_dim**-0.5)
-    expected, expected_lse = reference(q, k, v, causal, head_dim**-0.5)
+    expected, expected_lse = tiled_forward(q.double(), k.double(), v.double(), causal, head_dim**-0.5)
     assert error(out, expected) < BUDGET
     assert (lse.double() - expected_lse).abs().max() < 1e-4  # float32 sums of 2^(fused products)
 
@@ -177,7 +177,7 @@ def test_columns_beyond_the_head_are_not_touched(hopper, written_beyond, head_di
     columns, scale = 256, head_dim**-0.5
     q, k, v, dout = (inside_nan(draw(2, heads, 384, head_dim), columns) for heads in (4, 2, 2, 4))
     out, lse = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)[0]) < BUDGET
+    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
     results = hopper.backward(
         dout, q, k, v, inside_nan(out, columns), lse, causal=causal, scale=scale, deterministic=deterministic
     )
@@ -242,7 +242,7 @@ def test_forward_on_hard_values(hopper, length, name, head_dim, causal):
     q, k, v = (draw(1, 4, length, head_dim) for _ in range(3))
     adversary(name, q, k, v, scale)
     out, _ = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)[0]) < BUDGET
+    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -293,7 +293,7 @@ def test_tiles_that_ctas_draw(hopper, length, heads, key_heads, head_dim, kind):
     wrong = []
     for batch in range(2):  # float64 scores of one text
         own = [x[batch : batch + 1].double().requires_grad_() for x in (q, k, v)]
-        exact, _ = attention_forward(*own, True, options["scale"], options["first"][batch : batch + 1])
+        exact = plain_attention(*own, **options | {"first": options["first"][batch : batch + 1]})
         expected = torch.autograd.grad(exact, own, dout[batch : batch + 1].double())
         wrong.append([exact.detach(), *expected])
     exact, *expected = map(torch.cat, zip(*wrong, strict=True))
@@ -351,7 +351,7 @@ def test_more_than_2_to_31_elements(hopper):
     out, lse = hopper.forward(q, k, v, causal=True, scale=0.125)
     gradients = hopper.backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=False)
     last = [tensor[-1:, -2:] for tensor in (dout, q, k, v)]
-    assert error(out[-1:, -2:], reference(*last[1:], True, 0.125)[0]) < BUDGET
+    assert error(out[-1:, -2:], reference(*last[1:], True, 0.125)) < BUDGET
     expected = reference_gradients(*last, True, 0.125)
     assert max(error(g[-1:, -2:], e) for g, e in zip(gradients, expected, strict=True)) < BUDGET
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.attention.reference import reference
 from lmkit.attention.run import NAMES, AttentionFunction, run_attention
-from lmkit.kernels.flash.reference import attention_backward, attention_forward
 
 
 class Error(NamedTuple):
@@ -53,23 +53,22 @@ def exact_attention(
     scale: float | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """(out,) or (out, dq, dk, dv) in float64, one head at a time."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    """(out,) or (out, dq, dk, dv) of the kernel `reference` in float64, one head at a time."""
     group = q.shape[1] // max(k.shape[1], 1)
     exact = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
     for b in range(q.shape[0]):
         hides = first if first is None or len(first) == 1 else first[b : b + 1]
         for h in range(q.shape[1]):
-            own, shared = (
-                (slice(b, b + 1), slice(h, h + 1)),
-                (slice(b, b + 1), slice(h // group, h // group + 1)),
+            own = (slice(b, b + 1), slice(h, h + 1))
+            shared = (slice(b, b + 1), slice(h // group, h // group + 1))
+            places = (own, own, shared, shared)  # of out, dq, dk, dv
+            inputs = (
+                None if x is None else x[place].double()
+                for x, place in zip((q, k, v, dout), (own, shared, shared, own), strict=True)
             )
-            head = q[own].double(), k[shared].double(), v[shared].double()
-            exact[0][own] = attention_forward(*head, causal, scale, hides)[0]
-            if dout is not None:
-                gradients = attention_backward(dout[own].double(), *head, causal, scale, hides)
-                for total, place, gradient in zip(exact[1:], (own, shared, shared), gradients, strict=True):
-                    total[place] += gradient
+            results = run_attention(reference, *inputs, causal=causal, scale=scale, first=hides)
+            for total, place, result in zip(exact, places, results, strict=False):
+                total[place] += result
     return tuple(exact if dout is not None else exact[:1])
 
 

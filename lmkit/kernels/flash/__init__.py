@@ -2,5 +2,5 @@
 
 * `forward.flash_forward` and `backward.flash_backward` launch the kernels;
 * `backward` runs `backward_dq`, then `backward_dkdv`;
-* `tiles` has what the kernels share, `tuning` the choice of tile sizes, `reference` the plain formulas.
+* `tiles` has what the kernels share, `tuning` the choice of tile sizes.
 """

@@ -13,8 +13,6 @@ Fast: CTAs that own different keys add their shares of dQ to a float32 sum in th
 vary. `prepare_kernel` runs before (delta, lse in log2 units, zeros for the sum), `finish_kernel` after (rounds the
 sum to 16 bits). Deterministic: `backward_dq` computes dQ by itself, and delta for the kernel of dK and dV, which
 runs next.
-
-Tests compare with `lmkit.kernels.flash.reference.attention_backward`.
 """
 
 import functools

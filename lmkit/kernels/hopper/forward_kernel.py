@@ -44,8 +44,6 @@ the producer's; the producer keeps 24.
 | D = 64, short (`HEAD_DIM_64_SHORT`) | 2 x 64 x 128, 4 stages | 168, 240 | 160 KiB | 0 |
 | D = 128 | 2 x 64 x 128, 2 stages | 168, 240 | 192 KiB | 0 |
 | D = 256 | 2 x 64 x 64, 2 stages, O through Q's tiles | 168, 240 | 192 KiB | 0 |
-
-Tests compare with `lmkit.kernels.flash.reference.attention_forward`.
 """
 
 from triton.experimental import gluon
