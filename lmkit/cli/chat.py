@@ -1,4 +1,4 @@
-"""`lmkit chat`: write with a trained model, line by line."""
+"""`lmkit chat`: talk with a trained model, line by line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chat(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> Result | None:
-    """Write with a trained model, line by line.
+    """Talk with a trained model, line by line.
 
     A model that was trained on conversations answers, by the chat_template.json beside its tokenizer. Any other model
     continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten where the

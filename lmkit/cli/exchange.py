@@ -42,7 +42,7 @@ def import_(
         option("Template of `lmkit chat`; default: the folder's, if lmkit wrote it."),
     ] = None,
 ) -> Any:
-    """Make a run of a Hugging Face folder, to write with, evaluate and train.
+    """Make a run of a Hugging Face folder, to generate with, evaluate and train.
 
     Reads safetensors files and a byte-level tokenizer.json, and never a pickle.
     """

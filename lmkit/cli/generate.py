@@ -67,9 +67,9 @@ def generate(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write text with a trained model.
+    """Generate text with a trained model.
 
-    Text i draws with seed + i. The run's [generate] table holds the defaults of the options. Several texts are
+    Text i is sampled with seed + i. The run's [generate] table holds the defaults of the options. Several texts are
     separated by a line of three dashes, which a model may write, too; with --json they are a list. Ctrl-C prints what
     there is.
     """

@@ -80,9 +80,9 @@ def report(
     beside: Annotated[list[Path] | None, option("With --html: another run on the same page.")] = None,
     force: ForceOption = False,
 ) -> Any:
-    """Write documents about measured results, or a page about a run.
+    """Write reports on measured results, or a page about a run.
 
-    A document each about attention, data parallelism, optimizer sharding and profiling, if there are results. With
+    Attention, data parallelism, optimizer sharding and profiling have a document each, if there are results. With
     --html: one page about a run, with its curves, texts, recipe and environment.
     """
     if (beside and not html) or (html and (folder is None or check)):

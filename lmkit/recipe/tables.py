@@ -296,13 +296,13 @@ class GenerateConfig(Table):
     logprobs: bool = False
     """Keep the natural logarithm of each token's probability, at temperature 1."""
     batch_size: Annotated[int, Field(gt=0, le=65_536)] = 16
-    """Texts written at once. On a GPU, 1 is fastest for a single text, 256 for thousands."""
+    """Texts generated at once. On a GPU, 1 is fastest for a single text, 256 for thousands."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of weights and KV cache; `auto`: bf16 on GPUs, fp32 on CPUs."""
     weights: Literal["same", "fp8"] = "same"
-    """What a step reads the matrices as: `same`, as `precision` says; `fp8` (e4m3), rounded when the model is loaded,
-    with a scale for each row: faster for large models on a GPU (from sm_89 on), with at most 16 texts at once.
-    Prompts are read with the weights of `precision`, which stay in memory."""
+    """Dtype of the matrices in decode steps: `same`, that of `precision`; `fp8` (e4m3), rounded when the model is
+    loaded, with a scale for each row: faster for large models on a GPU (from sm_89 on), with at most 16 texts at
+    once. Prompts are read with the weights of `precision`, which stay in memory."""
     seed: Count = 0
     """Seed of the sampling."""
     stop_at_end: bool = True
