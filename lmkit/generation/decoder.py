@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
 from lmkit.generation.single_row_step import SingleRowStep
@@ -89,8 +89,8 @@ class Decoder:
         keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
 
     Raises:
-        LmkitError: the rows do not fit into the device's free memory, or `weights` is not for this device or model,
-            or so many rows; nothing was allocated.
+        LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
+        UsageError: `weights` is not for this device or model, or so many rows.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ def check_fp8(config: ModelConfig, device: torch.device, rows: int, *, runs_kern
         hint = f"set generate.batch_size to at most {MOST_ROWS}, or {same}"
     else:
         return
-    raise LmkitError("generate.weights", f"generate.weights: {why}", hint=hint)
+    raise UsageError("generate.weights", f"generate.weights: {why}", hint=hint)
 
 
 def check_fp8_of(recipe: Recipe, device: torch.device) -> None:

@@ -92,9 +92,9 @@ def generate(
         kernels: see `Decoder`.
 
     Raises:
-        UsageError: a prompt is empty and the tokenizer has no end-of-text.
-        LmkitError: the logits are not finite, memory does not suffice for `options.batch_size` texts, or
-            `options.weights` is not for this device or model, or so many texts.
+        UsageError: a prompt is empty and the tokenizer has no end-of-text, or `options.weights` is not for this
+            device or model, or so many texts.
+        LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
         Interrupted: in place of KeyboardInterrupt, with the texts so far.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -309,7 +309,7 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                     decoder.start(
                         [row for row, _ in taking],
                         [ids for _, (_, ids) in taking],
-                        [seed + number for _, (number, _) in taking],
+                        [(seed + number) % (1 << 63) for _, (number, _) in taking],  # int64
                     )
                     seats |= {row: _Seat(number, len(ids)) for row, (number, ids) in taking}
             if seats:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoder_module
 from lmkit.generation.decoder import can_run_kernels
@@ -198,7 +198,7 @@ def test_fp8_weights_that_bring_nothing_are_refused_before_anything_is_allocated
 ):
     model = make_model()
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
-    with raises(LmkitError, "generate.weights", "fp8", said, hint='"same"'):
+    with raises(UsageError, "generate.weights", "fp8", said, hint='"same"'):
         Decoder(model, rows, sampling=GREEDY, ends=ENDLESS, kernels=kernels, weights="fp8")
 
 

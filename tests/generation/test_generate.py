@@ -72,6 +72,13 @@ def test_equals_the_loop_without_cache_far_beyond_the_context(make_model, settin
         assert len({tuple(text) for text in got}) == 4
 
 
+def test_the_seed_after_the_largest_is_zero(make_model):
+    model = make_model()
+    last, first = rows(model, [[1], [2]], sampling(seed=2**63 - 1))
+    assert [last] == rows(model, [[1]], sampling(seed=2**63 - 1))
+    assert first == plain_loop(model, [2], sampling(), seed=0)
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"tie_embeddings": True}], ids=str)
 @pytest.mark.parametrize("rows_at_once", [1, 3])
 def test_500_greedy_tokens_in_float32_are_those_without_a_cache(make_model, fields, rows_at_once):
