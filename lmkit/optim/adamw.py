@@ -92,6 +92,9 @@ class AdamW(torch.optim.Optimizer):
     in float32. `_update_by_operations`, the form to read, updates everything else.
     """
 
+    writes_copies = True
+    """Whether it obeys `copies`."""
+
     # PyTorch's wrappers of these methods import torch._dynamo, which is slow and needed only for torch.compile.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)

@@ -23,7 +23,13 @@ class HostAdamW(AdamW):
     on the GPU. It costs least with many micro-batches a step.
 
     The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
+
+    Attributes:
+        state_device: where its state lies, whatever the device of the parameters.
     """
+
+    state_device = torch.device("cpu")
+    writes_copies = False
 
     @property
     def captured(self) -> Any:

@@ -85,7 +85,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self._buckets += buckets
         self.shard_layout = ShardLayout(self._ranks.world_size, tuple(b.layout for b in self._buckets))
         self._parts = _split_evenly(self._buckets[::-1], STEP_PARTS)  # in the order of the next forward pass
-        if isinstance(self.inner, AdamW):
+        if isinstance(self.inner, AdamW) and self.inner.writes_copies:
             self.inner.copies = {b.master: b.shard for b in self._buckets if b.has_own_master}
             for bucket in buckets:
                 bucket.keep_reduce_dtype()
@@ -127,7 +127,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.keep = []
 
     def _gather(self, buckets: Sequence[ShardedBucket]) -> None:
-        if self.keep or not isinstance(self.inner, AdamW):  # our AdamW has written the shards
+        if self.keep or not getattr(self.inner, "writes_copies", False):  # our AdamW has written the shards
             for bucket in buckets:
                 bucket.write_shard()
         start_gather(buckets, self._gather_shards)

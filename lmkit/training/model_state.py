@@ -358,8 +358,9 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         elif kept is not None:
             restored[MASTER] = kept  # of `load_masters`
         dtype = restored.get(MASTER, parameter).dtype
+        device = getattr(optimizer, "state_device", parameter.device)
         optimizer.state[parameter] = {
-            key: value.to(dtype)
+            key: value.to(device, dtype)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape
             else value
             for key, value in restored.items()
@@ -393,7 +394,7 @@ def _join(parts: States, shapes: Mapping[str, torch.Size], parameter: torch.Tens
                 if (size := parts[name][key].numel()) != shape.numel():
                     raise ValueError(f"{name}.{key} has {size} elements, the parameter {shape.numel()}")
             flat = torch.cat([parts[name][key].reshape(-1) for name in shapes])
-            joined[key] = flat.view_as(parameter).to(parameter.device)
+            joined[key] = flat.view_as(parameter)
     return joined
 
 

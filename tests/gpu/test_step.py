@@ -177,6 +177,22 @@ def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_
         run_folders.assert_same_state(run_folders.newest(eager), run_folders.newest(other))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_whose_state_is_on_the_host_is_resumed_bit_for_bit(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
+
+    def run(name, **options):
+        chosen = recipe(tmp_path, name, "optimizer.name=adamw_host", f"train.precision={precision}")
+        run_folders.train_here(chosen, **options)
+        return chosen
+
+    whole = run("whole")
+    run("parts", stop_at_step=5)
+    parts = run("parts")
+    assert run_folders.losses(whole) == run_folders.losses(parts)
+    run_folders.assert_same_state(run_folders.newest(whole), run_folders.newest(parts))
+
+
 @pytest.fixture
 def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
