@@ -13,8 +13,7 @@ from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.kernels.cuda.build import nvcc
 from lmkit.kernels.cuda.flash import flash_backward, flash_forward
-from lmkit.kernels.launch import empty_in_order_of
-from lmkit.kernels.operators import define
+from lmkit.kernels.operators import attention_gradient_shapes, attention_shapes, define
 from lmkit.registry import ATTENTION
 
 LARGEST_HEAD_DIM = 128
@@ -107,19 +106,11 @@ def forward(
     return flash_forward(q, k, v, causal=causal, scale=scale, naive=naive, build=build)
 
 
-def forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal, scale, naive, build = options
     return flash_backward(dout, q, k, v, out, lse, causal=causal, scale=scale, naive=naive, build=build)
-
-
-def backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
 
 
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
@@ -128,14 +119,14 @@ forward_operator = define(
     _LIBRARY,
     f"flash_cuda_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     forward,
-    forward_shapes,
+    attention_shapes,
 )
 backward_operator = define(
     _LIBRARY,
     "flash_cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     backward,
-    backward_shapes,
+    attention_gradient_shapes,
 )
 
 

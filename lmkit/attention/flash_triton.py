@@ -19,7 +19,8 @@ from lmkit.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward
-from lmkit.kernels.launch import capability, empty_in_order_of
+from lmkit.kernels.launch import capability
+from lmkit.kernels.operators import attention_gradient_shapes, attention_shapes, define
 from lmkit.kernels.versions import INTERPRETED
 from lmkit.registry import ATTENTION
 
@@ -252,19 +253,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         return *backward(rows_in_place(grads[0]), *saved, options=ctx.options), None
 
 
-# The operators for torch.compile resolve the implementation when they run. They are defined by schema, because
-# `torch.library.custom_op` would look for aliases in every call, which takes the host microseconds.
-_OPTIONS = (
-    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None"
-)
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")  # freed with the module, which may be loaded again
-_LIBRARY.define(f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
-)
-forward_operator = torch.ops.lmkit.flash_attention_forward.default
-backward_operator = torch.ops.lmkit.flash_attention_backward.default
+# The operators for torch.compile resolve the implementation when they run.
 
 
 def resolved(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Options:
@@ -273,28 +262,33 @@ def resolved(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Options:
     return given._replace(implementation=resolve(given.implementation, q, k, v))
 
 
-@torch.library.impl(_LIBRARY, "flash_attention_forward", "CompositeExplicitAutograd")
 def resolve_and_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return forward(q, k, v, resolved(q, k, v, options))
 
 
-@torch.library.register_fake("lmkit::flash_attention_forward", lib=_LIBRARY)
-def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.impl(_LIBRARY, "flash_attention_backward", "CompositeExplicitAutograd")
 def resolve_and_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return backward(dout, q, k, v, out, lse, options=resolved(q, k, v, options))
 
 
-@torch.library.register_fake("lmkit::flash_attention_backward", lib=_LIBRARY)
-def backward_shapes(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
+_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
+_OPTIONS = (
+    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None"
+)
+forward_operator = define(
+    _LIBRARY,
+    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    resolve_and_forward,
+    attention_shapes,
+)
+backward_operator = define(
+    _LIBRARY,
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    resolve_and_backward,
+    attention_gradient_shapes,
+)
 
 
 @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
