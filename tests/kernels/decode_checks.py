@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_oracle import error_of
+from step_checks import tuned
 from torch import Tensor
 
 from lmkit.attention import attention_function
@@ -20,13 +21,6 @@ from lmkit.model.operations import PLAIN, rms_norm
 from lmkit.model.rope import apply_rope
 
 EPS = 1e-5
-
-
-def tuned(*size: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers between 0.2 and 2.2, of either sign."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, size, generator=generator) * 2 - 1
-    return ((torch.rand(size, generator=generator) * 2 + 0.2) * signs).to(device, dtype)
 
 
 def launch(prepared: tuple[Any, tuple[int, ...]]) -> None:
