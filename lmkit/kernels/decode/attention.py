@@ -308,7 +308,8 @@ def prepare_attend(
     """Prepare a step's attention; return (launch, its pointers).
 
     Args:
-        qkv, keys, values: see `plain_attend`.
+        qkv: (rows, (heads + 2 kv_heads) * head_dim), not yet rotated.
+        keys, values: (rows, kv_heads, capacity, head_dim), the cache; the keys and values of qkv are stored there.
         place: (rows) int64, the position of each row's token.
         cos_sin: (capacity, head_dim / 2, 2) float32, cos and sin of every position.
         out: (rows, heads * head_dim)
