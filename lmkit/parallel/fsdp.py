@@ -126,9 +126,10 @@ class Fsdp(Strategy):
             broadcast_tensors(model.named_buffers())
         self.parameters = trainable_parameters(model)
         links = self._link(model) if self.ranks.world_size > 1 else Links()
+        self._gathers = links.gathers
         self._shard(model, links)
-        if links.gathers is not None:
-            links.gathers.reserve(max(flat.sent_bytes for flat in self._flats))
+        if self._gathers is not None:
+            self._gathers.reserve(max(flat.sent_bytes for flat in self._flats))
         if is_on_meta:
             for layer, flats in self._flats_of.items():
                 draw_into(layer, flats)
@@ -407,6 +408,14 @@ class Fsdp(Strategy):
         norm = square.sqrt()
         clip_for(self._sharded.inner, gradients, norm, max_norm)
         return norm
+
+    def end_step(self) -> None:
+        """Free weights that were gathered for no step, too: a graph that is replayed changes them unnoticed."""
+        for flat in self._flats:
+            if not flat.kept:
+                flat.hide()
+        if self._gathers is not None:
+            self._gathers.end_step()
 
     def reset(self) -> None:
         if self.ranks.device.type == "cuda":

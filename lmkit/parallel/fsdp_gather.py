@@ -30,6 +30,9 @@ class ShardGather:
     start = collect
     """Fill `whole` as `collect` does, by the fastest way. Collective."""
 
+    def end_step(self) -> None:
+        """Let a graph gather next. Collective."""
+
 
 class PeerShardGather(ShardGather):
     """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
@@ -47,6 +50,7 @@ class PeerShardGather(ShardGather):
         self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
         # Whether a graph captures -> the next slot. A capture may fail on one rank only; its turns count apart.
         self._turns = {False: 0, True: 0}
+        self._is_ended = True
         # Kept, because making views takes longer than copying.
         self._pieces: dict[tuple[torch.Tensor, int], list[Piece]] = {}
 
@@ -59,6 +63,7 @@ class PeerShardGather(ShardGather):
     def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
         captured = is_captured(whole.device)
+        self._is_ended &= captured
         key = whole, self._turns[captured]
         if key not in self._pieces:
             self._pieces[key] = list(self._cut(whole, self._turns[captured], shard))
@@ -74,6 +79,19 @@ class PeerShardGather(ShardGather):
                 for part, slot in piece.others:
                     part.copy_(slot, non_blocking=True)
             return _Done() if self._stream is None else self._stream.record_event()
+
+    def end_step(self) -> None:
+        """Wait until every rank has read the last piece that was gathered without a graph: the first in a graph may
+        take the same slot. Collective."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._memory.barrier()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _cut(self, whole: torch.Tensor, turn: int, shard: torch.Tensor) -> Iterator[Piece]:
         """Yield pieces as large as a slot, for both slots in turn."""

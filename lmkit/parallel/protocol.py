@@ -113,7 +113,7 @@ class GradientSync(Protocol):
         """
 
     def end_step(self) -> None:
-        """Wait (on GPUs: on the current stream) for what the optimizer's step has left in flight."""
+        """Wait (on GPUs: on the current stream) for what is in flight: a graph may be replayed next. Collective."""
 
     def weights_to_save(self) -> Mapping[str, torch.Tensor] | None:
         """Return this rank's share of the weights by the names of checkpoints; None: rank 0 has them all. Collective.

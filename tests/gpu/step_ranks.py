@@ -7,6 +7,7 @@ import torch
 from lmkit.data.batches import RandomTokens
 from lmkit.parallel.ranks import process_group
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.training.precision import autocast
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 
@@ -51,7 +52,8 @@ def captured_like_eager(
 ) -> tuple[str, list[list[float]], list[list[float]], bool]:
     """Return the graph's note, the losses with and without it, and whether the weights are the same.
 
-    After some steps one has another shape; then the optimizer's state is loaded, so that a new graph is captured.
+    After some steps one has another shape; then the optimizer's state is loaded, so that a new graph is captured. In
+    the end weights are read between steps.
     """
     torch.use_deterministic_algorithms(True)
     with process_group("cuda", timeout_s=120) as ranks:
@@ -70,7 +72,15 @@ def captured_like_eager(
             outcomes += [step(inputs[:1], targets[:1], lr=1e-3), step(*batches.batch(9), lr=1e-3)]
             step.optimizer.load_state_dict(step.optimizer.state_dict())
             outcomes += [step(*batches.batch(number), lr=1e-3) for number in range(10, 20)]
-            steps.append((step, [outcome.losses.tolist() for outcome in outcomes]))
+            read = []
+            for number in range(20, 26):
+                with torch.no_grad(), autocast(ranks.device, "bf16"):
+                    read.append(step.call.loss(inputs[0].to(ranks.device), targets[0].to(ranks.device)))
+                outcomes.append(step(*batches.batch(number), lr=1e-3))
+                if number % 2:
+                    step.sync.wait_for_weights()
+            losses = [outcome.losses.tolist() for outcome in outcomes]
+            steps.append((step, [*losses, [loss.item() for loss in read]]))
         (graph, left), (eager, right) = steps
         assert graph.graph is not None
         assert wish == "auto" or graph.graph._graph is not None

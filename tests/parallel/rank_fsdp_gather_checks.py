@@ -140,6 +140,19 @@ def check_fsdp_peers_agree_on_slots_after_captures_that_ended_in_different_place
 
 
 @check()
+def check_fsdp_frees_before_a_graph_what_was_gathered_for_no_step(ranks: Ranks) -> None:
+    """The graph would change the shards, and the next step without it would read the weights from before."""
+    sync, model, optimizer = sharded(TINY, ranks)
+    lm_step(sync, model, optimizer, ranks, 0)
+    with torch.no_grad():
+        for gather in (sync.wait_for_weights, lambda: model.hidden_states(tokens(ranks, 0)[0])):
+            gather()
+            assert any(flat.gathered_bytes for flat in sync._flats)
+            sync.end_step()
+            assert not any(flat.gathered_bytes for flat in sync._flats)
+
+
+@check()
 def check_fsdp_weights_are_nan_while_they_are_away(ranks: Ranks) -> None:
     """Not memory that was freed."""
     sync, model, optimizer = sharded(TINY, ranks)

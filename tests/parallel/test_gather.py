@@ -1,10 +1,14 @@
 """When GPUs read one another's memory: the rule, by what CUDA and the other ranks say. (Reading: tests/gpu.)"""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel import fsdp_links, gather
+from lmkit.parallel import fsdp_gather, fsdp_links, gather
+from lmkit.parallel.collectives import Traffic
+from lmkit.parallel.fsdp_gather import PeerShardGather
 from lmkit.parallel.fsdp_links import reads_peers
 from lmkit.parallel.gather import can_share_memory
 from lmkit.parallel.ranks import Ranks
@@ -50,3 +54,19 @@ def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatc
     monkeypatch.setattr(fsdp_links, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
     assert not reads_peers(model, ranks, "fp32")
     assert reads_peers(model, ranks, "bf16")
+
+
+def test_ranks_wait_for_one_another_between_a_gather_without_a_graph_and_a_graph(monkeypatch):
+    """Its last piece, and the first in the graph, may lie in one slot."""
+    barriers, captured = [], iter((False, True, False))
+    monkeypatch.setattr(fsdp_gather, "is_captured", lambda device: next(captured))
+    link = PeerShardGather(None, Ranks(world_size=2), Traffic())
+    link._memory = SimpleNamespace(barrier=lambda: barriers.append("barrier"))
+    link._slots = [[torch.zeros(16, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
+    whole, shard = torch.zeros(8), torch.ones(4)
+    for expected in (2, 1, 2):  # one of each gather, and another
+        barriers.clear()
+        link.start(whole, shard)
+        link.end_step()
+        link.end_step()
+        assert len(barriers) == expected
