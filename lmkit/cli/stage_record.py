@@ -229,7 +229,7 @@ def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
     table, key = dotted.split(".")
     value = getattr(getattr(recipe, table), key)
     if isinstance(value, Path):
-        template = value.with_name(CHAT_TEMPLATE)
+        template = value.parent / CHAT_TEMPLATE
         return [value, template] if template.is_file() else [value]
     return list(value or ())
 

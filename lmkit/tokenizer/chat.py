@@ -197,7 +197,7 @@ def from_jinja(text: str) -> ChatTemplate | None:
 
 def beside(tokenizer: Path | None) -> ChatTemplate | None:
     """Return the template beside a `tokenizer.json`, if there is one."""
-    path = None if tokenizer is None else tokenizer.with_name(CHAT_TEMPLATE)
+    path = None if tokenizer is None else tokenizer.parent / CHAT_TEMPLATE
     return None if path is None or not path.is_file() else read_template(path)
 
 

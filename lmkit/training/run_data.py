@@ -127,6 +127,8 @@ def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
         key: what to add to the error after the file.
         other: the option that names another file, for the hint.
     """
+    if not tokens.name:  # "/", or "": what opens it says that it is a folder
+        return
     made, noted = made_files(tokens.parent.parent)
     for path in (tokens, sidecar_path(tokens), mask_path(tokens)):
         if path not in made:

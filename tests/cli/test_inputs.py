@@ -166,6 +166,19 @@ def test_fault_159_other_tokens_can_be_named(run, terminal):
     terminal("train fish.toml --steps 3 --set data.train=mine.npy")
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.valid"])
+@pytest.mark.parametrize("value", ['""', '"/"'])
+def test_a_folder_without_a_name_is_no_token_file(key, value, run, terminal):
+    for command in ("train", "train --dry-run"):
+        terminal.refuses(f"{command} fish.toml --set {key}={value}", code="tokens.missing", says=["folder"])
+
+
+def test_a_folder_without_a_name_is_no_tokenizer(run, terminal):
+    for command in ("run", "run --dry-run"):
+        line = f"{command} fish.toml --set run.name=new --set tokenizer.path=/"
+        terminal.refuses(line, code="run.missing_file", says=["tokenizer.path"])
+
+
 def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run, terminal):
     unmade = "run fish.toml --set run.name=new --set tokenizer.path=runs/quickstart/tokenizer.json"
     refused = terminal.refuses(unmade, code="run.missing_file", says=["tokenizer.path"])
