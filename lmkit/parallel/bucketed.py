@@ -31,7 +31,9 @@ bucket takes less time than a second pass of the optimizer."""
 class BucketedSync(Strategy):
     """Average about `bucket_mb` of gradients per call, in `reduce_dtype`.
 
-    The order in which gradients become ready is recorded in the first step. Rank 0's order then holds on all ranks.
+    The first backward pass shows the order in which gradients become ready. Rank 0's order then holds on all ranks. In
+    the first step nothing is launched before: sums over more than two ranks depend on the buckets, and a resumed run
+    has to make the steps of a run that was not interrupted.
     """
 
     _hooks: BucketHooks
@@ -44,17 +46,16 @@ class BucketedSync(Strategy):
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        # A guess until the first backward pass shows the order: the last layers get their gradients first.
-        self._use_buckets(self._plan(self.parameters[::-1]))
+        self._use_buckets([self.parameters], launch=lambda index: None)
 
     def _plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the buckets in the order in which they are launched."""
         return plan_buckets(in_ready_order, int(self.config.bucket_mb * MIB), self.config.reduce_dtype)
 
-    def _use_buckets(self, buckets: list[list[nn.Parameter]]) -> None:
+    def _use_buckets(self, buckets: list[list[nn.Parameter]], launch: Callable[[int], None]) -> None:
         self._buckets = buckets
         self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
-        self._hooks = BucketHooks(buckets, self._launch, self._forget, lambda: self._is_accumulating)
+        self._hooks = BucketHooks(buckets, launch, self._forget, lambda: self._is_accumulating)
 
     def _launch(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -72,23 +73,24 @@ class BucketedSync(Strategy):
         return [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        is_first = not self._order_is_settled
+        if is_first:
+            self._settle_order()
         self._unused = list(unused)
         self._hooks.launch_rest()
         self._unused = []
-        everything = wait or unused or not self._order_is_settled or self._last_bytes < LATE_BYTES
+        everything = wait or unused or is_first or self._last_bytes < LATE_BYTES
         self._wait_for_flying(leave=0 if everything else 1)
-        if not self._order_is_settled:
-            self._settle_order()
         if not unused:
             return []
         share = self._used.tolist()  # share of the ranks that used each parameter; makes the host wait
         return [index for index in unused if share[index] == 0]
 
     def _settle_order(self) -> None:
-        """Plan the buckets again in the order of rank 0's gradients; parameters without one there come last."""
+        """Plan the buckets in the order of rank 0's gradients; parameters without one there come last."""
         in_ready_order = order_of_first_rank(self._hooks.order, self.parameters[::-1], self.ranks)
         self._hooks.close()
-        self._use_buckets(self._plan(in_ready_order))
+        self._use_buckets(self._plan(in_ready_order), self._launch)
         if not self._ever_accumulated:
             self._hooks.watch_ends(in_ready_order)
         self._order_is_settled = True

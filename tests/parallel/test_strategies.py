@@ -19,7 +19,7 @@ CHECKS = [name for name in rank_checks.CHECKS if "compiled" not in name]  # whic
 # Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
 PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
-    *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights"),
+    *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights", "same bits in the first step"),
     *("data parallel: bucketed", "sharded optimizer"),
     *(
         "fsdp in",
