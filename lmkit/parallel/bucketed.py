@@ -31,9 +31,9 @@ bucket takes less time than a second pass of the optimizer."""
 class BucketedSync(Strategy):
     """Average about `bucket_mb` of gradients per call, in `reduce_dtype`.
 
-    The first backward pass shows the order in which gradients become ready. Rank 0's order then holds on all ranks. In
-    the first step nothing is launched before: sums over more than two ranks depend on the buckets, and a resumed run
-    has to make the steps of a run that was not interrupted.
+    The first backward pass shows the order in which gradients become ready. Rank 0's order then holds on all ranks.
+    In the first step nothing is launched before: sums over more than two ranks depend on the buckets, and a resumed
+    run has to make the steps of a run that was not interrupted.
     """
 
     _hooks: BucketHooks
