@@ -8,6 +8,9 @@
 | `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
 | `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
 | `auto` | see `automatic_precision` | | |
+
+`fsdp` gathers the weights of a layer in one dtype: in `bf16` and `fp8` it computes with gains in bf16, too. Their
+masters are float32.
 """
 
 from __future__ import annotations
