@@ -22,6 +22,10 @@ _TIMED = {
     "scaled": "its time is that of an H200's host, scaled by what a narrow step of one rank took here",
 }
 """How a plan's host seconds are known, see `Plan.timed` -> what is said about it."""
+_LESS = (
+    "to need less: train.accumulation, model.activation_checkpointing, optimizer.name=adamw_host,\n"
+    "or several --ranks with --strategy fsdp"
+)
 
 
 @app.add(
@@ -62,6 +66,12 @@ def plan(
         raise UsageError(
             "plan.options_exclude",
             "--check measures on this machine's GPUs, --gpu and --all-gpus name others",
+            hint="leave one of them out",
+        )
+    if all_gpus and gpu is not None:
+        raise UsageError(
+            "plan.options_exclude",
+            "--gpu names one GPU, --all-gpus compares all",
             hint="leave one of them out",
         )
     from lmkit.training.plan import plan as make_plan
@@ -175,6 +185,7 @@ def _text(made: Plan) -> str:
         f"{made.card.memory / GB:.1f} GB",
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
         f"longest context: {made.most_context:,} tokens for {made.rows:,}",
+        *(() if made.fits else (_LESS,)),
         f"generating: {made.kv_cache / GB:.3f} GB of keys and values beside {made.generating / GB:.3f} GB of weights",
         "",
         *_speed(made),
@@ -194,10 +205,7 @@ def _speed(made: Plan) -> list[str]:
         f"a step on each rank: {flops / 1e12:,.2f} TFLOP on tensor cores, {moved / GB:,.2f} GB moved beside"
     ]
     if made.seconds is None or made.least_seconds is None:
-        why = f"{made.card.name}'s limits in {made.train.precision} are not known"
-        if made.on_host:
-            why = "the host makes the optimizer's step, and its speed is not known"
-        return [*lines, f"no time is predicted: {why}"]
+        return [*lines, _untimed(made)]
     assert made.tokens_per_s is not None
     assert made.mfu is not None
     lines.append(
@@ -214,10 +222,22 @@ def _speed(made: Plan) -> list[str]:
     return lines
 
 
+def _untimed(made: Plan) -> str:
+    """Return why there is no time."""
+    from lmkit.measure.limits import known_peak
+
+    why = f"{made.card.name}'s limits in {made.train.precision} are not known"
+    if known_peak(made.card.name, "fp16") and made.train.precision.startswith("bf16"):
+        why = f"{made.card.name} has no instructions for bf16"
+    if made.on_host:
+        why = "the host makes the optimizer's step, and its speed is not known"
+    return f"no time is predicted: {why}"
+
+
 def _table(plans: dict[str, Plan]) -> str:
     from lmkit.measure.tables import Column, terminal_table
 
-    made = next(iter(plans.values()))
+    made = next(reversed(plans.values()))
     rows = [
         {
             "gpu": name,
@@ -241,10 +261,27 @@ def _table(plans: dict[str, Plan]) -> str:
         Column("ms", "ms a step", ",.1f"),
         Column("tokens", "tokens/s", ",.0f"),
     )
+    if all(row["ms"] is None for row in rows):
+        columns = columns[:-2]
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"
+    others = [
+        f"{each.train.precision} on {name}"
+        for name, each in plans.items()
+        if each.train.precision != made.train.precision
+    ]
     head = (
-        f"{made.parameters:,} parameters, {made.train.precision}, "
+        f"{made.parameters:,} parameters, {', '.join([made.train.precision, *others])}, "
         f"{made.rows:,} x {made.config.context_length:,} tokens a rank, {ranks}"
     )
-    notes = "largest batch: sequences of a micro-batch on a rank; longest context: for the recipe's batch"
-    return f"{head}\n\n{terminal_table(rows, columns, width=98)}\n{notes}"
+    notes = [
+        'usable: what CUDA and its libraries leave; GB are 10^9 bytes, of which a GPU of "80 GB" has 85',
+        f"largest batch: sequences of {made.config.context_length:,} tokens in a micro-batch on a rank; "
+        f"longest context: for {made.rows:,}",
+    ]
+    fitting = [each for each in plans.values() if each.fits]
+    notes += dict.fromkeys(_untimed(each) for each in fitting if each.seconds is None)
+    if any(each.seconds is not None and each.seconds == each.host_seconds for each in fitting):
+        notes.append(f"where the host sets the pace, {_TIMED['reference']}")
+    if not fitting:
+        notes.append(_LESS)
+    return "\n".join([head, "", terminal_table(rows, columns, width=98), *notes])

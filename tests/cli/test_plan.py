@@ -42,6 +42,30 @@ def test_an_unknown_gpu_is_refused(capsys):
     assert "hint: " in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["speedrun"], "bf16, fp32 on T4"),
+        (["speedrun"], "tokens/s"),
+        (["llama_1b", "--ranks", "8", "--strategy", "fsdp"], "Tesla T4 has no instructions for bf16"),
+        (["llama_1b", "--set", "optimizer.name=adamw_host"], "the host makes the optimizer's step"),
+        (["course_8b"], "to need less: "),
+        (["quickstart", "--ranks", "2", "--set", "train.cuda_graph=off"], "an H200's host"),
+    ],
+)
+def test_the_table_of_all_gpus_says_what_a_reader_would_ask(capsys, arguments, said):
+    assert run_command_line(["plan", *arguments, "--all-gpus"]) == 0
+    text = capsys.readouterr().out
+    assert said in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert ("tokens/s" in text) == (arguments[0] != "course_8b" and "adamw_host" not in arguments[-1])
+
+
+def test_one_gpu_and_all_exclude_one_another(capsys):
+    assert run_command_line(["plan", "llama_1b", "--gpu", "T4", "--all-gpus"]) == 2
+    assert "error[plan.options_exclude]: --gpu names one" in capsys.readouterr().err
+
+
 def test_a_check_needs_a_gpu_and_measures_on_this_machine(capsys, monkeypatch):
     assert run_command_line(["plan", "llama_1b", "--check", "--gpu", "H100"]) == 2
     assert "error[plan.options_exclude]: " in capsys.readouterr().err
