@@ -251,7 +251,7 @@ def _table(plans: dict[str, Plan]) -> str:
         }
         for name, each in plans.items()
     ]
-    columns = (
+    columns: tuple[Column, ...] = (
         Column("gpu", "GPU"),
         Column("usable", "usable GB", ".1f"),
         Column("needs", "needs GB", ".2f"),
