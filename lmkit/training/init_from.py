@@ -14,7 +14,9 @@ from lmkit.training.run_data import Data
 from lmkit.training.step import Step
 
 FREE = (
-    *("preset", "context_length", "attention", "operations", "activation_checkpointing", "compile"),
+    *("preset", "depth", "context_length", "attention", "operations", "compile"),
+    *("activation_checkpointing", "activation_gb"),
+    "zero_init",  # of weights that are loaded
     "document_token",  # a single document is computed the same with and without it
 )
 """Keys of [model] that may differ: weights of one model compute the same under all their values."""

@@ -8,10 +8,12 @@ from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import Checkpoint
 from lmkit.training.exchange import export_model
 from lmkit.training.given_weights import open_weights
+from lmkit.training.init_from import _differences
 from lmkit.training.session import plan
 
 Tiny = Callable[..., Recipe]
@@ -89,12 +91,19 @@ def test_another_model_is_refused_with_all_its_differences(trained, tiny):
     assert not (recipe.run.path / "checkpoints").exists()
 
 
-def test_another_context_and_kernel_are_allowed(trained, tiny):
+def test_another_context_kernel_and_beginning_are_allowed(trained, tiny):
     recipe = tiny(
         *("run.name=longer", f"train.init_from={trained.path}", "model.context_length=16"),
-        "model.attention=reference",
+        *("model.attention=reference", "model.zero_init=true"),
+        *("model.activation_checkpointing=selective", "model.activation_gb=0.001"),
     )
     assert train_here(recipe).status == "finished"
+
+
+@pytest.mark.parametrize("name", ["chat", "finetune"])
+def test_fault_164_shipped_recipes_take_the_model_of_the_quickstart(name):
+    ours, theirs = (load_recipe(recipe).model for recipe in (name, "quickstart"))
+    assert _differences(ours, theirs) == []
 
 
 def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
