@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
+from lmkit.generation.memory import check_memory
 from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
 from lmkit.kernels.decode.reference import MOST_ROWS, Ends, Rows, Rules, Sampling
-from lmkit.measure.memory import available_memory
-from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -114,7 +113,7 @@ class Decoder:
         self.fp8 = weights == "fp8"
         if self.fp8:
             check_fp8(config, self.device, rows, runs_kernels=runs_kernels)
-        check_memory(model, rows, fp8=self.fp8)
+        check_memory(model, rows, sampling, kernels=runs_kernels, fp8=self.fp8)
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
@@ -261,32 +260,3 @@ def check_fp8_of(recipe: Recipe, device: torch.device) -> None:
     assert recipe.model is not None
     suits = kernels_suit(recipe.model, device)
     check_fp8(recipe.model, device, recipe.generate.batch_size, runs_kernels=suits)
-
-
-def check_memory(model: TransformerLM, rows: int, *, fp8: bool = False) -> None:
-    """Raise if the device's free memory has no room for these rows, before anything is allocated."""
-    config, weight = model.config, model.lm_head.weight
-    if weight.is_cuda:
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    elif (available := available_memory()) is not None:
-        free = available
-    else:
-        return
-    element = weight.element_size()
-    cache = 2 * config.num_layers * config.kv_heads * config.context_length * config.head_dim * element
-    each = cache + 8 * config.context_length + 12 * len(weight)  # bytes of a row: cache, tokens, logits
-    once = config.context_length * (3 * config.d_ff + 8 * config.d_model) * element  # bytes to read a prompt
-    if fp8:
-        once += count_parameters(config).multiplying
-    if once + rows * each > free:
-        needed = (
-            f"the KV cache of {rows} texts needs {rows * cache / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        )
-        raise does_not_fit(needed, max(0, free - once) // each)
-
-
-def does_not_fit(why: str, fits: int) -> LmkitError:
-    """Return the error that says which batch fits."""
-    hint = f"set generate.batch_size to at most {fits}" if fits else "use a smaller model, or more memory"
-    return LmkitError("generate.out_of_memory", f"generate.batch_size: {why}", hint=hint)

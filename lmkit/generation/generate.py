@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.decoder import Decoder, Newest, can_run_kernels, does_not_fit
+from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
+from lmkit.generation.memory import does_not_fit
 from lmkit.kernels.decode.reference import Ends, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig

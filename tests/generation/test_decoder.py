@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation import Decoder
-from lmkit.generation import decoder as decoder_module
+from lmkit.generation import Decoder, memory
 from lmkit.generation.decoder import can_run_kernels
+from lmkit.generation.memory import decoder_needs
 from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill
 from lmkit.generation.single_row_step import SingleRowStep
@@ -204,11 +205,26 @@ def test_fp8_weights_that_bring_nothing_are_refused_before_anything_is_allocated
 
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_model, monkeypatch):
     model = make_model()
-    row = 2 * 2 * 4 * 16 * 8 * 8 + 8 * 16 + 12 * 260  # keys and values of two layers; tokens; logits
-    prompt = 16 * (3 * 48 + 8 * 32) * 8
-    monkeypatch.setattr(decoder_module, "available_memory", lambda: prompt + 3 * row)
+    cache, others, once = decoder_needs(model, 3, GREEDY, kernels=False)
+    monkeypatch.setattr(memory, "available_memory", lambda: once + 3 * (cache + others))
     Decoder(model, 3, sampling=GREEDY, ends=ENDLESS)
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
     with raises(LmkitError, "generate.out_of_memory", "generate.batch_size") as caught:
         Decoder(model, 4, sampling=GREEDY, ends=ENDLESS)
     assert caught.value.hint.endswith(" 3")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"mlp": "relu2", "num_kv_heads": 2}, {"attention_window": 7}], ids=str
+)
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(0.9, top_k=5, top_p=0.8, repetition_penalty=1.3)], ids=str
+)
+def test_fault_165_the_batch_that_fits_has_all_that_a_decoder_allocates(make_model, sampling, fields):
+    model, rows = make_model(**fields), 40
+    cache, others, once = decoder_needs(model, rows, sampling, kernels=False)
+    with LiveMemory() as memory_used:
+        decoder = Decoder(model, rows, sampling=sampling, ends=ENDLESS, kernels=False)
+        decoder.start(range(rows), [[5] * 15] * rows, range(rows))
+        decoder.step(15)
+    assert 0.7 < memory_used.peak / (once + rows * (cache + others)) <= 1

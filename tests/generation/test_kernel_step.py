@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels.decode.reference import Sampling
+from live_memory import LiveMemory
+
+from lmkit.generation import Decoder
+from lmkit.generation.memory import decoder_needs, kernel_step_needs
+from lmkit.kernels.decode.reference import Ends, Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decoder_checks")
@@ -37,3 +41,16 @@ pytestmark = [
 )
 def test_writes_what_plain_operations_write(rows, lengths, fields, sampling):
     checks.check_equals_plain_step(rows, lengths, sampling, "cpu", **fields)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_fault_165_a_kernel_step_allocates_what_was_counted(rows, penalty):
+    model, sampling = checks.model_of("cpu", num_kv_heads=2), Sampling(0.9, repetition_penalty=penalty)
+    cache, others, _ = decoder_needs(model, rows, sampling, kernels=True)
+    _, later = kernel_step_needs(model, rows)
+    with LiveMemory() as memory_used:
+        decoder = Decoder(model, rows, sampling=sampling, ends=Ends(-1, 10), kernels=True)
+    assert decoder.rows == rows
+    once = 101 + 5 * 8  # banned ids, settings
+    assert memory_used.live == pytest.approx(rows * (cache + others - later) + once, abs=100)

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from lmkit.errors import LmkitError
 from lmkit.generation import GenerateConfig, generate, generate_tokens
 from lmkit.generation.generate import Interrupted
+from lmkit.generation.memory import decoder_needs
 from lmkit.kernels.decode.reference import Sampling
 from lmkit.tokenizer import Tokenizer
 
@@ -130,6 +131,17 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated():
         texts(model, [[1, 2]], batch_size=65_536)
     assert 0 < int(caught.value.hint.split()[-1]) < 65_536
     assert torch.cuda.max_memory_allocated() - before < 1e9
+
+
+def test_fault_165_a_decoder_takes_no_more_than_was_counted():
+    model, rows, sampling = checks.model_of("cuda", torch.bfloat16, vocab_size=20_000), 4096, Sampling(0.0)
+    cache, others, once = decoder_needs(model, rows, sampling, kernels=True)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    texts(model, [[5] * 299] * rows, batch_size=rows, max_new_tokens=4)
+    taken = torch.cuda.max_memory_reserved() - before
+    assert 0.8 * rows * (cache + others) < taken <= once + rows * (cache + others)
 
 
 @pytest.mark.parametrize("batch_size", [1, 64])

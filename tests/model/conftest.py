@@ -1,8 +1,6 @@
 """Small models whose every weight is random, gains included."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +8,6 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
-
-sys.path.insert(0, str(Path(__file__).parent))  # for live_memory.py
 
 
 @pytest.fixture
