@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def again(function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -16,6 +17,26 @@ def again(function: Callable[..., Any], *inputs: Tensor) -> Any:
     Nothing in a model is random, so the state of the random generator is not kept.
     """
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def again_but_products(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Do as `again`, but under torch.compile compute no matrix product again.
+
+    Without the compiler a product at the end of a function is not computed again anyway. The compiler would.
+    """
+    if not torch.compiler.is_compiling():
+        return again(function, *inputs)
+    return checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_PRODUCTS_KEPT
+    )
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_PRODUCTS_KEPT = partial(create_selective_checkpoint_contexts, _keep_products)
 
 
 def attend_again(

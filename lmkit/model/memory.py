@@ -122,11 +122,14 @@ def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
     """Return the bytes that a block keeps of each token; see `Keep`."""
     of, x = saved(config, form), form.stream * config.d_model
     mixed = x + of[MIXED]
+    qkv = of[QKV]
+    if form.compiled:  # the product alone, which is normalised and rotated again
+        qkv = form.product * (config.d_model + 2 * config.kv_heads * config.head_dim)
     return {
         "input": x,
         "attention": mixed + of[OUT],
-        "qkv": mixed + of[OUT] + of[QKV],
-        "products": x + mixed + of[OUT] + of[QKV] + of[GATE_UP],  # x after attention, too
+        "qkv": mixed + of[OUT] + qkv,
+        "products": x + mixed + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
         "all": sum(of.values()),
     }[keep]
 

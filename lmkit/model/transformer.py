@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lmkit.attention import attention_function, joined_function
 from lmkit.attention.inputs import first_in_document, first_in_window, latest
 from lmkit.measure.ranges import range_
-from lmkit.model.again import again, attend_again
+from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
     MLPS,
     AddRMSNorm,
@@ -221,12 +221,15 @@ class TransformerBlock(nn.Module):
         x = x if mixed_in is None else x + mixed_in
         if keep == "attention":
             out = attend_again(heads, lambda heads: self.attn.attend(heads, given), x)
+        elif torch.compiler.is_compiling() and operations.name != "fused":
+            # Outside, the compiler would keep rotated heads beside the projection.
+            out = self.attn.attend(again_but_products(heads, x), given)
         else:
             out = self.attn.attend(self.attn.rotated(again(project, x), given, operations), given)
         if keep != "products":
             return again(all_after_attention, x, out)
         x = x + self.attn.output_proj(out)
-        return x, again(contract, again(expand, x))
+        return x, again(contract, again_but_products(expand, x))
 
 
 class Layers(nn.ModuleList):
@@ -387,6 +390,7 @@ class TransformerLM(nn.Module):
             device,
             stream=x.element_size(),
             product=torch.get_autocast_dtype(device).itemsize if autocast else x.element_size(),
+            compiled=self.config.compile != "none" and operations.name != "fused",
         )
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 import torch
 from formulas import ALL_SWITCHES
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.model import compile_model, transformer
+from lmkit.model.memory import Form, kept
+from lmkit.model.operations import PLAIN
 
 KEPT = [
     {"activation_checkpointing": "block"},
@@ -109,9 +115,47 @@ def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields
 
 
 @ignore_dynamo
+@pytest.mark.parametrize(("keep", "again"), [("attention", 3), ("qkv", 2), ("products", 0)])
+def test_the_compiler_keeps_what_blocks_keep(make_model, keep, again):
+    """A compiled rival computes as many matrix products again as a strategy whose blocks are not compiled."""
+    torch.compiler.reset()
+    model = make_model(num_layers=1, attention="sdpa", compile="block").float()
+    graphs, storages = [], {}
+
+    def compile_part(graph: torch.fx.GraphModule, example: list) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    backend = aot_autograd(  # as inductor has it
+        fw_compiler=compile_part,
+        bw_compiler=compile_part,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    block = torch.compile(model.layers[0], backend=backend)
+    x = torch.randn(2, 9, model.config.d_model, requires_grad=True)
+    given = transformer.Given(model.rope(9))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        outputs = block(x, None, given, PLAIN, keep=keep)
+    sum(output.sum() for output in outputs).backward()
+    for constant in (given.cos_sin, *model.parameters()):
+        storages.pop(constant.untyped_storage().data_ptr(), None)
+    form = Form(reuses_memory=False, device="cuda", stream=4, product=4, compiled=True)
+    assert sum(storages.values()) == 18 * kept(model.config, form, keep)
+    products = [node for node in graphs[1].graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == 8 + again
+
+
+@ignore_dynamo
 @pytest.mark.full
-def test_switches_are_compiled(make_model):
-    test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", ALL_SWITCHES)
+@pytest.mark.parametrize("keep", ["none", "selective"])
+def test_switches_are_compiled(make_model, keep):
+    again = {"activation_checkpointing": keep, "activation_gb": 60e-6 if keep == "selective" else None}
+    test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", {**ALL_SWITCHES, **again})
 
 
 @ignore_dynamo
