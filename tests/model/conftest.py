@@ -1,6 +1,8 @@
 """Small models whose every weight is random, gains included."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # for formulas.py
 
 
 @pytest.fixture
