@@ -52,7 +52,7 @@ from lmkit.training.run_data import (
     token_paths,
 )
 from lmkit.training.samples import WriteSamples
-from lmkit.training.setup import check_device, step_of
+from lmkit.training.setup import check_device, check_optimizer, step_of
 from lmkit.training.trainer import Moment, Trainer
 
 log = logging.getLogger("lmkit")
@@ -276,6 +276,7 @@ def _prepare(
     data = open_data(recipe)
     resolved = with_precision(resolve(recipe, data), ranks.device)
     check_device(resolved, ranks.device)
+    check_optimizer(resolved.optimizer)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
         path, skipped = choose_start(recipe)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
@@ -258,6 +258,19 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
         )
 
 
+def check_optimizer(table: OptimizerConfig) -> None:
+    """Refuse what the optimizer of the table refuses, by making it for two small parameters."""
+    groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
+    if not OPTIMIZERS.facts(table.name).elementwise:
+        groups = _with_parts(groups, {})
+    try:
+        OPTIMIZERS.load(table.name)(groups, table)
+    except ValueError as error:
+        defaults = OPTIMIZERS.facts(table.name).options.items()
+        hint = "the defaults are " + ", ".join(f"{key} = {value}" for key, value in defaults)
+        raise UsageError("optimizer.wrong_option", f"optimizer.options: {error}", hint=hint) from error
+
+
 def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
     """Refuse what `train` would refuse whatever the data are, before hours go into making them.
 
@@ -265,11 +278,13 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         nproc: ranks to start on this machine.
 
     Raises:
-        UsageError: the device is not there, something does not run on it, or there is no such checkpoint.
+        UsageError: the device is not there, something does not run on it, the optimizer refuses an option, or there
+            is no such checkpoint.
         LmkitError: a checkpoint that the recipe names is damaged.
     """
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, device), device)
+    check_optimizer(recipe.optimizer)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))
     if recipe.train is not None and recipe.train.init_from is not None:

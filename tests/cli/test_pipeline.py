@@ -150,6 +150,22 @@ def test_fp8_weights_that_cannot_be_used_are_refused_before_the_training(recipe)
     assert not (recipe.run.path / "corpus.txt").exists()
 
 
+@pytest.mark.parametrize(
+    ("table", "code", "said"),
+    [
+        ({"name": "muon", "options": {"momentum": 2.0}}, "optimizer.wrong_option", "momentum must be in"),
+        ({"name": "muon", "options": {"iterations": 0}}, "optimizer.wrong_option", "iterations must be 1"),
+        ({"name": "sgd", "cautious_decay": True}, "optimizer.no_such_decay", "cautious_decay"),
+    ],
+)
+def test_what_an_optimizer_refuses_is_refused_before_the_corpus(table, code, said, recipe):
+    changed = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=table)})
+    for refuse in (run_now, pipeline.plan):
+        with raises(UsageError, code, said):
+            refuse(changed)
+    assert not (recipe.run.path / "corpus.txt").exists()
+
+
 def test_skip_data_needs_data_and_excludes_what_would_remove_it(recipe):
     refused("run.no_data", recipe, skip_data=True)
     assert not recipe.run.path.exists()
