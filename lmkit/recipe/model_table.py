@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lmkit.recipe.values import AttentionName, OperationsName, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionName, Count, OperationsName, PositiveFloat, PositiveInt, Table
 from lmkit.registry import ATTENTION
 
 OWN = "own"
@@ -81,7 +81,7 @@ class ModelConfig(Table):
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
     """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
-    document_token: Annotated[int, Field(ge=0)] | None = None
+    document_token: Count | None = None
     """A token sees nothing before the last document token; generation reads whole prompts nevertheless.
     `data.sampling = "packed"` sets it to the end-of-text token, which ends every document."""
     zero_init: bool = False

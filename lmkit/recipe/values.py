@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from lmkit.errors import did_you_mean
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
@@ -15,6 +16,14 @@ class Table(BaseModel):
     """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _names_files(cls, value: Any) -> Any:
+        for path in value if isinstance(value, tuple) else (value,):
+            if isinstance(path, Path) and "\0" in str(path):
+                raise ValueError("holds a null character, which no file's name has")
+        return value
 
 
 @dataclass(frozen=True)

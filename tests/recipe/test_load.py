@@ -155,6 +155,9 @@ def test_faults_05_06_07_11_27_135_142_wrong_values(write, fault, text, path, sh
         ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300"),
         ("generate.max_new_tokens=9000000000000000000", "generate.max_new_tokens", "9000000000000000000"),
         ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
+        ('run.folder="a\\u0000"', "run.folder", "null character"),
+        ('corpus.train=["\\u0000"]', "corpus.train", "null character"),
+        ("model.document_token=9223372036854775808", "model.document_token", "9223372036854775808"),
     ],
 )
 def test_wrong_values_on_the_command_line(override, key, wanted):
