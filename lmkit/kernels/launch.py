@@ -31,7 +31,7 @@ PREPARES = not INTERPRETED and INSTALLED_MINOR in SUPPORTED_MINORS
 """Whether launches can be prepared here. If not, Triton launches the portable kernels itself."""
 
 RESET_RELEASES = "2.14"
-"""The first torch in which `CUDAGraph.reset` releases the memory of a recording that was not ended."""
+"""The first torch whose `CUDAGraph.reset` does what `_leave_pool` does."""
 
 Start = Callable[..., None]
 """Launches a kernel on the pointers that it is called with."""
@@ -116,16 +116,18 @@ def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """End what the allocator does for a recording, if PyTorch could not end the recording.
 
-    Otherwise `empty_cache` would fail from then on, and memory that several streams used would never be free again.
+    Otherwise memory that several streams used would never be free again, and a `MemPool` that is freed would abort
+    the process.
     """
+    if TorchVersion(torch.__version__) >= RESET_RELEASES:
+        return
     try:
         graph.pool()
     except RuntimeError:  # it has none: the recording was not ended
         device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # newer releases of torch have left it
+        with suppress(RuntimeError):  # 2.13 has left it
             torch._C._cuda_endAllocateToPool(device, pool)
-        if TorchVersion(torch.__version__) < RESET_RELEASES:
-            torch._C._cuda_releasePool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 class LaunchCache:

@@ -245,7 +245,7 @@ def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_befo
 def test_fault_162_the_allocator_leaves_a_recording_that_cannot_be_ended(
     given, ended, version, monkeypatch, allocator
 ):
-    """PyTorch 2.11 stays in it: from then on `empty_cache` raised, and memory of several streams was never free."""
+    """PyTorch 2.11 stays in it: memory of several streams was never free, and freeing a `MemPool` aborted."""
 
     @contextmanager
     def capture(graph, *, pool):
