@@ -114,7 +114,7 @@ class StepGraph:
         else:
             outcome = make()
         if self._captures and self._steps >= WARM_UPS:
-            if agree(self._step.ranks, stop=not self._has_room()):
+            if agree(self._step.ranks, stop=not self._has_room(inputs.device)):
                 self._decide(False, "its graph might not fit into the memory that is left")
             else:
                 self._capture(inputs, targets)
@@ -127,9 +127,12 @@ class StepGraph:
         other = ", that of another rank for more" if captures and not is_busy else ""
         self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
 
-    def _has_room(self) -> bool:
-        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow."""
-        device = self._step.ranks.device
+    def _has_room(self, device: torch.device) -> bool:
+        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow.
+
+        Args:
+            device: with its index, which that of the ranks may lack.
+        """
         held = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
         total = torch.cuda.get_device_properties(device).total_memory

@@ -13,6 +13,7 @@ from pathlib import Path
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import size_of
+from lmkit.parallel.ranks import local_device
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
 from lmkit.recipe.schema import Recipe
@@ -202,7 +203,8 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
     """Train 2 x `steps` in one go and in two halves; compare weights, optimizer state and random generators.
 
     Everything happens in a temporary folder, on one rank, with the recipe's own schedule. `train.max_minutes` is
-    ignored, because clocks do not repeat.
+    ignored, because clocks do not repeat. On a GPU, kernels are deterministic: with others, no run repeats bit for
+    bit.
 
     Raises:
         UsageError: the recipe cannot be trained.
@@ -237,10 +239,12 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
         table = (table or TokenizerConfig()).model_copy(update={"path": tokenizer})
     has_valid = recipe.data.valid is not None or valid_tokens.exists()
     data = {"train": train_tokens, "valid": valid_tokens if has_valid else None}
+    on_gpu = local_device(recipe.run.device, local_rank=0).type == "cuda"
+    run = {"folder": folder, "name": name, "deterministic": on_gpu or recipe.run.deterministic}
     quiet = {"max_minutes": None, "sample_interval": 0, "tensorboard": False}
     return recipe.model_copy(
         update={
-            "run": recipe.run.model_copy(update={"folder": folder, "name": name}),
+            "run": recipe.run.model_copy(update=run),
             "data": recipe.data.model_copy(update=data),
             "tokenizer": table,
             "train": recipe.train.model_copy(update=quiet),

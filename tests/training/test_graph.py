@@ -35,7 +35,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.tensor([0, 0, 0, 1, 5, 5], dtype=torch.int32)
 
     monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
-    monkeypatch.setattr(StepGraph, "_has_room", lambda self: True)
+    monkeypatch.setattr(StepGraph, "_has_room", lambda self, device: device == torch.device("cpu"))
     monkeypatch.setattr(StepGraph, "_capture", capture)
     monkeypatch.setattr(StepGraph, "replay", replay)
     return captured
@@ -74,7 +74,7 @@ def test_a_step_whose_host_sets_the_pace_is_captured_once(pretend, monkeypatch):
 @pytest.mark.parametrize("always", [True, False])
 def test_a_step_is_not_captured_where_its_graph_might_not_fit(always, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 8.0], [10.0, 20.0])
-    monkeypatch.setattr(StepGraph, "_has_room", lambda self: False)
+    monkeypatch.setattr(StepGraph, "_has_room", lambda self, device: False)
     step = make_step(always=always)
     assert steps(step, 7) == [False] * 7
     assert step.graph is not None
@@ -97,7 +97,8 @@ def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, 
     }
     for name, value in of_cuda.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert StepGraph(build_step(CONFIG, Ranks()), always=False)._has_room() == fits
+    graph = StepGraph(build_step(CONFIG, Ranks()), always=False)
+    assert graph._has_room(torch.device("cuda", 0)) == fits
 
 
 def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from raising import raises
 from run_folders import train_here
 
 from lmkit.errors import UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import resume
+from lmkit.training import resume, verify
 from lmkit.training.atomic_checkpoint import STATE, read_manifest, write_manifest, write_text
 from lmkit.training.model_state import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
@@ -143,6 +144,17 @@ def test_what_lmkit_does_not_make_is_wrong_use(tmp_path):
     for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing", bench):
         with raises(UsageError, "verify.not_found" if path.name == "nothing" else "verify.unknown_kind"):
             verify_path(path)
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_fault_165_on_a_gpu_resuming_is_checked_with_deterministic_kernels(place, tiny, monkeypatch):
+    """With others, two runs of one recipe differ in their last bits, and resuming was called wrong."""
+    trained = []
+    monkeypatch.setattr(verify, "local_device", lambda device, local_rank: torch.device(place))
+    monkeypatch.setattr(verify, "train", lambda recipe, **options: trained.append(recipe.run.deterministic))
+    monkeypatch.setattr(verify, "_hashes", lambda recipe, step: {})
+    verify_resume(tiny(), steps=2)
+    assert trained == [place == "cuda"] * 3
 
 
 def test_resuming_is_exact_and_would_be_seen_if_it_were_not(tiny, monkeypatch):
