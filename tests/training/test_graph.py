@@ -101,6 +101,34 @@ def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, 
     assert graph._has_room(torch.device("cuda", 0)) == fits
 
 
+def test_fault_167_room_is_asked_for_where_the_device_of_the_ranks_has_no_index(monkeypatch):
+    """As it is not after `Ranks(device=torch.device("cuda"))`; some questions of PyTorch demand it."""
+    asked: list[torch.device] = []
+    captured: list[int] = []
+    values = dict.fromkeys(["memory_allocated", "memory_reserved", "max_memory_allocated"], 0) | {
+        "mem_get_info": (10e9, 10e9),
+        "get_per_process_memory_fraction": 1.0,
+        "get_device_properties": SimpleNamespace(total_memory=10e9),
+    }
+
+    def answer(device: torch.device, value: Any) -> Any:
+        asked.append(device)
+        return value
+
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: answer(device, value))
+    monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
+    monkeypatch.setattr(StepGraph, "_capture", lambda self, *batch: captured.append(self._steps))
+    step = build_step(CONFIG, Ranks())
+    monkeypatch.setattr(step, "ranks", Ranks(device=torch.device("cuda")))
+    inputs = SimpleNamespace(device=torch.device("cuda", 0))  # as moving a batch to "cuda" gives
+    step_graph = StepGraph(step, always=True)
+    for _ in range(WARM_UPS):
+        step_graph.prepare(lambda: None, inputs, inputs)  # type: ignore[arg-type, return-value]
+    assert captured == [WARM_UPS]
+    assert {device.index for device in asked} == {0}
+
+
 def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     step = make_step(always=False)

@@ -147,7 +147,7 @@ def test_what_lmkit_does_not_make_is_wrong_use(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_fault_165_on_a_gpu_resuming_is_checked_with_deterministic_kernels(place, tiny, monkeypatch):
+def test_fault_166_on_a_gpu_resuming_is_checked_with_deterministic_kernels(place, tiny, monkeypatch):
     """With others, two runs of one recipe differ in their last bits, and resuming was called wrong."""
     trained = []
     monkeypatch.setattr(verify, "local_device", lambda device, local_rank: torch.device(place))
