@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import rank_api_checks  # noqa: F401 (adds its checks)
 import rank_break_off_checks  # noqa: F401
+import rank_first_step_checks  # noqa: F401
 import rank_fsdp_api_checks  # noqa: F401 (and those of rank_fsdp_checks)
 import rank_fsdp_gather_checks  # noqa: F401
 import rank_muon_checks  # noqa: F401
@@ -144,37 +145,6 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
     # The first step settles the order and waits for everything; clipping leaves nothing to wait for.
     in_two_parts = strategy in ("overlap", "bucketed") and not clips
     assert len(calls) == (5 + 4 if in_two_parts else 5)
-
-
-class OtherwiseRegistered(EveryParameterUsed):
-    """The order in which gradients become ready is not that of registration turned around."""
-
-    def loss(self, ids: torch.Tensor, targets: torch.Tensor, rank: int) -> torch.Tensor:
-        x = self.embedding(ids.to(self.embedding.weight.device))
-        for number in (2, 0, 3, 1, 4):
-            x = self.layers[number](x)
-        return nn.functional.cross_entropy(x, targets.to(x.device))
-
-
-@check(strategy=OURS)
-def check_same_bits_in_the_first_step(ranks: Ranks, strategy: str) -> None:
-    """The first step, which a resumed run makes later, sums as the others do: with more than two ranks, the order of
-    a sum depends on the buckets."""
-    torch.manual_seed(0)
-    model = OtherwiseRegistered().to(ranks.device)
-    sync, call, optimizer = start(strategy, model, ranks, plain(partial(torch.optim.SGD, lr=0.0)))
-    ids = torch.randint(13, (2, 64), generator=torch.Generator().manual_seed(ranks.rank))
-    found = []
-    for _ in range(3):
-        call.loss(*ids, ranks.rank).backward()
-        sync.finish()
-        found.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
-        optimizer.step()
-        optimizer.zero_grad()
-    sync.wait_for_weights()
-    assert all(
-        torch.equal(one, other) for later in found[1:] for one, other in zip(found[0], later, strict=True)
-    )
 
 
 @check(strategy=INSIDE)
