@@ -293,7 +293,6 @@ class StrategyFacts(Facts):
         packs: which gradients are copied into another tensor to be reduced: "", "bucket" or "all".
         rival: whether it is PyTorch's, here to be compared with.
         steps_alike: whether every step does the same, so that a CUDA graph may repeat one.
-        graph_on_request: whether only `train.cuda_graph = "on"` captures its steps, not "auto".
         gives_shards: whether it sets the attribute `shards` of an optimizer that takes them.
         options: name -> default (an int, float, str or bool) of its own options, the table [parallel.options].
     """
@@ -304,15 +303,13 @@ class StrategyFacts(Facts):
     packs: str = ""
     rival: bool = False
     steps_alike: bool = True
-    graph_on_request: bool = False
     gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
-    def captures(self, wish: str) -> bool:
-        """Return whether a CUDA graph may hold a step and its collectives of NCCL; `wish` is `train.cuda_graph`."""
-        if wish == "off" or self.rival or not self.steps_alike:
-            return False
-        return wish == "on" or not self.graph_on_request
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph may hold a step and its collectives of NCCL."""
+        return self.steps_alike and not self.rival
 
 
 @dataclass(frozen=True)

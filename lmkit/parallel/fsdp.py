@@ -52,7 +52,6 @@ MOST_REDUCTIONS = 2
     gives_shards=True,
     uses=("reduce_dtype", "weights", "gather"),
     shards=("parameters", "gradients", "optimizer"),
-    graph_on_request=True,
     options={"reshard_after_forward": True, "state_dtype": "fp32", "shard_ranks": 0},
 )
 class Fsdp(Strategy):
@@ -108,10 +107,10 @@ class Fsdp(Strategy):
         self._order: list[FlatParameters] = []  # the order of reductions
         self._pass: int | None = None
 
-    def not_captured(self, wish: str) -> str:
+    def not_captured(self) -> str:
         if any(flat.kept for flat in self._flats):
             return "fsdp keeps weights that the model reads without a layer's call"
-        return super().not_captured(wish)
+        return super().not_captured()
 
     # Shard the model
 

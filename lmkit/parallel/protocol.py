@@ -54,8 +54,8 @@ class GradientSync(Protocol):
     traffic: Traffic
     gather: str | None
 
-    def not_captured(self, wish: str) -> str:
-        """Return why no CUDA graph captures a step, `wish` being `train.cuda_graph`; empty if one may."""
+    def not_captured(self) -> str:
+        """Return why no CUDA graph captures a step; empty if one may."""
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
@@ -204,15 +204,13 @@ class Strategy(GradientSync):
         self._is_accumulating = False
         self._ever_accumulated = False
 
-    def not_captured(self, wish: str) -> str:
+    def not_captured(self) -> str:
         facts = STRATEGIES.facts(self.config.strategy)
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
-        if facts.captures(wish):
+        if facts.is_captured:
             return ""
-        why = 'is captured with train.cuda_graph = "on" only'
-        if not facts.captures("on"):
-            why = "is PyTorch's" if facts.rival else "makes steps that differ"
+        why = "is PyTorch's" if facts.rival else "makes steps that differ"
         return f"{self.config.strategy} {why}"
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:

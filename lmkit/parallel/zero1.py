@@ -39,7 +39,6 @@ from lmkit.registry import STRATEGIES
     aliases=("sharded_optimizer",),
     uses=("bucket_mb", "reduce_dtype", "weights", "gather"),
     shards=("optimizer",),
-    graph_on_request=True,
     packs="bucket",
     gives_shards=True,
 )

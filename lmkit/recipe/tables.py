@@ -206,7 +206,7 @@ class TrainConfig(Table):
     for it, else `fp32`; `bf16-autocast` in place of `bf16` if the optimizer keeps no masters."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture the training step in a CUDA graph; `auto`: where the host would set the pace. With several ranks
-    `auto` leaves out `zero1` and `fsdp`, whose graphs are less tested; `on` captures all but PyTorch's strategies."""
+    PyTorch's strategies are not captured."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_interval: PositiveInt = 10

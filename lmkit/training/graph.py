@@ -48,7 +48,6 @@ class StepGraph:
     def __init__(self, step: Step, *, always: bool) -> None:
         self.note = ""
         self._step = step
-        self._wish = "on" if always else "auto"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captures: bool | None = None  # not decided
         self._steps = 0
@@ -64,7 +63,7 @@ class StepGraph:
         step = self._step
         if step.ranks.device.type != "cuda":
             return "there is no GPU"
-        if step.ranks.world_size > 1 and (why := step.sync.not_captured(self._wish)):
+        if step.ranks.world_size > 1 and (why := step.sync.not_captured()):
             return why
         if not step.runs_ahead:
             return f"the host waits for the GPU before {type(step.optimizer).__name__} makes its step"

@@ -161,9 +161,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         work[ORTHOGONALIZING] = Work(flops=int(of_all.flops * held.of_state))
     work[OPTIMIZER] = Work(num_bytes=int(work[OPTIMIZER].num_bytes * held.of_state))
     host = 0.0
-    if train.cuda_graph == "off" or (
-        ranks > 1 and not STRATEGIES.facts(parallel.strategy).captures(train.cuda_graph)
-    ):
+    if train.cuda_graph == "off" or (ranks > 1 and not STRATEGIES.facts(parallel.strategy).is_captured):
         host = host_seconds(
             config,
             weights="alone" if ranks == 1 else "gathered" if held.gathered_units else "whole",

@@ -285,8 +285,12 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
     ("strategy", "wish", "keys"),
     [
         *(("flat", "on", {}), ("bucketed", "on", {}), ("bucketed", "auto", {}), ("naive", "auto", {})),
-        *(("overlap", "auto", {}), ("zero1", "on", {}), ("fsdp", "on", {})),
-        *(("zero1", "on", {"gather": "collective"}), ("fsdp", "on", {"gather": "collective"})),
+        *(("overlap", "auto", {}), ("zero1", "on", {}), ("zero1", "auto", {}), ("fsdp", "on", {})),
+        *(
+            ("fsdp", "auto", {}),
+            ("zero1", "on", {"gather": "collective"}),
+            ("fsdp", "on", {"gather": "collective"}),
+        ),
     ],
 )
 def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, keys, monkeypatch):
