@@ -145,10 +145,6 @@ def update_bytes(element_bytes: int) -> int:
     return 2 * element_bytes + 6 * 4 + copy
 
 
-HEADS_NORM = "norm of heads"
-"""A class of `step_work` beside those of `measure.kernel_classes`: `qk_norm`, by PyTorch's RMSNorm."""
-
-
 def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str, Work]:
     """Return class (of `measure.kernel_classes`) -> the least work of a training step in that class.
 
@@ -178,12 +174,10 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         ),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
         classes.NORM: Work(num_bytes=8 * gains * element),
-        HEADS_NORM: Work(num_bytes=8 * layers * (d + d_kv) * config.qk_norm * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
-        classes.ROPE: Work(
-            num_bytes=4 * (d + d_kv) * layers * element
-        ),  # read and written, forward and backward
+        # Read and written, forward and backward. With the norm of heads v is copied; backward reads the projection.
+        classes.ROPE: Work(num_bytes=(4 * (d + d_kv) + (d + 3 * d_kv) * config.qk_norm) * layers * element),
         classes.EMBEDDING: Work(num_bytes=4 * d * element),  # likewise
     }
 
@@ -281,15 +275,13 @@ REACHED = {
     classes.CASTS: 0.83,
     classes.ACTIVATION: 0.88,
     classes.NORM: 0.79,
-    HEADS_NORM: 0.09,
     classes.LOSS: 0.75,
     classes.OPTIMIZER: 0.81,
     classes.ROPE: 0.85,
     classes.EMBEDDING: 0.41,
 }
 """Class -> the share of the data sheet's FLOP/s or bytes/s that its kernels reach in a step (fused operations, bf16,
-one H200: `artifacts/h200/step`). Of `HEADS_NORM`: by one row of `artifacts/h200/fsdp`; PyTorch sums the gradient of a
-gain of so few numbers slowly."""
+one H200: `artifacts/h200/step`)."""
 _REACHED_BY_ATTENTION = {
     classes.ATTENTION_FORWARD: (0.40, 0.615, 370),
     classes.ATTENTION_BACKWARD: (0.50, 0.58, 1150),

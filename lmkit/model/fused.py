@@ -10,6 +10,7 @@ from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy
 from lmkit.kernels.embedding import embedding
 from lmkit.kernels.norm import add_rms_norm, rms_norm
+from lmkit.kernels.normed_rope import normed_rope
 from lmkit.kernels.rope import rope_
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
@@ -30,7 +31,7 @@ class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
     backward pass, so that it runs once.
 
-    The norms of queries and keys, relu2, and the loss of soft-capped logits have no kernels: they are PyTorch's.
+    relu2 and the loss of soft-capped logits have no kernels: they are PyTorch's.
     """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -47,11 +48,23 @@ class Fused(Operations):
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
 
-    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
+    def rotated(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_heads: int,
+        *,
+        joined: bool,
+        gains: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
             cos_sin = cos_sin[0]  # the same positions in all rows
         # What follows hands back one gradient, new and read by nothing else.
-        qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
+        if gains is None:
+            qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
+        else:
+            qkv = normed_rope(qkv, gains, cos_sin, kv_heads, eps=eps, reuse_grad=True)
         return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:

@@ -97,13 +97,10 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         # The rotated ones, which are not contiguous.
         attention += 0 if fused else form.product * (d + 2 * d_kv)
     heads_normed = 0
-    if (
-        config.qk_norm
-    ):  # on a CPU normalised in float32, elsewhere the projection before its norms; inverse RMS
-        heads_normed = (
-            max(form.product, FLOAT) * (d + d_kv) if form.device == "cpu" else form.product * (d + 2 * d_kv)
-        )
-        heads_normed += FLOAT * (config.num_heads + config.kv_heads)
+    if config.qk_norm:  # on a CPU normalised in float32, elsewhere the projection before its norms
+        wide = form.device == "cpu" and not fused
+        heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
+        heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
     silu = config.mlp == "swiglu" and not (fused or form.compiled)
     return {
         MIXED: form.stream * d * config.layer_scalars,

@@ -56,18 +56,30 @@ class Operations:
         q, k = (rms_norm(x, gain, eps).to(v.dtype) for x, gain in zip((q, k), gains, strict=True))
         return torch.cat((q, k, v), dim=-2).flatten(-2)
 
-    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
+    def rotated(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        kv_heads: int,
+        *,
+        joined: bool,
+        gains: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-5,
+    ) -> tuple[Tensor, ...]:
         """Rotate q and k in the projection q|k|v.
 
         Args:
             qkv: (batch, seq, (heads + 2 kv_heads) * head_dim); may be overwritten.
             cos_sin: of the positions, see `apply_rope`.
             joined: the attention kernel has a form that takes the projection as it is.
+            gains, eps: see `normed_heads`, which comes first; None leaves it out.
 
         Returns:
             q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim), as views where they can be. If
             `joined`, it may be the projection alone, shaped as qkv.
         """
+        if gains is not None:
+            qkv = self.normed_heads(qkv, gains, kv_heads, eps)
         heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
         qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
         q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)

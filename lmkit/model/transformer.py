@@ -109,15 +109,12 @@ class SelfAttention(nn.Module):
         return self.output_proj(self.attend(heads, given, attend))  # (batch, seq, d_model)
 
     def project(self, x: Tensor, given: Given, operations: Operations) -> Tensor:
-        """Return q|k|v, not yet rotated, (batch, seq, (heads + 2 kv_heads) * head_dim)."""
+        """Return q|k|v, neither normalised nor rotated, (batch, seq, (heads + 2 kv_heads) * head_dim)."""
         qkv = self.qkv_proj(x)
         if self.value_embeddings is not None:
             assert given.ids is not None
             values = self.value_embeddings(given.ids, operations)  # (batch, seq, kv_heads * head_dim)
             qkv[..., -values.shape[-1] :] += values
-        if self.q_norm is not None and self.k_norm is not None:
-            gains = self.q_norm.weight, self.k_norm.weight
-            qkv = operations.normed_heads(qkv, gains, self.kv_heads, self.q_norm.eps)
         return qkv
 
     def rotated(
@@ -125,7 +122,10 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
         joined = attend is None and self.joined_attention is not None
-        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
+        if self.q_norm is None or self.k_norm is None:
+            return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
+        gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined, gains=gains, eps=eps)
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""

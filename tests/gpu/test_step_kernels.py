@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-checks = importlib.import_module("step_checks")
+cases, checks = (importlib.import_module(name) for name in ("step_cases", "step_checks"))
 
 pytestmark = pytest.mark.gpu
 
@@ -36,14 +36,17 @@ def test_fused(name):
 
 
 USUAL = {
-    "norm": checks.normed(4, 512, 768),
-    "wide norm": checks.normed(2, 512, 4096),
-    "rope": checks.rotated(4, 512, 12, 12, 64),
-    "rope of grouped heads": checks.rotated(2, 512, 32, 8, 128),
-    "swiglu": checks.Case(checks.swiglu.swiglu, checks.PLAIN.swiglu, [(2048, 2 * 2048)]),
-    "cross-entropy": checks.headed(2000, 768, 50257, chunk=512, masked=[5]),
-    "embedding": checks.looked_up((8, 512), 768, 5000, False),
-    "embedding, sorted": checks.looked_up((8, 512), 768, 5000, True),
+    "norm": cases.normed(4, 512, 768),
+    "wide norm": cases.normed(2, 512, 4096),
+    "rope": cases.rotated(4, 512, 12, 12, 64),
+    "rope of grouped heads": cases.rotated(2, 512, 32, 8, 128),
+    "normed rope": cases.normed_rotated(4, 512, 12, 12, 64),
+    "normed rope of grouped heads": cases.normed_rotated(2, 512, 32, 8, 128, reuse_grad=True),
+    "normed rope in a fixed order": cases.normed_rotated(4, 512, 12, 12, 64, deterministic=True),
+    "swiglu": cases.Case(checks.swiglu.swiglu, checks.PLAIN.swiglu, [(2048, 2 * 2048)]),
+    "cross-entropy": cases.headed(2000, 768, 50257, chunk=512, masked=[5]),
+    "embedding": cases.looked_up((8, 512), 768, 5000, False),
+    "embedding, sorted": cases.looked_up((8, 512), 768, 5000, True),
 }
 
 
@@ -54,7 +57,9 @@ def test_usual_sizes(name, dtype):
     assert checks.faults_of(case.fused, case.plain, *checks.inputs_of(case, dtype, "cuda")) == []
 
 
-@pytest.mark.parametrize("name", ["norm", "cross-entropy", "embedding, sorted"])
+@pytest.mark.parametrize(
+    "name", ["norm", "normed rope in a fixed order", "cross-entropy", "embedding, sorted"]
+)
 def test_the_same_bits_on_every_run(name):
     case = USUAL[name]
     with checks.deterministically(name == "norm"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attention_oracle import error_of
-from step_checks import tuned
+from step_cases import tuned
 from torch import Tensor
 
 from lmkit.attention import attention_function

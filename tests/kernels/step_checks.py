@@ -6,126 +6,20 @@ zero: `check_faults_are_seen` makes sure that zeros and a mask that is off by on
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
 from attention_oracle import error_of
 from raising import raises
+from step_cases import CASES, Case, Function, plain_norm, table_of, targets_of, tuned
 from torch import Tensor
 
 from lmkit.errors import UsageError
-from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, norm, normed_rope, rope, swiglu
 from lmkit.model.loss import linear_cross_entropy
 from lmkit.model.operations import PLAIN
-from lmkit.model.rope import apply_rope
-
-Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
-
-
-class Case(NamedTuple):
-    fused: Function
-    plain: Function
-    shapes: Sequence[tuple[int, ...]]
-    """Of the differentiable inputs."""
-
-
-def tuned(*size: int, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers between 0.2 and 2.2, of either sign."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, size, generator=generator) * 2 - 1
-    return ((torch.rand(size, generator=generator) * 2 + 0.2) * signs).to(device, dtype)
-
-
-def plain_norm(x: Tensor, delta: Tensor, gain: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
-    return PLAIN.add_rms_norm(x, delta * 1, gain, eps)  # which may overwrite delta
-
-
-def normed(*shape: int, past: bool = True, eps: float = 1e-5) -> Case:
-    """The sum and its norm; with past=False nothing else uses the sum."""
-    part = slice(0 if past else 1, 2)
-    return Case(
-        lambda *inputs: norm.add_rms_norm(*inputs, eps=eps)[part],
-        lambda *inputs: plain_norm(*inputs, eps=eps)[part],
-        [shape, shape, shape[-1:]],
-    )
-
-
-def rotated(
-    batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, table: int = 1, **options
-) -> Case:
-    def cos_sin(x: Tensor) -> Tensor:
-        angles = tuned(table, seq, head_dim // 2, seed=7)
-        both = torch.stack((angles.cos(), angles.sin()), dim=-1)
-        return (both if table > 1 else both[0]).to(x.device)
-
-    def plain(x: Tensor) -> Tensor:
-        x = x.unflatten(-1, (-1, head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
-        turned = apply_rope(x[:, :, :-kv_heads], cos_sin(x))
-        return torch.cat((turned, x[:, :, -kv_heads:]), dim=2).flatten(2)
-
-    return Case(
-        lambda x: rope.rope_(x * 1, cos_sin(x), kv_heads, **options) * 1,
-        plain,
-        [(batch, seq, (heads + 2 * kv_heads) * head_dim)],
-    )
-
-
-def targets_of(hidden: Tensor, vocab_size: int, masked: Sequence[int] = ()) -> Tensor:
-    ids = torch.randint(vocab_size, (len(hidden),), generator=torch.Generator().manual_seed(5))
-    ids[list(masked)] = -100
-    return ids.to(hidden.device)
-
-
-def headed(tokens: int, width: int, vocab_size: int, chunk: int, masked: Sequence[int] = ()) -> Case:
-    def scaled(loss: Function) -> Function:
-        # A token's gradients are small: measured in units of the typical row, all count alike.
-        return lambda h, w, **options: loss(h, w, targets_of(h, vocab_size, masked), **options)
-
-    return Case(
-        lambda h, w: scaled(cross_entropy.linear_cross_entropy)(h, w, chunk=chunk),
-        scaled(linear_cross_entropy),
-        [(tokens, width), (vocab_size, width)],
-    )
-
-
-def looked_up(places: tuple[int, ...], width: int, vocab_size: int, deterministic: bool) -> Case:
-    def ids(weight: Tensor) -> Tensor:
-        drawn = torch.randint(vocab_size, places, generator=torch.Generator().manual_seed(5))
-        return drawn.where(drawn != 1, 0).to(weight.device)  # row 1 stays unused
-
-    def fused(weight: Tensor) -> Tensor:
-        return embedding.embedding(ids(weight), weight)
-
-    def with_plain_gradient(weight: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids(weight), weight)
-
-    fused.deterministic = deterministic
-    return Case(fused, with_plain_gradient, [(vocab_size, width)])
-
-
-CASES = {
-    "norm": normed(2, 7, 24),
-    "norm of many rows and blocks": normed(19, 600),
-    "norm of one channel": normed(3, 1, eps=0.5),
-    "norm alone is used": normed(10, 17, past=False),
-    "rope": rotated(2, 7, 4, 2, 6),
-    "rope with a table for each row": rotated(3, 5, 2, 1, 16, table=3),
-    "rope of pairs": rotated(1, 1, 1, 1, 2),
-    "rope that reuses the gradient": rotated(2, 5, 3, 1, 8, reuse_grad=True),
-    "swiglu": Case(swiglu.swiglu, PLAIN.swiglu, [(3, 5, 2 * 11)]),
-    "swiglu in place": Case(lambda x: swiglu.swiglu(x * 1), PLAIN.swiglu, [(3, 5, 2 * 11)]),
-    "swiglu across blocks": Case(swiglu.swiglu, PLAIN.swiglu, [(5, 2 * 700)]),
-    "swiglu of one": Case(swiglu.swiglu, PLAIN.swiglu, [(7, 2)]),
-    "cross-entropy": headed(19, 12, 37, chunk=8),
-    "cross-entropy, masked": headed(19, 12, 64, chunk=32, masked=[0, 7, 12]),
-    "cross-entropy over two blocks": headed(3, 4, 4096 + 5, chunk=2),
-    "embedding": looked_up((4, 25), 12, 9, False),
-    "embedding, sorted": looked_up((4, 25), 12, 9, True),
-    "embedding, sorted, wide": looked_up((3, 50), 300, 3, True),
-}
 
 
 def run(function: Function, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -311,6 +205,24 @@ def check_rope_leaves_a_gradient_that_others_read(device: str) -> None:
     assert torch.equal(given, kept)
 
 
+def check_normed_rope_leaves_what_others_read(device: str) -> None:
+    """Its input, and without `reuse_grad` the gradient; with it, the gradient's memory is used again."""
+    x, other = (tuned(1, 3, 4 * 8, device=device, seed=i).requires_grad_() for i in range(2))
+    gains = tuned(8, device=device, seed=2), tuned(8, device=device, seed=3)
+    table = table_of(3, 8, 1)(x)
+    given = tuned(1, 3, 4 * 8, device=device, seed=4)
+    kept, before = given.clone(), x.detach().clone()
+    out = normed_rope.normed_rope(x, gains, table, 1)
+    of_x, of_other = torch.autograd.grad(out + other, [x, other], given)
+    for mine, wanted in ((of_other, kept), (given, kept), (x, before), (of_x[..., -8:], kept[..., -8:])):
+        assert torch.equal(mine, wanted)
+    out = normed_rope.normed_rope(x, gains, table, 1, reuse_grad=True)
+    (reused,) = torch.autograd.grad(out, x, given)
+    assert reused.data_ptr() == given.data_ptr()
+    assert given._version == 1, "autograd would not see that it has changed"
+    torch.testing.assert_close(reused, of_x)
+
+
 def check_swiglu_reuses_its_input(device: str) -> None:
     inner = tuned(3, 8, device=device).requires_grad_() * 1
     address = inner.data_ptr()
@@ -391,7 +303,14 @@ def check_gain_gradient_in_a_fixed_order(device: str) -> None:
 
 
 def check_second_derivatives_are_refused(device: str) -> None:
-    for name in ("norm", "swiglu in place", "cross-entropy", "embedding"):
+    for name in (
+        "norm",
+        "normed rope",
+        "normed rope that reuses the gradient",
+        "swiglu in place",
+        "cross-entropy",
+        "embedding",
+    ):
         case = CASES[name]
         inputs, grads = inputs_of(case, torch.float32, device)
         leaves = [x.requires_grad_() for x in inputs]
@@ -420,6 +339,11 @@ def check_nothing_in_gives_nothing_out(device: str) -> None:
     assert (gain.grad == 0).all()
     table = torch.ones(0, 2, 2, device=device)
     assert rope.rope_(torch.empty(2, 0, 16, device=device), table, 1).shape == (2, 0, 16)
+    nothing = torch.empty(2, 0, 16, device=device, requires_grad=True)
+    gain = torch.ones(4, device=device, requires_grad=True)
+    normed_rope.normed_rope(nothing, (gain, gain), table, 1).sum().backward()
+    assert nothing.grad.shape == (2, 0, 16)
+    assert (gain.grad == 0).all()
     weight = tuned(5, 8, device=device).requires_grad_()
     ids = torch.empty(0, dtype=torch.int64, device=device)
     (

@@ -36,7 +36,7 @@ def make_models(**fields) -> list[TransformerLM]:
     fused = TransformerLM(config)
     with torch.no_grad():
         for name, parameter in fused.named_parameters():
-            if "ln" in name:
+            if "ln" in name or "_norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     plain = copy.deepcopy(fused)
     plain.operations = PLAIN
@@ -55,6 +55,9 @@ def assert_equal_gradients(fused: TransformerLM, plain: TransformerLM, tolerance
         {},
         {"num_kv_heads": 1, "tie_embeddings": True},
         {"activation_checkpointing": True, "attention": "sdpa"},
+        {"qk_norm": True, "num_kv_heads": 1},
+        {"qk_norm": True, "activation_checkpointing": "attention"},
+        {"qk_norm": True, "activation_checkpointing": "block", "attention": "sdpa"},
     ],
     ids=str,
 )
