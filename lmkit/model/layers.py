@@ -268,6 +268,29 @@ class Embedding(nn.Module):
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
 
 
+def add_to_last(x: Tensor, values: Tensor) -> Tensor:
+    """Add values (..., n) to the last n channels of x (..., d) in place; return x."""
+    if torch.compiler.is_compiling():
+        x[..., -values.shape[-1] :] += values
+        return x
+    return _AddToLast.apply(x, values)
+
+
+class _AddToLast(torch.autograd.Function):
+    """The gradient goes to both as it is; of a sum written to a part of x, autograd would copy it, twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        ctx.channels, ctx.dtype = values.shape[-1], values.dtype
+        x[..., -ctx.channels :] += values
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad[..., -ctx.channels :].to(ctx.dtype)
+
+
 class SwiGLU(nn.Module):
     """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
     without biases). `zeros`: W2 starts from zeros.

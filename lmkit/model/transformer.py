@@ -24,6 +24,7 @@ from lmkit.model.layers import (
     Linear,
     RMSNorm,
     Scalars,
+    add_to_last,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
@@ -114,7 +115,7 @@ class SelfAttention(nn.Module):
         if self.value_embeddings is not None:
             assert given.ids is not None
             values = self.value_embeddings(given.ids, operations)  # (batch, seq, kv_heads * head_dim)
-            qkv[..., -values.shape[-1] :] += values
+            qkv = add_to_last(qkv, values)
         return qkv
 
     def rotated(
