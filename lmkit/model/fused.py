@@ -17,7 +17,7 @@ from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.kernels.versions import INTERPRETED
 from lmkit.model.loss import SliceGradient
 from lmkit.model.memory import tokens_per_slice
-from lmkit.model.operations import Operations
+from lmkit.model.operations import HeadsNorm, Operations
 from lmkit.registry import OPERATIONS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -49,22 +49,16 @@ class Fused(Operations):
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
 
     def rotated(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor,
-        kv_heads: int,
-        *,
-        joined: bool,
-        gains: tuple[Tensor, Tensor] | None = None,
-        eps: float = 1e-5,
+        self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool, norm: HeadsNorm | None = None
     ) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
             cos_sin = cos_sin[0]  # the same positions in all rows
         # What follows hands back one gradient, new and read by nothing else.
-        if gains is None:
+        if norm is None:
             qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
         else:
-            qkv = normed_rope(qkv, gains, cos_sin, kv_heads, eps=eps, reuse_grad=True)
+            gains = norm.q_gain, norm.k_gain
+            qkv = normed_rope(qkv, gains, cos_sin, kv_heads, eps=norm.eps, reuse_grad=True)
         return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:

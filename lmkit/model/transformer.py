@@ -27,7 +27,7 @@ from lmkit.model.layers import (
     add_to_last,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
-from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
+from lmkit.model.operations import PLAIN, Attend, HeadsNorm, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
@@ -123,10 +123,10 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
         joined = attend is None and self.joined_attention is not None
-        if self.q_norm is None or self.k_norm is None:
-            return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
-        gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined, gains=gains, eps=eps)
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = HeadsNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined, norm=norm)
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmkit.kernels import cross_entropy, embedding, norm, normed_rope, rope, swiglu
 from lmkit.model.loss import linear_cross_entropy
-from lmkit.model.operations import PLAIN
+from lmkit.model.operations import PLAIN, HeadsNorm
 from lmkit.model.rope import apply_rope
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
@@ -80,7 +80,7 @@ def normed_rotated(
     cos_sin = table_of(seq, head_dim, table)
 
     def plain(x: Tensor, *gains: Tensor) -> Tensor:
-        q, k, v = PLAIN.rotated(x, cos_sin(x), kv_heads, joined=False, gains=gains, eps=eps)
+        q, k, v = PLAIN.rotated(x, cos_sin(x), kv_heads, joined=False, norm=HeadsNorm(*gains, eps))
         return torch.cat((q, k, v), dim=1).transpose(1, 2).flatten(2)
 
     def fused(x: Tensor, *gains: Tensor) -> Tensor:
