@@ -130,10 +130,10 @@ def _mean_and_error(right: list[bool]) -> tuple[float, float | None]:
 
 def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> Scored:
     """Encode both together; white space at the end of the context counts to what follows."""
-    if not context:
-        start, ids = first_id(tokenizer, path), tokenizer.encode(continuation, add_special_tokens=False)
-        return Scored([start, *ids], len(ids))
     kept = context.rstrip()
+    if not kept:
+        ids = tokenizer.encode(context + continuation, add_special_tokens=False)
+        return Scored([first_id(tokenizer, path), *ids], len(ids))
     before, whole = _encode(tokenizer, kept), _encode(tokenizer, context + continuation)
     return Scored(whole, len(whole) - len(before))
 

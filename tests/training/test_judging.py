@@ -130,6 +130,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "one fish", "choices": ["two fish", "red", "a fish of many"], "answer": 0},
     {"question": "two fish ", "choices": ["x", "fishfish"], "answer": "fishfish"},  # a blank at the end
     {"question": "", "choices": ["fish", "ünd"], "answer": 1},
+    {"question": " ", "choices": ["fish", "ünd"], "answer": 1},
     {
         "question": "a question longer than what the model sees at once:",
         "choices": ["fish", "no"],
@@ -149,12 +150,11 @@ def test_choices_are_scored_one_by_one(folder):
     for question, answered in zip(QUESTIONS, result.answers, strict=True):
         context, sums = question["question"], []
         for choice in question["choices"]:
-            whole = (
-                tokenizer().encode(f"{context} {choice}")
-                if context
-                else [260, *tokenizer().encode(" " + choice)]
-            )
-            new = len(whole) - (len(tokenizer().encode(context.rstrip())) if context else 1)
+            before = tokenizer().encode(context.rstrip()) or [260]  # end-of-text
+            whole = tokenizer().encode(f"{context} {choice}")
+            if before == [260]:
+                whole = before + whole
+            new = len(whole) - len(before)
             sums.append(math.fsum(log_p(folder, whole[-CONTEXT - 1 :])[-new:]))
         assert answered.log_likelihoods == pytest.approx(sums, rel=1e-5)  # float32
         norms = [value / len(choice) for value, choice in zip(sums, question["choices"], strict=True)]
@@ -163,8 +163,8 @@ def test_choices_are_scored_one_by_one(folder):
         assert (answered.chosen, answered.chosen_norm) == (sums.index(max(sums)), norms.index(max(norms)))
         right += answered.chosen == answer
         right_norm += answered.chosen_norm == answer
-    assert (result.acc, result.acc_norm) == (right / 4, right_norm / 4)
-    assert result.acc_stderr == pytest.approx(math.sqrt(result.acc * (1 - result.acc) / 3))
+    assert (result.acc, result.acc_norm) == (right / 5, right_norm / 5)
+    assert result.acc_stderr == pytest.approx(math.sqrt(result.acc * (1 - result.acc) / 4))
 
 
 def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(folder, monkeypatch):
@@ -195,7 +195,7 @@ def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(folde
 )
 def test_what_is_no_question_is_named(question, code, folder):
     file = write("questions.jsonl", [*QUESTIONS, question])
-    with raises(UsageError, code, file, "5"):
+    with raises(UsageError, code, file, "6"):
         evaluate_choices(folder, file)
 
 
