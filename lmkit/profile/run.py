@@ -69,7 +69,7 @@ def run_recording(path: Path, output: Path) -> Profiled:
 
 
 def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps: int) -> Profiled:
-    """Record training steps (or passes) of a recipe's [model] and [train], on random tokens."""
+    """Record training steps (or passes) of a recipe's model, on random tokens."""
     work = Workload(recipe, mode, steps)
     if choose_engine(engine) == "nsys":
         command = [sys.executable, "-m", "lmkit.profile.steps", work.as_json()]

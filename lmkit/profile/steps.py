@@ -24,14 +24,14 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics
-from lmkit.training.setup import TrainingStep
+from lmkit.training.setup import TrainingStep, check_device
 
 Mode = Literal["forward", "fwd+bwd", "step"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of a recipe's [model] and [train] on one device, on random tokens.
+    """Steps of a recipe's [model], [train] and [optimizer] on one device, on random tokens.
 
     Attributes:
         mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
@@ -102,9 +102,15 @@ def workload_from_json(text: str) -> Workload:
 
 
 def build_step(work: Workload) -> TrainingStep:
-    """Return the model with its optimizer and endless random tokens."""
-    model = work.model
+    """Return the model with its optimizer and endless random tokens.
+
+    Raises:
+        UsageError: as `Workload.model`, or as `lmkit train`: something does not run on the device, or the optimizer
+            refuses an option.
+    """
+    model, train = work.model, work.train
     assert model.vocab_size is not None
+    check_device(work.recipe.model_copy(update={"model": model, "train": train}), work.ranks.device)
     batches = RandomTokens(
         model.vocab_size,
         batch_size=work.batch_size,
@@ -112,7 +118,15 @@ def build_step(work: Workload) -> TrainingStep:
         seed=work.recipe.run.seed,
     )
     # Of a graph a profile would not show the phases.
-    return TrainingStep(model, work.ranks, batches, precision=work.train.precision, cuda_graph="off")
+    return TrainingStep(
+        model,
+        work.ranks,
+        batches,
+        optimizer=work.recipe.optimizer,
+        precision=train.precision,
+        grad_clip=train.grad_clip,
+        cuda_graph="off",
+    )
 
 
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:

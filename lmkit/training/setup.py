@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -73,7 +74,7 @@ def build_step(
 
     Raises:
         LmkitError: ranks have different models or fingerprints.
-        UsageError: the precision is "bf16" or "fp8" and the optimizer keeps no masters.
+        UsageError: the optimizer refuses an option, or keeps no masters where the precision is "bf16" or "fp8".
 
     Example:
 
@@ -97,10 +98,6 @@ def build_step(
     sync = build_strategy(parallel, ranks)
     call = sync.attach(plain, fingerprint=fingerprint)
     sync.take_first_ranks(masters.values())
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return OPTIMIZERS.load(table.name)(groups, table)
-
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:
@@ -108,7 +105,7 @@ def build_step(
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them
     if not OPTIMIZERS.facts(table.name).elementwise:
         groups = _with_parts(groups, linear_maps(plain.layers))
-    made = sync.build_optimizer(make_optimizer or make, groups)
+    made = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         if not hasattr(made, "keep_masters"):
             raise UsageError(
@@ -263,8 +260,18 @@ def check_optimizer(table: OptimizerConfig) -> None:
     groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:
         groups = _with_parts(groups, {})
+    _make_optimizer(table, groups)
+
+
+def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make the optimizer that the table names.
+
+    Raises:
+        UsageError: it refuses one of its options.
+    """
     try:
-        OPTIMIZERS.load(table.name)(groups, table)
+        made: torch.optim.Optimizer = OPTIMIZERS.load(table.name)(groups, table)
+        return made
     except ValueError as error:
         defaults = OPTIMIZERS.facts(table.name).options.items()
         hint = "the defaults are " + ", ".join(f"{key} = {value}" for key, value in defaults)

@@ -10,12 +10,13 @@ from raising import raises
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
 from lmkit.measure.timing import time_variants
+from lmkit.optim import Muon
 from lmkit.profile import run as profiling
 from lmkit.profile.nsys import NsysRun
 from lmkit.profile.run import CommandFailed, choose_engine, run_command, run_memory, run_recording, run_steps
 from lmkit.profile.steps import Workload, build_step, main, workload_from_json
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep
 
 MODEL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
@@ -70,6 +71,30 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
     # The stored trace gives the same summary again.
     again = run_recording(tmp_path / "kineto_trace.json.gz", tmp_path / "again")
     assert names(again.summary) == RANGES
+
+
+def test_fault_168_the_optimizer_of_the_recipe_makes_the_steps():
+    optimizer = OptimizerConfig(name="muon", options={"momentum": 0.5})
+    train = TrainConfig(batch_size=2, grad_clip=0.25)
+    recipe = RECIPE.model_copy(update={"optimizer": optimizer, "train": train})
+    work = workload_from_json(Workload(recipe).as_json())
+    step = build_step(work)
+    assert isinstance(step.optimizer, Muon)
+    assert step.optimizer.momentum == 0.5
+    assert step.step._max_norm == 0.25
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"optimizer": OptimizerConfig(name="muon", options={"momentum": 2.0})}, "optimizer.wrong_option"),
+        ({"train": TrainConfig(batch_size=2, precision="fp16")}, "train.wrong_device"),
+        ({"train": TrainConfig(batch_size=2, precision="fp8")}, "train.wrong_device"),
+    ],
+)
+def test_fault_168_what_does_not_train_is_not_profiled(changes, code):
+    with raises(UsageError, code):
+        build_step(Workload(RECIPE.model_copy(update=changes)))
 
 
 def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
