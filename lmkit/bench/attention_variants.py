@@ -26,11 +26,6 @@ TIERS: dict[str, int] = {
     "XXL": 2048,
     **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
 }
-SDPA_BACKENDS = {
-    "sdpa:cudnn": "CUDNN_ATTENTION",
-    "sdpa:flash": "FLASH_ATTENTION",
-    "sdpa:efficient": "EFFICIENT_ATTENTION",
-}
 ABLATIONS = {"flash_triton:no_skip": "no_skip", "flash_triton:atomic": "atomic"}
 """Functions of `lmkit.bench.attention_ablations`."""
 SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
@@ -74,7 +69,7 @@ def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
 
 def check_kernel(name: str) -> None:
     """Raise UsageError unless `build_variant` knows the name."""
-    known = [*ATTENTION.names, *SDPA_BACKENDS, *ABLATIONS]
+    known = [*ATTENTION.names, *ABLATIONS]
     known += [
         f"{kernel}:{variant}" for kernel in ATTENTION.names for variant in ATTENTION.facts(kernel).variants
     ]
@@ -117,22 +112,12 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
         from lmkit.bench import attention_ablations
 
         function = getattr(attention_ablations, ABLATIONS[plain])
-    elif plain in SDPA_BACKENDS:
-        function = partial(_pinned_sdpa, SDPA_BACKENDS[plain])
     else:
         tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
         function = attention_function(kernel)
         if tf32 or arguments:
             function = partial(function, **{**tf32, **arguments})
     return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
-
-
-def _pinned_sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def precision_of(name: str, dtype: str) -> str:
