@@ -17,11 +17,10 @@ from pydantic import Field
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import NOT_MEASURED, Measured, Summary, grouped
-from lmkit.bench.pictures import lines
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
-from lmkit.measure.plots import line_panels
+from lmkit.measure.plots import line_panels, line_plot
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import SteadyStateClock, time_variants
@@ -270,7 +269,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     shown = measured if len(worlds) == 1 else [row for row in measured if row["operation"] == "all_reduce"]
     what = "Collectives" if len(worlds) == 1 else "all_reduce"
     size = "buffer (MB, 10^6 bytes)"
-    bandwidth = lines(
+    bandwidth = line_plot(
         shown,
         "size_mb",
         "bus_gb_per_s",

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmkit.bench.harness import Summary, grouped
-from lmkit.bench.pictures import bars, lines
-from lmkit.measure.plots import heat_map, of_time
+from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION
 
@@ -107,7 +106,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     files = {
         "attention_sweep_forward.png": _bars(rows, "forward"),
         "attention_sweep_heatmap.png": _heat_map(grid or square, "forward"),
-        "attention_sweep_scaling.png": lines(
+        "attention_sweep_scaling.png": line_plot(
             square,
             "num_keys",
             "median_ms",
@@ -138,7 +137,7 @@ def _tier(row: Mapping[str, Any]) -> str:
 
 def _bars(rows: Rows, direction: str) -> bytes:
     chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
-    return bars(
+    return grouped_bars(
         chosen,
         "median_ms",
         group=_tier,

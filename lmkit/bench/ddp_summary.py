@@ -8,8 +8,7 @@ from typing import Any
 
 from lmkit.bench.ddp_variants import is_own, is_sharded
 from lmkit.bench.harness import Summary, grouped
-from lmkit.bench.pictures import bars, lines
-from lmkit.measure.plots import of_rate, of_samples, of_time, timeline
+from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time, timeline
 from lmkit.measure.statistics import FEWEST_PAIRS, overlap, paired_ratio, total
 from lmkit.measure.tables import Column, Rows
 
@@ -153,7 +152,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     case = f"{', '.join(dict.fromkeys(str(row['case']) for row in rows))}, whiskers p10 to p90"
     size = max(row["world_size"] for row in rows)
     files = {
-        "ddp_throughput.png": bars(
+        "ddp_throughput.png": grouped_bars(
             first,
             "tokens_per_s",
             group="variant",
@@ -167,10 +166,10 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     if exposed := [row for row in first if row.get("exposed_ms") is not None]:
         bare = next(row for row in first if row["variant"] == "none")["samples_ms"]
 
-        def beyond(row: dict[str, Any]) -> tuple[float, float]:
+        def beyond(row: Mapping[str, Any]) -> tuple[float, float]:
             return of_samples([mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)])
 
-        files["ddp_exposed.png"] = bars(
+        files["ddp_exposed.png"] = grouped_bars(
             exposed,
             "exposed_ms",
             group="variant",
@@ -180,7 +179,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             y_label="ms per step",
         )
     if sized := [row | {"bucket_mb": size} for row in timed if (size := _bucket_mb(row)) is not None]:
-        files["ddp_bucket_sweep.png"] = lines(
+        files["ddp_bucket_sweep.png"] = line_plot(
             sized,
             "bucket_mb",
             "step_ms",

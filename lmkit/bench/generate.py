@@ -15,12 +15,12 @@ from pydantic import Field
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Summary, build_what_fits, time_fields, time_what_fits
-from lmkit.bench.pictures import bars
 from lmkit.bench.step import config_of
 from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
+from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
 from lmkit.model.accounting import least_bytes
@@ -408,7 +408,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         "throughput": ("tokens_per_s", "Tokens written per second", "tokens/s"),
     }
     return {
-        f"generate_{name}.png": bars(
+        f"generate_{name}.png": grouped_bars(
             shown,
             key,
             group="case",

@@ -7,8 +7,7 @@ from typing import Any
 
 from lmkit.bench.ddp_variants import SOLO
 from lmkit.bench.harness import Summary, grouped, mfu_notes
-from lmkit.bench.pictures import bars
-from lmkit.measure.plots import loss_curve, of_rate, table_picture
+from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
 from lmkit.measure.statistics import FEWEST_PAIRS, median, paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.registry import ATTENTION
@@ -180,7 +179,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
     throughput = "tokens per second, all ranks"
     files = {
-        f"lm_matrix_{name}.png": bars(
+        f"lm_matrix_{name}.png": grouped_bars(
             rows,
             key,
             group="kernel",
@@ -205,7 +204,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     has = {key for row in rows for key, value in row.items() if value is not None}
     columns = [column for column in (*COLUMNS[1:], *WIDE) if column.key in has or column.instead]
     for kernel, chosen in grouped(rows, lambda row: str(row["kernel"])).items():
-        picture = bars(
+        picture = grouped_bars(
             chosen,
             "tokens_per_s",
             group="strategy",
@@ -249,7 +248,7 @@ def coinciding_curves(rows: Rows) -> dict[str, list[tuple[float, float]]]:
 
 def headline(rows: Rows) -> bytes:
     """Draw one rank -> naive -> bucketed and overlapped, for each kernel."""
-    return bars(
+    return grouped_bars(
         [row for row in rows if row["strategy"] in HEADLINE],
         "tokens_per_s",
         group="kernel",

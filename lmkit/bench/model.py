@@ -24,11 +24,10 @@ from lmkit.bench.harness import (
     time_fields,
     time_what_fits,
 )
-from lmkit.bench.pictures import bars
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, memory_in_use, release_memory, track_peak
-from lmkit.measure.plots import line_panels
+from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import Work, clock_for, time_variants
@@ -380,7 +379,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         ),
     }
     if study:
-        files["model_warmup.png"] = bars(
+        files["model_warmup.png"] = grouped_bars(
             study,
             "mean_ms",
             group="warmup",

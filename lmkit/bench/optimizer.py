@@ -22,9 +22,9 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
 )
 from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields, without_garbage_collection
-from lmkit.bench.pictures import bars
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
+from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.registry import BENCHES, STRATEGIES
@@ -222,7 +222,7 @@ def findings(rows: Rows) -> list[str]:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the state of each rank."""
-    picture = bars(
+    picture = grouped_bars(
         [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows],
         "state_mb",
         group="variant",

@@ -24,11 +24,11 @@ from lmkit.bench.harness import (
     time_what_fits,
 )
 from lmkit.bench.model import too_large_for_host
-from lmkit.bench.pictures import bars
 from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
 from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName
@@ -374,7 +374,7 @@ def class_table(rows: Rows) -> str:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the utilization of each variant."""
-    picture = bars(
+    picture = grouped_bars(
         [row | {"percent": 100 * row["mfu"] if row.get("mfu") is not None else None} for row in rows],
         "percent",
         group="size",

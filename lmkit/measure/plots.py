@@ -9,11 +9,11 @@ import io
 import math
 import textwrap
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Row
+from lmkit.measure.tables import Row, Rows
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -38,6 +38,9 @@ _SLANTED: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anc
 Points = Sequence[tuple[float, float]]
 Whisker = tuple[float, float]
 """Lengths below and above, in the unit of the value."""
+WhiskerOf = Callable[[Row], Whisker | None]
+NameOf = Callable[[Row], str]
+_SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
 
 
 def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
@@ -128,9 +131,6 @@ def _write_numbers_out(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:,.10g}")
 
 
-# Whiskers of a bench's rows
-
-
 def of_time(row: Row, key: str = "median_ms") -> Whisker | None:
     """Return p10 to p90 around the time at `key`; None if the row has no time."""
     if row.get(key) is None:
@@ -152,41 +152,44 @@ def of_samples(samples: Sequence[float]) -> Whisker:
     return summary.median - summary.p10, summary.p90 - summary.median
 
 
-# Pictures
-
-
 def line_plot(
-    series: Mapping[str, Points],
+    rows: Rows,
+    x: str,
+    y: str,
     *,
+    series: str | NameOf,
+    whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
     y_label: str,
-    log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
-    errors: Mapping[str, Mapping[float, Whisker]] | None = None,
 ) -> bytes:
-    """Draw one line with markers per name, through its (x, y) points; labels carry the units.
+    """Draw a line with markers for each `series` of the rows, a key or a function, through (row[x], row[y]).
 
-    Args:
-        errors: name -> x -> whisker.
+    The x axis is logarithmic; labels carry the units.
     """
     figure, axes = _figure(title, x_label, y_label)
-    for index, (name, points) in enumerate(series.items()):
-        _curve(axes, sorted(points), name, index, marker=MARKERS[index % len(MARKERS)])
-        whiskers = (errors or {}).get(name, {})
-        for x, y in points:
-            if x in whiskers:
-                _whisker(axes, x, y, whiskers[x])
-    if log_x:
-        _log2_ticks(axes, [x for points in series.values() for x, _ in points])
+    rows, series_of = [row for row in rows if row.get(y) is not None], _named(series)
+    for index, name in enumerate(dict.fromkeys(map(series_of, rows))):
+        members = sorted((row for row in rows if series_of(row) == name), key=lambda row: (row[x], row[y]))
+        points = [(row[x], row[y]) for row in members]
+        _curve(axes, points, name, index, marker=MARKERS[index % len(MARKERS)])
+        for row in members:
+            if whisker and (reach := whisker(row)) is not None:
+                _whisker(axes, row[x], row[y], reach)
+    _log2_ticks(axes, [row[x] for row in rows])
     if log_y:
-        _log_y(axes, [y for points in series.values() for _, y in points])
+        _log_y(axes, [row[y] for row in rows])
     else:
         _write_numbers_out(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
     return _finish(figure)
+
+
+def _named(key: str | NameOf) -> NameOf:
+    return (lambda row: str(row[key])) if isinstance(key, str) else key
 
 
 def line_panels(
@@ -259,49 +262,55 @@ def loss_curve(
 
 
 def grouped_bars(
-    groups: Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
+    rows: Rows,
+    value: str,
     *,
+    group: str | NameOf,
+    series: str | NameOf | None = None,
+    whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
     y_label: str,
-    errors: Mapping[str, Sequence[Whisker | None]] | None = None,
     log_y: bool = False,
-    missing: str = "OOM",
-    reasons: Mapping[str, Sequence[str]] | None = None,
     spec: str = ".3g",
 ) -> bytes:
-    """Draw one bar per series in every group, with its value above it; for None, a word.
+    """Draw a group of bars for each `group` of the rows, and in it a bar for each `series`, with its value above it.
+
+    A row without a value shows its status. A series without any value is left out.
 
     Args:
-        series: name -> one value per group.
-        errors: name -> one whisker per group.
-        missing: the word.
-        reasons: name -> one word per group, in place of `missing`.
+        value: key of the bars' height.
+        group, series: a key, or a function of a row; without `series` all rows are one series.
         spec: format of the values.
     """
-    bars = len(groups) * len(series)
-    figure, axes = _figure(title, x_label, y_label, width=max(8.0, min(13.0, 1.5 + 0.3 * bars)))
-    width = 0.84 / max(1, len(series))
-    present = [value for values in series.values() for value in values if value]
+    group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
+    groups = list(dict.fromkeys(map(group_of, rows)))
+    found = {(series_of(row), group_of(row)): row for row in rows}
+    names = list(dict.fromkeys(series_of(row) for row in rows if row.get(value) is not None))
+    size = max(8.0, min(13.0, 1.5 + 0.3 * len(groups) * len(names)))
+    figure, axes = _figure(title, x_label, y_label, width=size)
+    width = 0.84 / max(1, len(names))
+    present = [row[value] for row in found.values() if row.get(value)]
     log_y = log_y and bool(present)
     floor = min(present) * 0.5 if log_y else 0.0
     highest = max(present, default=0.0)
-    for index, (name, values) in enumerate(series.items()):
+    for index, name in enumerate(names):
         color = COLORS[index % len(COLORS)]
-        look: dict[str, Any] = {"color": color, "edgecolor": "white", "linewidth": 0}
-        look["hatch"] = "///" if index >= len(COLORS) else None
-        places = [group + (index - (len(series) - 1) / 2) * width for group in range(len(groups))]
-        axes.bar(places, [value or 0.0 for value in values], width * 0.94, label=name, **look)
-        whiskers = (errors or {}).get(name, [None] * len(values))
-        words = (reasons or {}).get(name, [missing] * len(values))
-        for x, value, whisker, word in zip(places, values, whiskers, words, strict=True):
-            top = floor if value is None else value
-            if value is not None and whisker is not None:
-                _whisker(axes, x, value, whisker)
-                top += whisker[1]
+        look: dict[str, Any] = {"color": color, "hatch": "///" if index >= len(COLORS) else None}
+        places = [place + (index - (len(names) - 1) / 2) * width for place in range(len(groups))]
+        members = [found.get((name, group), {}) for group in groups]
+        look |= {"label": name, "edgecolor": "white", "linewidth": 0}
+        axes.bar(places, [row.get(value) or 0.0 for row in members], width * 0.94, **look)
+        for x, row in zip(places, members, strict=True):
+            if (top := row.get(value)) is None:
+                top, ink, said = floor, color, str(row.get("status", "-"))
+                said = _SHORT_STATUS.get(said, said)
+            else:
+                said, ink = _bar_text(top, spec), "black"
+                if whisker and (reach := whisker(row)) is not None:
+                    _whisker(axes, x, top, reach)
+                    top += reach[1]
             highest = max(highest, top)
-            said, ink = (word, color) if value is None else (_bar_text(value, spec), "black")
             axes.annotate(said, (x, top), rotation=90, fontsize=7, color=ink, **_ABOVE)
     longest_line = max((len(line) for group in groups for line in group.split("\n")), default=0)
     axes.set_xticks(range(len(groups)), groups, **(_SLANTED if longest_line * len(groups) > 90 else {}))

@@ -177,27 +177,21 @@ def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
 
 def _picture(summary: Row) -> bytes:
     unit = summary["window"].rpartition(" x ")[2] if summary["steps"] else "recording"
-    fields = {
-        "wall_ms": "wall",
-        "dispatch_ms": "CPU dispatches",
-        "wait_ms": "CPU waits",
-        "gpu_ms": "GPU works",
-    }
-    series = {}
+    fields = {"wall": "wall", "dispatch": "CPU dispatches", "wait": "CPU waits", "gpu": "GPU works"}
+    rows = []
     for field, label in fields.items():
-        of_ranges = [(entry[field], entry["instances"]) for entry in summary["ranges"]]
-        if any(value is not None for value, _ in of_ranges):
+        for entry in summary["ranges"]:
             # Add up the instances of a step (the attention of every layer, say).
-            series[label] = [
-                None if value is None else value * count / max(1, summary["steps"])
-                for value, count in of_ranges
-            ]
+            times = entry["instances"] / max(1, summary["steps"])
+            ms = None if (ms := entry[f"{field}_ms"]) is None else ms * times
+            rows.append({"range": entry["name"], "kind": label, "ms": ms, "status": "none"})
     return grouped_bars(
-        [entry["name"] for entry in summary["ranges"]],
-        series,
+        rows,
+        "ms",
+        group="range",
+        series="kind",
         title=f"Where the time of a {unit} goes ({summary['engine']}; ranges lie inside one another)",
         x_label="range",
         y_label="time (ms)",
-        missing="none",
         spec=".2f",
     )

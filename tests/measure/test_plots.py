@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,23 +16,30 @@ PANELS = {
     "forward": {("small", "bf16"): POINTS["ours"], ("xl", "bf16"): []},
     "step": {("xl", "fp32"): POINTS["ours"]},
 }
-GAP = {"x": [1.0, None], "y": [2.0, 3.0]}
-WHISKERS = {"x": [(0.1, 0.2), None], "y": [(0.1, 0.2), (0.1, 0.1)]}
+LINES = [{"name": name, "x": x, "y": y} for name, points in POINTS.items() for x, y in points]
+BARS = [
+    {"name": name, "place": place, "ms": ms, "status": "skipped"}
+    for name, place, ms in (("x", "a", 1.0), ("y", "a", 2.0), ("x", "b", None), ("y", "b", 3.0))
+]
 GRID = (["1", "2"], ["a"])
 
+
+def whisker(row):
+    return None if row.get("place") == "b" else (0.1, 0.2)
+
+
+bars = partial(plots.grouped_bars, value="ms", group="place", series="name")
 PLOTS = {
-    "lines": lambda: plots.line_plot(POINTS, log_x=True, log_y=True, **LABELS),
+    "lines": lambda: plots.line_plot(LINES, "x", "y", series="name", log_y=True, **LABELS),
     "lines with whiskers": lambda: plots.line_plot(
-        POINTS, errors={"ours": {128.0: (0.02, 0.04)}}, from_zero=True, **LABELS
+        LINES, "x", "y", series="name", whisker=whisker, from_zero=True, **LABELS
     ),
     "panels": lambda: plots.line_panels(PANELS, log_y=True, notes={"step": "one failed"}, **LABELS),
     "panel of nothing": lambda: plots.line_panels({"step": {("xl", "bf16"): []}}, **LABELS),
     "loss": lambda: plots.loss_curve(POINTS, title="t", marked=list(POINTS)[:1]),
-    "bars": lambda: plots.grouped_bars(["a", "b"], GAP, errors=WHISKERS, **LABELS),
-    "log bars": lambda: plots.grouped_bars(
-        ["a", "b"], GAP, reasons={"x": ["ok", "too slow"]}, log_y=True, **LABELS
-    ),
-    "no bars": lambda: plots.grouped_bars(["a"], {"x": [None]}, log_y=True, **LABELS),
+    "bars": lambda: bars(BARS, whisker=whisker, **LABELS),
+    "log bars": lambda: bars(BARS, log_y=True, **LABELS),
+    "no bars": lambda: bars(BARS[2:3], log_y=True, **LABELS),
     "heat": lambda: plots.heat_map(*GRID, [[0.5, None]], value_label="x", center=1.0, **LABELS),
     "large ratios": lambda: plots.heat_map(*GRID, [[0.5, 46.0]], value_label="x", center=1.0, **LABELS),
     "plain heat": lambda: plots.heat_map(*GRID, [[0.5, 3.0]], value_label="x", **LABELS),
@@ -78,15 +86,20 @@ def drawn(monkeypatch):
     return draw
 
 
+PLACES = [{"place": place, "status": "out of memory"} for place in "abc"]
+
+
 def test_numbers_are_written_out_and_bars_of_nothing_have_none(drawn):
-    _, axes = drawn(plots.grouped_bars, ["a", "b", "c"], {"x": [1_750_000.0, 0.0, None]})
+    rows = [row | {"name": "x", "ms": ms} for row, ms in zip(PLACES, (1_750_000.0, 0.0, None), strict=True)]
+    _, axes = drawn(bars, rows)
     assert [text.get_text() for text in axes.texts] == ["1,750,000", "", "OOM"]
     assert "1,000,000" in [label.get_text() for label in axes.get_yticklabels()]
     assert axes.yaxis.get_offset_text().get_text() == ""
 
 
 def test_bars_on_a_log_axis_within_a_decade_have_plain_numbers(drawn):
-    _, axes = drawn(plots.grouped_bars, ["a", "b"], {"x": [21.5, 22.6]}, log_y=True)
+    rows = [row | {"name": "x", "ms": ms} for row, ms in zip(PLACES, (21.5, 22.6), strict=False)]
+    _, axes = drawn(bars, rows, log_y=True)
     low, high = axes.get_ylim()
     shown = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
     assert shown == ["20", "50"]

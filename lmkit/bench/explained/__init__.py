@@ -48,12 +48,14 @@ def overlap() -> bytes:
 def bytes_per_parameter() -> bytes:
     """Draw what a rank holds of each fp32 parameter under ZeRO-1."""
     return grouped_bars(
-        [f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in RANKS],
-        {
-            "weight": [4.0] * len(RANKS),
-            "gradient": [4.0] * len(RANKS),
-            "AdamW's moments": [8.0 / ranks for ranks in RANKS],
-        },
+        [
+            {"ranks": f"{ranks} rank{'s' if ranks > 1 else ''}", "part": part, "bytes": size}
+            for ranks in RANKS
+            for part, size in (("weight", 4.0), ("gradient", 4.0), ("AdamW's moments", 8.0 / ranks))
+        ],
+        "bytes",
+        group="ranks",
+        series="part",
         title="ZeRO-1: bytes per fp32 parameter on each rank",
         x_label="",
         y_label="bytes",
