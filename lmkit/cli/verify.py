@@ -20,7 +20,7 @@ def verify(
     target: Annotated[
         str,
         typer.Argument(
-            help="Run folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
+            help="Run or Hugging Face folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
         ),
     ],
     recipe: Annotated[str | None, typer.Argument(hidden=True)] = None,

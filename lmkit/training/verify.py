@@ -13,6 +13,7 @@ from pathlib import Path
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import size_of
+from lmkit.model.hugging_face import CONFIG
 from lmkit.parallel.ranks import local_device
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
@@ -32,7 +33,7 @@ from lmkit.training.atomic_checkpoint import (
     verify,
 )
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
-from lmkit.training.given_weights import weights_of
+from lmkit.training.given_weights import open_hugging_face, weights_of
 from lmkit.training.metrics import read_metrics
 from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
@@ -65,7 +66,7 @@ class VerifyResult:
 
 
 def verify_path(path: Path) -> VerifyResult:
-    """Check a run folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file; reads all of it.
+    """Check a run or Hugging Face folder, a checkpoint, a token file, a tokenizer, a recipe or a metrics file.
 
     Raises:
         UsageError: there is no such file, or not one that lmkit makes.
@@ -79,6 +80,8 @@ def _checks_of(path: Path) -> Iterator[Check]:
         raise UsageError("verify.not_found", f"{path}: no such file or folder", hint=hint)
     if path.is_file() and (path.parent / MANIFEST).exists():
         yield _check(path.parent, _checkpoint)  # the manifest has the checksum of this file
+    elif (path / CONFIG).is_file():
+        yield _check(path, _hugging_face)
     elif any((path / name).exists() for name in (MANIFEST, STATE, MODEL)):
         yield _check(path, _checkpoint)
     elif path.is_dir() and _is_run(path):
@@ -156,6 +159,11 @@ def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
         )
     size = sum(entry.bytes for entry in entries.values()) / 1e6
     return f"{size:.1f} MB, checksums and weights right"
+
+
+def _hugging_face(path: Path) -> str:
+    open_hugging_face(path)
+    return f"weights fit {CONFIG}; there are no checksums"
 
 
 def _token_file(path: Path, tokenizer_sha256: str | None = None) -> str:

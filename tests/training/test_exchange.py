@@ -218,6 +218,8 @@ def test_at_the_terminal(tmp_path, terminal):
     terminal.refuses("import", path, "run", "--context-length", "64", code="output.exists", says=["run"])
     terminal.refuses("import", path, "far", "--context-length", "999", code="import.context_length")
     assert "bfloat16" in terminal("export", "run", "out", "--dtype", "bf16")
+    assert "config.json" in terminal("verify", "out")
+    assert "lmkit import out" in terminal.refuses("generate", "out", code="checkpoint.not_found").hint
     terminal.refuses("export", "run", "out", code="output.exists")
     terminal.refuses("export", "nowhere", "other", code="checkpoint.not_found")
     assert terminal("generate", "run", "--prompt", "he", "--max-new-tokens", "3").startswith("he")
