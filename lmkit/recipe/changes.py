@@ -10,7 +10,7 @@ Everything else may change (learning rate, steps, intervals, ranks) and is repor
 where files lie; files are compared by content."""
 
 MAY_CHANGE_WITHIN = (
-    *("model.preset", "model.attention", "model.compile"),
+    *("model.preset", "model.attention", "model.operations", "model.compile"),
     *("model.activation_checkpointing", "model.activation_gb"),
 )
 """Exceptions to `MUST_AGREE`: other ways to compute the same function."""

@@ -131,11 +131,12 @@ def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_
 def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(tiny, capsys):
     train_here(tiny(), stop_at_step=5)
     capsys.readouterr()
-    result = train_here(tiny("optimizer.lr=0.0005", "train.accumulation=1"))
+    result = train_here(tiny("optimizer.lr=0.0005", "train.accumulation=1", "model.operations=plain"))
     assert result.resumed_from == 5
     said = capsys.readouterr().err
     assert "optimizer.lr: 0.001 -> 0.0005" in said
     assert "train.accumulation: 2 -> 1" in said
+    assert "model.operations: auto -> plain" in said
 
 
 @pytest.mark.parametrize(
