@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from lmkit.bench.harness import Summary, grouped, out_of_memory_is_a_row, report_text, terminal_text
+from lmkit.bench.harness import Summary, out_of_memory_is_a_row, report_text, terminal_text
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels
 from lmkit.measure.tables import Column, Rows
-from lmkit.profile.allocations import BUILD, WHOLE_RUN
 from lmkit.profile.memory import run_profile
 from lmkit.profile.steps import Mode, Workload
-from lmkit.profile.write_up import peak_row
+from lmkit.profile.write_up import growth, most_computed, peak_row
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 
@@ -44,6 +42,7 @@ def table(
             that is cut short leaves what it measured.
     """
     rows: Rows = []
+    of_steps: list[Rows] = []
     text = ""
     for recipe in recipes:
         files: dict[str, bytes | str] = {}
@@ -61,23 +60,24 @@ def table(
                 result = run_profile(work)
                 row[f"{mode}_gib"] = peak_row(result.rows)["peak_gib"]
                 row[f"{mode}_computed_gib"] = most_computed(result.rows)
+                of_steps += [result.rows] if mode == "step" else []
                 folder = f"{model.attention}_{mode}_{model.context_length}_{train.precision}"
                 files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
             release_memory(work.ranks.device)
         rows.append(row)
-        text, of_table = _summarized(rows)
+        text, of_table = _summarized(rows, growth(of_steps))
         write(files | of_table)
     return rows, text
 
 
-def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
+def _summarized(rows: Rows, findings: Sequence[str]) -> tuple[str, dict[str, bytes | str]]:
     """Return the table for a terminal, and its files."""
     summary = Summary(
         "Memory by context and precision",
         COLUMNS,
         rows,
         about=f"Batch {rows[0]['batch_size']}",
-        findings=growth(rows),
+        findings=findings,
         notes=(
             "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the "
             "peak of a phase; every cell has a folder with its phases and source lines",
@@ -90,35 +90,6 @@ def _summarized(rows: Rows) -> tuple[str, dict[str, bytes | str]]:
         "memory_contexts_report.md": report_text(summary, environment, [PICTURE]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-
-
-def most_computed(rows: Rows) -> float:
-    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
-
-    The peak of the whole run may lie in the optimizer's phase, where they are gone.
-    """
-    return max(
-        row["activations_gib"] + row["temporary_gib"]
-        for row in rows
-        if row["phase"] not in (BUILD, WHOLE_RUN)
-    )
-
-
-def growth(rows: Rows) -> list[str]:
-    """Say how the computed memory of a step grows over the two longest contexts."""
-    found = []
-    for (kernel, dtype), members in grouped(rows, lambda row: (row["attention"], row["dtype"])).items():
-        measured = [row for row in members if row.get("step_computed_gib")]
-        *_, short, long = sorted([{}, {}, *measured], key=lambda row: row.get("context_length", 0))
-        if not short:
-            continue
-        ratio = long["step_computed_gib"] / short["step_computed_gib"]
-        power = math.log(ratio) / math.log(long["context_length"] / short["context_length"])
-        found.append(
-            f"{kernel}, {dtype}: from {short['context_length']} to {long['context_length']} tokens what a step "
-            f"computes grows {ratio:.2f} times, as the context to the power {power:.2f}."
-        )
-    return found
 
 
 def picture(rows: Rows) -> bytes:

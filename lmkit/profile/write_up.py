@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmkit.bench.harness import Summary
+from lmkit.bench.harness import Summary, bullets
 from lmkit.bench.report import Results
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.profile.allocations import CATEGORIES, FORWARD, WHOLE_RUN
+from lmkit.profile.allocations import BUILD, CATEGORIES, WHOLE_RUN
 from lmkit.profile.summary import FACTS, named_table, range_table
 
 
@@ -99,9 +100,8 @@ def side_by_side(found: Sequence[Results]) -> dict[str, str]:
         tables["Traces side by side"] = markdown_table(rows, compared.filled(compared.columns))
     if len(memories) > 1:
         peaks = [{**peak_row(rows), "profile": name} for name, rows in memories.items()]
-        growth = "".join(f"\n- {finding}" for finding in growth_findings(list(memories.values())))
         table = markdown_table(peaks, (Column("profile", "profile"), *MEMORY))
-        tables["Memory profiles side by side"] = table + growth
+        tables["Memory profiles side by side"] = f"{table}\n{bullets(growth(list(memories.values())))}"
     return tables
 
 
@@ -109,34 +109,34 @@ def _name(results: Results) -> str:
     return results.path.parent.as_posix()
 
 
-def growth_findings(profiles: Sequence[Rows]) -> list[str]:
-    """Return what a longer context costs, where one model was profiled at several."""
-    alike: dict[tuple[Any, ...], dict[int, Rows]] = {}
+def most_computed(rows: Rows) -> float:
+    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
+
+    The peak of the whole run may lie in the optimizer's phase, where they are gone.
+    """
+    return max(
+        row["activations_gib"] + row["temporary_gib"]
+        for row in rows
+        if row["phase"] not in (BUILD, WHOLE_RUN)
+    )
+
+
+def growth(profiles: Sequence[Rows]) -> list[str]:
+    """Say how what a step computes grows over the two longest contexts of each model that was profiled at several."""
+    alike: dict[tuple[Any, ...], dict[int, float]] = {}
     for rows in profiles:
         first = rows[0]
+        same = tuple(first.get(key) for key in ("model", "pass", "batch_size", "attention", "dtype"))
         if first.get("context_length") is not None:
-            same = tuple(first[key] for key in ("model", "pass", "batch_size", "dtype", "attention"))
-            alike.setdefault(same, {})[first["context_length"]] = rows
+            alike.setdefault(same, {})[first["context_length"]] = most_computed(rows)
     found = []
-    for (model, mode, batch, *_), by_length in alike.items():
-        short, long = min(by_length), max(by_length)
-        if short == long:
-            continue
-        peaks = [float(peak_row(by_length[length])["peak_gib"]) for length in (short, long)]
-        keeps = ""
-        if mode != FORWARD:
-            before, after = (_kept_by_forward(by_length[length]) for length in (short, long))
-            per_token = (after - before) * 1024 / (long - short) / batch
-            keeps = (
-                f"; what forward keeps for backward grows from {before:.1f} to {after:.1f} GiB, "
-                f"{per_token:.2f} MiB per token"
+    for (model, mode, _, kernel, dtype), sizes in alike.items():
+        short, long = sorted(sizes)[-2:] if len(sizes) > 1 else (0, 0)
+        if sizes.get(short):
+            ratio = sizes[long] / sizes[short]
+            power = math.log(ratio) / math.log(long / short)
+            found.append(
+                f"{model}, {kernel}, {dtype}: from {short} to {long} tokens what a {mode} computes grows "
+                f"{ratio:.2f} times, as the context to the power {power:.2f}."
             )
-        found.append(
-            f"{model}, {mode}: from {short} to {long} tokens of context the peak grows from {peaks[0]:.1f} to "
-            f"{peaks[1]:.1f} GiB{keeps}."
-        )
     return found
-
-
-def _kept_by_forward(rows: Rows) -> float:
-    return max((float(row["activations_gib"]) for row in rows if row["phase"] == FORWARD), default=0.0)

@@ -11,7 +11,7 @@ from lmkit.profile.contexts import table
 from lmkit.profile.lines import AUTOGRAD, line_of
 from lmkit.profile.memory import run_profile
 from lmkit.profile.steps import Workload
-from lmkit.profile.write_up import MEMORY, peak_row
+from lmkit.profile.write_up import MEMORY, most_computed, peak_row
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
@@ -110,6 +110,7 @@ def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square():
         "reference_step_512_fp32/memory_peaks.jsonl",
     } <= set(files)
     assert not any(name.endswith(".pickle") for name in files)
+    assert files["memory_contexts_report.md"].count("from 256 to 512 tokens") == 2
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -161,4 +162,4 @@ def test_what_a_step_computes_is_taken_from_the_phase_that_holds_most_of_it():
             (allocations.WHOLE_RUN, 0.0, 0.1),
         )
     ]
-    assert contexts.most_computed(rows) == 4.0
+    assert most_computed(rows) == 4.0
