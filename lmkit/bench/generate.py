@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -28,8 +28,11 @@ from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, 
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
+    from lmkit.bench.generate_rivals import TransformersWriter
     from lmkit.generation import Decoder
     from lmkit.model.transformer import TransformerLM
+
+    Writer: TypeAlias = "OwnWriter | TransformersWriter"
 
 FEW = 5  # samples of quantities that are not compared between variants
 PROMPTS = 25  # samples of the time to read a prompt
@@ -70,30 +73,8 @@ class Options(Table):
     `context` more, so the cache holds `context` tokens of a text on average."""
 
 
-class Writer(Protocol):
-    """A variant whose decode steps are timed."""
-
-    context: int
-
-    def refill(self) -> None:
-        """Put `context` tokens into the cache of every text."""
-        ...
-
-    def step(self) -> None:
-        """Write one more token of every text."""
-        ...
-
-    def read_prompt(self) -> None:
-        """Read one prompt of `context` tokens."""
-        ...
-
-    def first_token(self) -> None:
-        """Read one prompt of `context` tokens and write a token; wait for it."""
-        ...
-
-
 class OwnWriter:
-    """The decoder that `lmkit generate` runs."""
+    """The decoder that `lmkit generate` runs; methods as of `TransformersWriter`."""
 
     def __init__(
         self,

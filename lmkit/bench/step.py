@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import (
@@ -35,10 +35,12 @@ from lmkit.recipe.values import AttentionName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
-    import torch
-
+    from lmkit.bench.step_ablations import Ablated
+    from lmkit.bench.step_rivals import RivalStep
     from lmkit.data.batches import Batch
     from lmkit.training.setup import TrainingStep
+
+    Training = TrainingStep | Ablated | RivalStep
 
 FIELDS = ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "context_length")
 SIZES = {
@@ -104,17 +106,6 @@ class Options(Table):
     """Steps that are recorded for the table of kernel classes; 0: no table."""
     max_seconds: PositiveFloat = 120.0
     """Seconds of timing per size; whole rounds only."""
-
-
-class Training(Protocol):
-    """A variant whose training steps are timed."""
-
-    @property
-    def model(self) -> torch.nn.Module: ...
-
-    def run(self) -> torch.Tensor:
-        """Make one step; return its loss."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -190,7 +181,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             row["class_ms"] = _class_ms(training, context)
         return training
 
-    trainings = build_what_fits(rows, build, device)
+    trainings: dict[str, Training] = build_what_fits(rows, build, device)
     calls = {variant: training.run for variant, training in trainings.items()}
     trainings.clear()
     shared.clear()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError  # noqa: A004 (before Python 3.11 not the built-in one)
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lmkit.recipe.schema import Recipe
 from lmkit.training.metrics import Record, Sink
@@ -20,23 +20,13 @@ EVENTS = "tensorboard"
 log = logging.getLogger("lmkit")
 
 
-class Service(Protocol):
-    """What a service is asked for; W&B's run is one."""
-
-    def log(self, values: Mapping[str, float | str], *, step: int) -> object:
-        """Take the numbers and texts of a step by name, such as `train/loss`."""
-
-    def finish(self) -> object:
-        """End: no more numbers come."""
-
-
 def wandb_sink(recipe: Recipe, folder: Path) -> ServiceSink:
     """Return the sink of Weights & Biases. `wandb sync` can upload an offline run later."""
 
-    def start() -> Service:
+    def start() -> Any:
         import wandb
 
-        run: Service = wandb.init(
+        return wandb.init(
             project=recipe.wandb.project,
             name=recipe.run.name,
             dir=str(folder),
@@ -44,7 +34,6 @@ def wandb_sink(recipe: Recipe, folder: Path) -> ServiceSink:
             config=recipe.model_dump(mode="json"),
             settings=wandb.Settings(init_timeout=START_TIMEOUT_S, silent=True),
         )
-        return run
 
     return ServiceSink("W&B", start, extra="wandb")
 
@@ -56,7 +45,7 @@ def tensorboard_sink(folder: Path, *, after_step: int) -> ServiceSink:
         after_step: TensorBoard drops what an earlier session wrote of later steps.
     """
 
-    def start() -> Service:
+    def start() -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         return _Events(SummaryWriter(str(folder / EVENTS), purge_step=after_step + 1))
@@ -65,7 +54,7 @@ def tensorboard_sink(folder: Path, *, after_step: int) -> ServiceSink:
 
 
 class _Events:
-    """A writer of event files, as a `Service`."""
+    """A writer of event files, with the methods of W&B's run."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -86,10 +75,11 @@ class ServiceSink(Sink):
     has everything.
 
     Args:
+        start: returns W&B's run, or what has its methods `log` and `finish`.
         extra: the extra of lmkit that installs the service's package.
     """
 
-    def __init__(self, name: str, start: Callable[[], Service], *, extra: str) -> None:
+    def __init__(self, name: str, start: Callable[[], Any], *, extra: str) -> None:
         self._name, self._extra = name, extra
         self._caller = _Caller(name)
         self._is_on = True
