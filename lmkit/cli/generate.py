@@ -166,7 +166,8 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
         prompts = [typed if prompt == "-" else prompt for prompt in prompts]
     if file is not None:
         try:
-            lines = read_input(file, pipes=True).decode("utf-8-sig").splitlines()
+            # Not `splitlines`, which would cut a prompt at U+2028 or a form feed.
+            lines = read_input(file, pipes=True).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             why = reason(error) if isinstance(error, OSError) else f"invalid UTF-8 at byte {error.start}"
             hint = "give a UTF-8 text file with one prompt a line"

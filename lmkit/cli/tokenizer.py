@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import sys
 from dataclasses import asdict
@@ -97,7 +98,9 @@ def encode(
     """
     from lmkit.tokenizer import Tokenizer
 
-    ids = Tokenizer.load(tokenizer).encode_iterable([text] if text is not None else sys.stdin)
+    # A text is UTF-8, whatever the locale says of the terminal.
+    texts = [text] if text is not None else io.TextIOWrapper(sys.stdin.buffer, "utf-8", newline="\n")
+    ids = Tokenizer.load(tokenizer).encode_iterable(texts)
     try:
         if as_json:
             show(Result("", {"ids": list(ids)}), as_json=True)

@@ -261,8 +261,9 @@ def test_fault_144_names_of_files_cannot_drive_a_terminal(no_color, as_terminal,
 def test_ids_and_text_as_json(terminal, tmp_path, monkeypatch):
     path = str(tmp_path / "bytes.json")
     Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[]).save(path)
-    text = "a\u00e9\n" * 1000  # more ids than a printed line has
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    text = "a\u00e9\r\n" * 1000  # more ids than a printed line has
+    # The locale's encoding does not count.
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "latin-1"))
     assert json.loads(terminal("tokenizer", "encode", path, "--json")) == {"ids": list(text.encode())}
     assert json.loads(terminal("tokenizer", "encode", path, "ab", "--json")) == {"ids": [97, 98]}
     decoded = terminal("tokenizer", "decode", path, "97", "255", "10", "--json")

@@ -48,10 +48,10 @@ def samples_of(terminal, command: str) -> list[dict[str, object]]:
 
 
 def test_fault_108_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
-    Path("prompts.txt").write_text("\ufeffone\r\n\n---\n")
+    Path("prompts.txt").write_text("\ufeffone\r\n\n-\u2028-\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
     found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
-    prompts = ["two\nlines \ufffd", "one", "---"]
+    prompts = ["two\nlines \ufffd", "one", "-\u2028-"]
     assert [sample["prompt"] for sample in found] == [prompt for prompt in prompts for _ in range(2)]
     Path("bad.txt").write_bytes(b"one\n\xff")
     Path("blank.txt").write_text("\n")
