@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import errno
 import re
+import resource  # at once: where memory has run out, nothing can be imported any more
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Any
-
-resource: Any
-try:
-    import resource  # at once: where memory has run out, nothing can be imported any more
-except ImportError:  # Windows
-    resource = None
 
 LONGEST = 2000
 """Longest message in characters: a damaged file may hold a name of a megabyte."""
@@ -87,8 +81,6 @@ def limit_reached(error: BaseException) -> LmkitError | None:
 
 def _limit(name: str) -> int | None:
     """Return a limit that the shell sets with `ulimit`; None if there is none."""
-    if resource is None:
-        return None
     limit = resource.getrlimit(getattr(resource, name))[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
