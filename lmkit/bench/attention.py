@@ -7,7 +7,6 @@ variant that does not fit, is not supported, or gives wrong results becomes a ro
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -43,7 +42,7 @@ from lmkit.bench.harness import (
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import Timing, time_variants
+from lmkit.measure.timing import Timing, clock_for, time_variants
 from lmkit.recipe.tables import Count, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionVariant
 from lmkit.registry import ATTENTION, BENCHES
@@ -314,13 +313,10 @@ class Sweep:
         return list(self._checked[key]), seconds
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
-        import torch
-
-        began = time.perf_counter()
-        results = inputs.run(function)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return results, time.perf_counter() - began
+        results: list[tuple[Tensor, ...]] = []
+        clock = clock_for(self._device, "wall")
+        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1, before=())
+        return results[0], ms * 1e-3
 
     def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any] | None:
         """Return status and detail of a variant that is not even tried; None: try it."""

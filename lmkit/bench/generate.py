@@ -7,7 +7,6 @@ step reads at least all weights but the embedding, and the filled part of the ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -23,6 +22,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
+from lmkit.measure.timing import clock_for
 from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -239,10 +239,11 @@ def _measure(
             writer.step()
         for _ in range(FEW):  # untimed; they compile
             writer.read_prompt()
-        prompts_ms = [_wall_ms(writer.read_prompt, context) for _ in range(PROMPTS)]
+        clock = clock_for(device, "wall")
+        prompts_ms = [clock.sample_ms(writer.read_prompt, 1, before=()) for _ in range(PROMPTS)]
         row["prefill_ms"] = median(prompts_ms)
         row["prefill_low_ms"], row["prefill_high_ms"] = median_interval(prompts_ms)
-        row["first_ms"] = median(_wall_ms(writer.first_token, context) for _ in range(FEW))
+        row["first_ms"] = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
         if device.type == "cuda":
             row["host_ms"] = host_ms(writer.step, device)
         if options.queue and isinstance(writer, OwnWriter):
@@ -298,21 +299,6 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
         kernels=False if variant == "lmkit_torch" else None,
         weights="fp8" if variant == "lmkit_fp8" else "same",
     )
-
-
-def _wall_ms(work: Callable[[], None], context: Context) -> float:
-    """Return the ms until the device has finished `work`."""
-    import torch
-
-    def synchronize() -> None:
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-
-    synchronize()
-    began = time.perf_counter()
-    work()
-    synchronize()
-    return (time.perf_counter() - began) * 1e3
 
 
 # Rows in words

@@ -10,7 +10,6 @@ without that cell.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,6 +26,7 @@ from lmkit.errors import UsageError, reason
 from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
+from lmkit.measure.timing import clock_for
 from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import (
     Count,
@@ -358,11 +358,8 @@ class Training:
             return
         with track_peak(self._ranks.device) as peak:
             losses = [self.step.run() for _ in range(self._options.untimed_steps)]
-            _synchronize(self._ranks)
-            began = time.perf_counter()
-            losses += [self.step.run() for _ in range(num_steps)]
-            _synchronize(self._ranks)
-            elapsed_ms = (time.perf_counter() - began) * 1e3
+            clock, run = clock_for(self._ranks.device, "wall"), self.step.run
+            elapsed_ms = clock.sample_ms(lambda: losses.append(run()), num_steps, before=())
         # Leave out what the other trainings keep on the device.
         self._peak_bytes = max(self._peak_bytes, self._own_bytes + peak.extra_bytes)
         self._losses += [loss.item() for loss in losses]
@@ -434,14 +431,8 @@ def _settle(ranks: Ranks) -> None:
 
     from lmkit.parallel.ranks import release_collectives
 
-    _synchronize(ranks)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
     release_collectives(ranks)
     if ranks.device.type == "cuda":
         torch.empty(1, device=ranks.device)
-
-
-def _synchronize(ranks: Ranks) -> None:
-    import torch
-
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
