@@ -242,17 +242,14 @@ def _refuse_to_replace_another_json(path: Path) -> None:
         )
 
 
-def open_tokens(
-    path: str | Path, *, tokenizer_sha256: str | None = None, check_ids: bool = True
-) -> TokenFile:
-    """Open a token file for reading.
+def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
+    """Open a token file for reading. It is read once to check that every id is in the vocabulary.
 
         >>> file = open_tokens("tokens.npy", tokenizer_sha256=tokenizer.sha256)  # doctest: +SKIP
         >>> file.tokens[:3], file.meta.vocab_size                                # doctest: +SKIP
 
     Args:
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
-        check_ids: read the whole file once to check that every id is in the vocabulary.
 
     Raises:
         UsageError: no such file ("tokens.missing"), or another tokenizer made it ("tokens.wrong_tokenizer").
@@ -269,10 +266,9 @@ def open_tokens(
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
-    if check_ids:
-        _check_ids(path, tokens, meta.vocab_size)
-        if mask is not None:
-            _check_mask(path, mask, meta)
+    _check_ids(path, tokens, meta.vocab_size)
+    if mask is not None:
+        _check_mask(path, mask, meta)
     return TokenFile(tokens, meta, mask)
 
 

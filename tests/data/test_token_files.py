@@ -155,7 +155,6 @@ def test_fault_37_id_beyond_the_vocabulary_with_its_position(path):
         file.write(np.uint16(1000).tobytes())
     with raises(LmkitError, "tokens.damaged", "tokens.npy", "position 2993", "1000"):
         open_tokens(path)
-    assert open_tokens(path, check_ids=False).tokens[2993] == 1000
 
 
 @pytest.mark.parametrize("piece", [100, 3000, 10_000])
