@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.bench.context import Context
@@ -53,7 +51,6 @@ from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
-from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     from lmkit.bench.parking import Parking
@@ -388,6 +385,7 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
     """
     import torch
 
+    from lmkit.measure.kineto import chrome_trace
     from lmkit.parallel.collectives import agree
 
     for _ in range(TRACE_WARMUP):
@@ -401,10 +399,7 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
         torch.cuda.synchronize(ranks.device)
     if profiler is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="lmkit-trace-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return read_step(json.loads(read_input(path))["traceEvents"], TRACE_STEPS)
+    return read_step(json.loads(chrome_trace(profiler))["traceEvents"], TRACE_STEPS)
 
 
 def read_step(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline | None:

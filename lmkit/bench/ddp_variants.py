@@ -92,18 +92,9 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
     Raises:
         UsageError: there is no [model], or nothing says how large the vocabulary is.
     """
-    from lmkit.recipe.load import required
+    from lmkit.recipe.load import required_model
 
-    command = f"bench {bench}"
-    model = required(recipe.model, "model", recipe, command=command)
-    if model.vocab_size is None:
-        if recipe.tokenizer is None:
-            raise UsageError(
-                "bench.no_vocabulary",
-                f"model.vocab_size: `lmkit {command}` has no tokenizer that could give it",
-                hint="for example --set model.vocab_size=10000",
-            )
-        model = model.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
+    model = required_model(recipe, command=f"bench {bench}")
     return Case(recipe.run.name, model, options.rows, options.precision, recipe.parallel)
 
 
@@ -197,25 +188,15 @@ def expected_link_bytes(
 
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
     """Make the training loop of a variant: the step that `lmkit train` runs, on random tokens."""
-    from lmkit.data.batches import RandomTokens
     from lmkit.parallel.ranks import Ranks as Place
     from lmkit.training.setup import TrainingStep
 
     ranks = Place(device=ranks.device) if name in SOLO else ranks
-    assert case.model.vocab_size is not None
-    batches = RandomTokens(
-        case.model.vocab_size,
-        batch_size=case.rows * ranks.world_size,
-        context_length=case.model.context_length,
-        seed=0,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
     how: Literal["none", "block", "whole"] = "block" if name.endswith(COMPILED) else case.model.compile
     training = TrainingStep(
         case.model.model_copy(update={"compile": how}),
         ranks,
-        batches,
+        case.rows * ranks.world_size,
         # PyTorch's ZeRO keeps no masters of bf16 weights.
         precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
         parallel=parallel_of(name, case.parallel),

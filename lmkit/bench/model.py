@@ -165,16 +165,11 @@ def _row(config: ModelConfig, options: Options, part: str, mode: str, precision:
 def _build(config: ModelConfig, precision: str, context: Context) -> TrainingStep:
     import torch
 
-    from lmkit.data.batches import RandomTokens
     from lmkit.training.setup import TrainingStep
 
     torch.compiler.reset()
-    assert config.vocab_size is not None
-    options, seed = context.options, context.recipe.run.seed
-    batches = RandomTokens(
-        config.vocab_size, batch_size=options.batch_size, context_length=config.context_length, seed=seed
-    )
-    return TrainingStep(config, context.ranks, batches, precision=precision, seed=seed)
+    seed = context.recipe.run.seed
+    return TrainingStep(config, context.ranks, context.options.batch_size, precision=precision, seed=seed)
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:

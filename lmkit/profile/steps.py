@@ -15,11 +15,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from lmkit.data.batches import RandomTokens
-from lmkit.errors import UsageError
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.recipe.load import required
+from lmkit.recipe.load import required, required_model
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.training.precision import with_precision
@@ -45,21 +43,8 @@ class Workload:
 
     @property
     def model(self) -> ModelConfig:
-        """[model] with its vocabulary size.
-
-        Raises:
-            UsageError: the recipe has no [model], or does not say how many tokens there are.
-        """
-        model = required(self.recipe.model, "model", self.recipe, command="profile")
-        tokenizer = self.recipe.tokenizer
-        vocab_size = model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
-        if vocab_size is None:
-            raise UsageError(
-                "profile.no_vocabulary",
-                "model.vocab_size: not set, and profiling uses random tokens",
-                hint="for example --set model.vocab_size=10000",
-            )
-        return model.model_copy(update={"vocab_size": vocab_size})
+        """[model] with its vocabulary size."""
+        return required_model(self.recipe, command="profile")
 
     @property
     def train(self) -> TrainConfig:
@@ -105,23 +90,17 @@ def build_step(work: Workload) -> TrainingStep:
     """Return the model with its optimizer and endless random tokens.
 
     Raises:
-        UsageError: as `Workload.model`, or as `lmkit train`: something does not run on the device, or the optimizer
+        UsageError: as `required_model`, or as `lmkit train`: something does not run on the device, or the optimizer
             refuses an option.
     """
     model, train = work.model, work.train
-    assert model.vocab_size is not None
     check_device(work.recipe.model_copy(update={"model": model, "train": train}), work.ranks.device)
-    batches = RandomTokens(
-        model.vocab_size,
-        batch_size=work.batch_size,
-        context_length=model.context_length,
-        seed=work.recipe.run.seed,
-    )
     # Of a graph a profile would not show the phases.
     return TrainingStep(
         model,
         work.ranks,
-        batches,
+        work.batch_size,
+        seed=work.recipe.run.seed,
         optimizer=work.recipe.optimizer,
         precision=train.precision,
         grad_clip=train.grad_clip,

@@ -24,7 +24,7 @@ from lmkit.model.accounting import (
     with_fp8,
 )
 from lmkit.model.memory import Form, Held, StepMemory, kept_by_layers, step_memory
-from lmkit.recipe.load import required
+from lmkit.recipe.load import required, required_model
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
@@ -220,17 +220,8 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
 
 def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
     """Return [model] with the vocabulary that the tokenizer is asked for, and [train]."""
-    config = required(recipe.model, "model", recipe, command="plan")
-    train = required(recipe.train, "train", recipe, command="plan")
-    if config.vocab_size is None:
-        if recipe.tokenizer is None:
-            raise UsageError(
-                "plan.no_vocabulary",
-                "model.vocab_size: missing, and the recipe has no [tokenizer] that could give it",
-                hint="for example --set model.vocab_size=50304",
-            )
-        config = config.model_copy(update={"vocab_size": recipe.tokenizer.vocab_size})
-    return config, train
+    config = required_model(recipe, command="plan")
+    return config, required(recipe.train, "train", recipe, command="plan")
 
 
 def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:

@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 
-from lmkit.data.batches import RandomTokens
 from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
@@ -161,20 +160,11 @@ def _training(
     recipe: Recipe, ranks: Ranks, config: ModelConfig, train: TrainConfig, parallel: ParallelConfig
 ) -> TrainingStep:
     """Build the step of a recipe with other tables, on random tokens."""
-    assert config.vocab_size is not None
-    batches = RandomTokens(
-        config.vocab_size,
-        batch_size=train.batch_size,
-        context_length=config.context_length,
-        seed=0,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        accumulation=train.accumulation,
-    )
     return TrainingStep(
         config,
         ranks,
-        batches,
+        train.batch_size,
+        accumulation=train.accumulation,
         optimizer=recipe.optimizer,
         parallel=parallel if ranks.world_size > 1 else ALONE,
         precision=train.precision,

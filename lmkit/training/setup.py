@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
-from lmkit.data.batches import Batch, BatchSource
+from lmkit.data.batches import Batch, BatchSource, RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.fp8 import check_fp8, use_fp8
@@ -165,8 +165,9 @@ class TrainingStep:
     """Run the training step on batches from memory, one after the other: what benches and profilers measure.
 
     Args:
-        batches: this rank's batches.
-        seed: of the initial weights.
+        batches: this rank's batches; or a number of sequences in the global batch, which then are random tokens.
+        accumulation: micro-batches of random tokens.
+        seed: of the initial weights and random tokens.
         lr: constant learning rate.
         cuda_graph: as in the table [train].
         options: `optimizer`, `make_optimizer`, `parallel`, `precision` and `grad_clip` of `build_step`.
@@ -176,8 +177,9 @@ class TrainingStep:
         self,
         config: ModelConfig,
         ranks: Ranks,
-        batches: BatchSource,
+        batches: BatchSource | int,
         *,
+        accumulation: int = 1,
         seed: int = 0,
         lr: float = 3e-4,
         cuda_graph: Literal["auto", "on", "off"] = "auto",
@@ -187,6 +189,17 @@ class TrainingStep:
         self.step = build_step(config, ranks, cuda_graph=cuda_graph, **options)
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self._device = ranks.device
+        if isinstance(batches, int):
+            assert config.vocab_size is not None
+            batches = RandomTokens(
+                config.vocab_size,
+                batch_size=batches,
+                context_length=config.context_length,
+                seed=seed,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                accumulation=accumulation,
+            )
         self._batches = batches
         self._lr = lr
         self._done = 0

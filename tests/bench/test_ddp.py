@@ -271,7 +271,7 @@ def test_the_model_comes_from_the_recipe_and_its_vocabulary_from_the_tokenizer()
     assert case.model.vocab_size == recipe.tokenizer.vocab_size
     assert case.model.d_model == recipe.model.d_model
     bare = recipe.model_copy(update={"tokenizer": None})
-    with raises(UsageError, "bench.no_vocabulary"):
+    with raises(UsageError, "recipe.no_vocabulary"):
         case_of(bare, bare.bench.table("ddp"), "ddp")
 
 

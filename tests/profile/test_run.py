@@ -157,7 +157,7 @@ def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
 
 
 def test_a_model_without_vocabulary_is_refused():
-    with raises(UsageError, "profile.no_vocabulary", "model.vocab_size"):
+    with raises(UsageError, "recipe.no_vocabulary", "model.vocab_size"):
         build_step(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
 
 

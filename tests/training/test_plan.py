@@ -260,7 +260,7 @@ def test_what_cannot_be_planned() -> None:
     no_vocabulary = load_recipe("quickstart").model_copy(update={"tokenizer": None})
     with pytest.raises(UsageError) as caught:
         plan(no_vocabulary, H200)
-    assert caught.value.code == "plan.no_vocabulary"
+    assert caught.value.code == "recipe.no_vocabulary"
 
 
 def test_the_8b_model_fits_two_h200() -> None:
