@@ -65,7 +65,7 @@ def all_reduce(context: Context) -> Rows:
     """Return one row per operation, dtype and size. A time is the slowest rank's in a round, in ms."""
     import torch
 
-    from lmkit.parallel.collectives import agree
+    from lmkit.parallel.collectives import agree, largest_of_ranks
 
     options, ranks = context.options, context.ranks
     rows: Rows = []
@@ -89,7 +89,7 @@ def all_reduce(context: Context) -> Rows:
             )
             found = [
                 {"size_mb": size_mb}
-                | _row(operation, name, flat.nbytes, ranks, context.slowest_rank(timing.samples_ms))
+                | _row(operation, name, flat.nbytes, ranks, largest_of_ranks(timing.samples_ms, ranks))
                 for operation, timing in timings.items()
             ]
             rows += found

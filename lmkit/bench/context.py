@@ -111,13 +111,3 @@ class Context:
         limits = measure_limits(self.device, dict.fromkeys(dtypes))
         self.environment["limits"] = limits.as_dict()
         return limits
-
-    def slowest_rank(self, samples_ms: Sequence[float]) -> list[float]:
-        """Return, round by round, the longest of all ranks' samples. Collective; the same on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        slowest = torch.tensor(samples_ms, dtype=torch.float64)
-        if self.ranks.world_size > 1:
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.tolist()

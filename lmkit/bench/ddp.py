@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -49,6 +49,7 @@ from lmkit.measure.ranges import quietly
 from lmkit.measure.statistics import clip, median, paired_ratio, spread, union
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.trace import DeviceWork
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
 
@@ -385,7 +386,7 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
     """
     import torch
 
-    from lmkit.measure.kineto import chrome_trace
+    from lmkit.measure.kineto import chrome_trace, parse_chrome_trace
     from lmkit.parallel.collectives import agree
 
     for _ in range(TRACE_WARMUP):
@@ -399,23 +400,22 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
         torch.cuda.synchronize(ranks.device)
     if profiler is None:
         return None
-    return read_step(json.loads(chrome_trace(profiler))["traceEvents"], TRACE_STEPS)
+    trace = parse_chrome_trace(json.loads(chrome_trace(profiler)), "bench ddp")
+    return read_step(trace.work or (), TRACE_STEPS)
 
 
-def read_step(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline | None:
-    """Return the last but one of `steps` steps in the events of a Chrome trace (times in us); None without
-    collectives (the profiler may not be allowed to see kernels).
+def read_step(work: Sequence[DeviceWork], steps: int) -> Timeline | None:
+    """Return the last but one of `steps` steps; None without collectives (the profiler may not be allowed to see
+    kernels).
 
     A step begins at the end of the previous step's last collective and ends at the end of its own.
 
     Raises:
         ValueError: the steps did not make equally many collectives.
     """
-    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "communication": []}
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kind = "communication" if "nccl" in event["name"].lower() else "compute"
-            spans[kind].append((event["ts"], event["ts"] + event["dur"]))
+    spans: dict[str, list[tuple[int, int]]] = {"compute": [], "communication": []}
+    for item in work:
+        spans["communication" if item.is_communication else "compute"].append((item.start, item.end))
     collectives = sorted(spans["communication"])
     if not collectives:
         return None
@@ -425,7 +425,7 @@ def read_step(events: Sequence[Mapping[str, Any]], steps: int) -> Timeline | Non
     begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (steps - 2, steps - 1))
     return {
         kind: [
-            ((start - begin) / 1e3, (end - begin) / 1e3) for start, end in union(clip(of_kind, begin, finish))
+            ((start - begin) / 1e6, (end - begin) / 1e6) for start, end in union(clip(of_kind, begin, finish))
         ]
         for kind, of_kind in spans.items()
     }

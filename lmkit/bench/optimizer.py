@@ -77,7 +77,7 @@ def optimizer(context: Context) -> Rows:
     rank's, in ms.
     """
     from lmkit.model.accounting import flops_per_token
-    from lmkit.parallel.collectives import agree
+    from lmkit.parallel.collectives import agree, largest_of_ranks
 
     options, ranks = context.options, context.ranks
     case = case_of(context.recipe, options, "optimizer")
@@ -100,7 +100,7 @@ def optimizer(context: Context) -> Rows:
                 prepare={name: lambda: agree(ranks)},
                 clock=SteadyStateClock(ranks.device, options.steps_per_sample),
             )[name]
-        row |= time_fields(context.slowest_rank(timing.samples_ms), "step_ms")
+        row |= time_fields(largest_of_ranks(timing.samples_ms, ranks), "step_ms")
         row["tokens_per_s"] = ranks.world_size * case.tokens_per_step / row["step_ms"] * 1e3
         rate = row["tokens_per_s"] / ranks.world_size * flops
         row |= {"precision": case.precision, "flops_per_token": flops}

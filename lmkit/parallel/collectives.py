@@ -203,6 +203,14 @@ def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
 
 
+def largest_of_ranks(numbers: Sequence[float], ranks: Ranks) -> list[float]:
+    """Return the largest of each number on any rank. Collective."""
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    largest_on_any_rank(largest, ranks)
+    found: list[float] = largest.tolist()
+    return found
+
+
 def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
     """Call `decide` on rank 0 only, and return its answer on every rank.
 

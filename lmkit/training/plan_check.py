@@ -12,6 +12,7 @@ from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
 from lmkit.model.accounting import count_parameters
+from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
@@ -78,11 +79,11 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
             if graph is not None and graph.may_capture:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
-            if _most(ranks, seconds)[0] < SHORT_S:
+            if largest_of_ranks([seconds], ranks)[0] < SHORT_S:
                 seconds = _median_seconds(ranks, training)
         except RuntimeError as error:
             raise limit_reached(error) or error from error
-        peak_bytes, seconds = _most(ranks, peak.peak_bytes - before, seconds)
+        peak_bytes, seconds = largest_of_ranks([peak.peak_bytes - before, seconds], ranks)
         return Measured(int(peak_bytes), seconds)
 
 
@@ -173,19 +174,10 @@ def _training(
     )
 
 
-def _most(ranks: Ranks, *numbers: float) -> list[float]:
-    """Return the largest of each number on any rank. Collective."""
-    most = torch.tensor(numbers, dtype=torch.float64)
-    if ranks.world_size > 1:
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    found: list[float] = most.tolist()
-    return found
-
-
 def _median_seconds(ranks: Ranks, training: TrainingStep) -> float:
     """Return how long a step takes, in the median sample. Collective."""
     samples = [_seconds(training, FEW)]
-    more = int(SAMPLED_S / (FEW * _most(ranks, samples[0])[0]))
+    more = int(SAMPLED_S / (FEW * largest_of_ranks(samples, ranks)[0]))
     return median([*samples, *(_seconds(training, FEW) for _ in range(more))])
 
 

@@ -16,6 +16,7 @@ from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
 from lmkit.bench.optimizer import optimizer
 from lmkit.bench.parking import Parking, _storages
 from lmkit.measure.limits import Limits
+from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
 
@@ -120,7 +121,7 @@ def measure_all() -> dict[str, Any]:
             "broadcast": broadcast_by_zero(case, ranks),
             "turns": trained_in_turns(case, ranks),
             "parked": ddp.measure(case, ("fsdp", "naive"), parked, part="ladder"),
-            "slowest": ladder.slowest_rank([1.0 + ranks.rank, 3.0 - ranks.rank]),
+            "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),
             "optimizer": optimizer(sharding),
             "reports": reports,
