@@ -92,7 +92,7 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
     Raises:
         UsageError: there is no [model], or nothing says how large the vocabulary is.
     """
-    from lmkit.recipe.load import required_model
+    from lmkit.tokenizer.vocabulary import required_model
 
     model = required_model(recipe, command=f"bench {bench}")
     return Case(recipe.run.name, model, options.rows, options.precision, recipe.parallel)

@@ -40,15 +40,14 @@ def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
     """
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.reference import annotated_toml
+    from lmkit.tokenizer.vocabulary import vocabulary_of
 
     loaded = load_recipe(recipe, set_ or ())
     text, total, multiplying = annotated_toml(loaded), None, None
-    vocab_size = loaded.tokenizer.vocab_size if loaded.tokenizer else None
-    model = loaded.model
-    if model is not None and (vocab_size := model.vocab_size or vocab_size) is not None:
+    if loaded.model is not None and (vocab_size := vocabulary_of(loaded)) is not None:
         from lmkit.model.accounting import count_parameters
 
-        counts = count_parameters(model.model_copy(update={"vocab_size": vocab_size}))
+        counts = count_parameters(loaded.model.model_copy(update={"vocab_size": vocab_size}))
         total, multiplying = counts.total, counts.multiplying
         text = f"# parameters: {total:,} ({multiplying:,} multiply each token)\n{text}"
     tables = loaded.model_dump(mode="json")

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
 
 from lmkit.measure.ranges import enable_ranges_from_environment, range_
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.recipe.load import required, required_model
+from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
+from lmkit.tokenizer.vocabulary import required_model
 from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics
 from lmkit.training.setup import TrainingStep, check_device
@@ -41,9 +42,9 @@ class Workload:
     steps: int = 5
     warmup: int = 3
 
-    @property
+    @cached_property
     def model(self) -> ModelConfig:
-        """[model] with its vocabulary size."""
+        """[model] with its vocabulary."""
         return required_model(self.recipe, command="profile")
 
     @property

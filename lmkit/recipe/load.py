@@ -19,7 +19,7 @@ from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.depth import FOLLOWS, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
-from lmkit.recipe.tables import PRESETS, ModelConfig, Table
+from lmkit.recipe.tables import PRESETS, Table
 from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
@@ -97,23 +97,6 @@ def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
             hint=f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}",
         )
     return table
-
-
-def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
-    """Return the table [model] with the vocabulary that it gives, or that the tokenizer is asked for.
-
-    Raises:
-        UsageError: as `required`, or neither says how large the vocabulary is.
-    """
-    model = required(recipe.model, "model", recipe, command=command)
-    size = model.vocab_size or (recipe.tokenizer.vocab_size if recipe.tokenizer is not None else None)
-    if size is None:
-        raise UsageError(
-            "recipe.no_vocabulary",
-            f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it",
-            hint="for example --set model.vocab_size=10000",
-        )
-    return model.model_copy(update={"vocab_size": size})
 
 
 # Files

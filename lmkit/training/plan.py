@@ -24,10 +24,11 @@ from lmkit.model.accounting import (
     with_fp8,
 )
 from lmkit.model.memory import Form, Held, StepMemory, kept_by_layers, step_memory
-from lmkit.recipe.load import required, required_model
+from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
+from lmkit.tokenizer.vocabulary import required_model
 from lmkit.training.precision import automatic_precision
 
 KEPT_BACK = {"alone": 1_000_000_000, "with others": 2_300_000_000}
@@ -219,7 +220,7 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
 
 
 def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
-    """Return [model] with the vocabulary that the tokenizer is asked for, and [train]."""
+    """Return [model] with its vocabulary, and [train]."""
     config = required_model(recipe, command="plan")
     return config, required(recipe.train, "train", recipe, command="plan")
 

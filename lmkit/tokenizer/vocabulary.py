@@ -1,0 +1,43 @@
+"""How large the vocabulary of a recipe's model is, before anything is encoded."""
+
+from __future__ import annotations
+
+from lmkit.errors import UsageError
+from lmkit.recipe.load import required
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig
+from lmkit.tokenizer.tokenizer import Tokenizer
+
+
+def vocabulary_of(recipe: Recipe) -> int | None:
+    """Return what [model] says, else the size of the tokenizer at `path` if it is there, or what [tokenizer] asks for.
+
+    Raises:
+        LmkitError: as `Tokenizer.load`.
+    """
+    if recipe.model is not None and recipe.model.vocab_size is not None:
+        return recipe.model.vocab_size
+    table = recipe.tokenizer
+    if table is None:
+        return None
+    if table.path is not None and table.path.is_file():
+        return Tokenizer.load(table.path).vocab_size
+    return table.vocab_size
+
+
+def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
+    """Return the table [model] with its vocabulary.
+
+    Raises:
+        UsageError: as `required`, or nothing says how large the vocabulary is.
+        LmkitError: as `Tokenizer.load`.
+    """
+    model = required(recipe.model, "model", recipe, command=command)
+    size = vocabulary_of(recipe)
+    if size is None:
+        raise UsageError(
+            "recipe.no_vocabulary",
+            f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it",
+            hint="for example --set model.vocab_size=10000",
+        )
+    return model.model_copy(update={"vocab_size": size})
