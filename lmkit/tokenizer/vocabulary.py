@@ -10,7 +10,7 @@ from lmkit.tokenizer.tokenizer import Tokenizer
 
 
 def vocabulary_of(recipe: Recipe) -> int | None:
-    """Return what [model] says, else the size of the tokenizer at `path` if it is there, or what [tokenizer] asks for.
+    """Return what [model] says, else the size of the tokenizer at `path` if it is there, or its `vocab_size`.
 
     Raises:
         LmkitError: as `Tokenizer.load`.
