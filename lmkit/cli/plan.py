@@ -115,43 +115,26 @@ def _beside(what: str, planned: float, measured: float, unit: str, spec: str) ->
 def _fields(made: Plan) -> dict[str, Any]:
     """Return what `--json` prints: bytes, seconds."""
     memory = made.memory
+    same = ("fits", "ranks", "strategy", "rows", "parameters", "most_rows", "most_context", "timed", "mfu")
+    times = ("seconds", "busy_seconds", "latency_seconds", "host_seconds", "least_seconds", "tokens_per_s")
+    kinds = ("weights", "optimizer", "gradients", "gathered", "recomputed", "loss", "logits")
     return {
         "gpu": made.card.name,
         "gpu_bytes": made.card.memory,
         "usable_bytes": made.usable,
-        "fits": made.fits,
-        "ranks": made.ranks,
-        "strategy": made.strategy,
-        "rows": made.rows,
         "context_length": made.config.context_length,
-        "parameters": made.parameters,
+        **{key: getattr(made, key) for key in (*same, *times)},
         "peak_bytes": memory.peak,
         "peaks_at": memory.peaks_at,
         "most_bytes": memory.most,
         "bytes": {
-            "weights": memory.weights,
-            "optimizer": memory.optimizer,
-            "gradients": memory.gradients,
-            "gathered": memory.gathered,
+            **{kind: getattr(memory, kind) for kind in kinds},
             "activations": dict(memory.activations),
-            "recomputed": memory.recomputed,
-            "loss": memory.loss,
-            "logits": memory.logits,
             "kv_cache": made.kv_cache,
         },
         "moments": dict(memory.moments),
-        "most_rows": made.most_rows,
-        "most_context": made.most_context,
         "flops": sum(part.flops for part in made.work.values()),
         "moved_bytes": sum(part.num_bytes for part in made.work.values()),
-        "seconds": made.seconds,
-        "busy_seconds": made.busy_seconds,
-        "latency_seconds": made.latency_seconds,
-        "host_seconds": made.host_seconds,
-        "timed": made.timed,
-        "least_seconds": made.least_seconds,
-        "tokens_per_s": made.tokens_per_s,
-        "mfu": made.mfu,
     }
 
 
