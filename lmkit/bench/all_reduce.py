@@ -110,17 +110,14 @@ def in_worlds(recipe: Recipe, nproc: int, start: Callable[[Recipe, int], Measure
     environment: dict[str, Any] = {}
     for backend, ranks in product(options.backends or (recipe.parallel.backend,), options.ranks or (nproc,)):
         device = {"gloo": "cpu", "nccl": "cuda"}.get(backend, recipe.run.device)
-        tables = {
-            "run": recipe.run.model_copy(update={"device": device}),
-            "parallel": recipe.parallel.model_copy(update={"backend": backend}),
-        }
         try:
             local_device(device, local_rank=ranks - 1)
         except UsageError as error:
             lack = {"status": "unsupported", "detail": error.message}
             rows.append({"operation": "all_reduce", "backend": backend, "world_size": ranks} | lack)
             continue
-        if (measured := start(recipe.model_copy(update=tables), ranks)) is not None:
+        changed = recipe.changed(run={"device": device}, parallel={"backend": backend})
+        if (measured := start(changed, ranks)) is not None:
             rows += measured[0]
             environment = measured[1]
     environment.pop("world_size", None)  # the rows have several

@@ -134,7 +134,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     plain = ParallelConfig(bucket_mb=parallel.bucket_mb)
     name = name.removesuffix(COMPILED)
     if name in NAMED:
-        return plain.model_copy(update=NAMED[name])
+        return plain.changed(**NAMED[name])
     strategy, _, detail = name.partition(" ")
     options = _named_options(detail)
     facts = STRATEGIES.facts(strategy) if strategy in STRATEGIES.names else None
@@ -148,7 +148,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
         )
     size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
     own = {"options": {key: options.pop(key) for key in facts.options if key in options}}
-    return plain.model_copy(update={"strategy": strategy, **size, **options, **own})
+    return plain.changed(strategy=strategy, **size, **options, **own)
 
 
 def _named_options(detail: str) -> dict[str, Any] | None:
@@ -194,7 +194,7 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
     ranks = Place(device=ranks.device) if name in SOLO else ranks
     how: Literal["none", "block", "whole"] = "block" if name.endswith(COMPILED) else case.model.compile
     training = TrainingStep(
-        case.model.model_copy(update={"compile": how}),
+        case.model.changed(compile=how),
         ranks,
         case.rows * ranks.world_size,
         # PyTorch's ZeRO keeps no masters of bf16 weights.

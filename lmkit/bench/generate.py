@@ -211,9 +211,7 @@ def _measure(
     """Return one row per variant of one case; `writers` keeps variants for other contexts."""
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
-    config = config.model_copy(
-        update={"context_length": options.capacity, "num_kv_heads": options.kv_heads or None}
-    )
+    config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)
     rows = {
         variant: {
             "size": size,

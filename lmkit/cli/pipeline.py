@@ -363,8 +363,7 @@ class Pipeline:
         before = load_recipe(path)
         longer = required(before.train, "train", before, command="run").steps
         log.warning("train.steps = %d: the run was trained to step %d, which it keeps", table.steps, trained)
-        train = table.model_copy(update={"steps": max(longer, trained)})
-        return self.recipe.model_copy(update={"train": train})
+        return self.recipe.changed(train={"steps": max(longer, trained)})
 
     def _is_kept(self, path: Path) -> bool:
         """Return whether `--force` leaves a path of the run folder alone."""

@@ -47,7 +47,7 @@ def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
     if loaded.model is not None and (vocab_size := vocabulary_of(loaded)) is not None:
         from lmkit.model.accounting import count_parameters
 
-        counts = count_parameters(loaded.model.model_copy(update={"vocab_size": vocab_size}))
+        counts = count_parameters(loaded.model.changed(vocab_size=vocab_size))
         total, multiplying = counts.total, counts.multiplying
         text = f"# parameters: {total:,} ({multiplying:,} multiply each token)\n{text}"
     tables = loaded.model_dump(mode="json")

@@ -119,9 +119,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
     from lmkit.bench.compare import compare_rows
     from lmkit.training.metrics import read_metrics
 
-    run = recipe.run.model_copy(update={"folder": new.parent, "name": new.name})
-    resume = recipe.checkpoint.model_copy(update={"resume": "auto"})
-    again = recipe.model_copy(update={"run": run, "checkpoint": resume})
+    again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
     ranks = nproc or _ranks_of(folder)
     if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
         from lmkit.cli import pipeline

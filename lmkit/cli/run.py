@@ -102,11 +102,7 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
             "run.seeds_in_a_run", f"{folder}: is a run itself; --seeds makes runs in it", hint=hint
         )
     return [
-        recipe.model_copy(
-            update={
-                "run": recipe.run.model_copy(update={"folder": folder, "name": f"seed-{seed}", "seed": seed})
-            }
-        )
+        recipe.changed(run={"folder": folder, "name": f"seed-{seed}", "seed": seed})
         for seed in range(first, first + count)
     ]
 

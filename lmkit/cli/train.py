@@ -52,8 +52,7 @@ def train(
     }
     loaded = load_recipe(recipe, set_ or (), flags=flags)
     if steps is not None and loaded.train is not None:
-        train_table = loaded.train.model_copy(update={"epochs": None})
-        loaded = loaded.model_copy(update={"train": train_table})
+        loaded = loaded.changed(train={"epochs": None})
     if print_recipe:
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
     from lmkit.generation import write_samples

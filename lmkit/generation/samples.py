@@ -17,7 +17,7 @@ def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
     Raises:
         LmkitError: the logits are not finite, or memory does not suffice.
     """
-    table = recipe.generate.model_copy(update={"weights": "same"})  # fp8 needs the kernels
+    table = recipe.generate.changed(weights="same")  # fp8 needs the kernels
     named = recipe.tokenizer.path if recipe.tokenizer is not None else None
     tokenizer = Tokenizer.load(named or recipe.run.path / TOKENIZER)
     model.to(weight_dtype(table, model.lm_head.weight.device))

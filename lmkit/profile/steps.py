@@ -95,7 +95,7 @@ def build_step(work: Workload) -> TrainingStep:
             refuses an option.
     """
     model, train = work.model, work.train
-    check_device(work.recipe.model_copy(update={"model": model, "train": train}), work.ranks.device)
+    check_device(work.recipe.changed(model=model, train=train), work.ranks.device)
     # Of a graph a profile would not show the phases.
     return TrainingStep(
         model,

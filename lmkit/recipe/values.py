@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from lmkit.errors import did_you_mean
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
 
+T = TypeVar("T", bound="Table")
+
 
 class Table(BaseModel):
     """A TOML table. Refuses unknown keys, wrong types (`true` or `"12"` for an integer), inf and nan."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    def changed(self: T, **values: Any) -> T:
+        """Return a copy with other values, which are not validated: `recipe.changed(train={"steps": 3})`."""
+        for key, value in values.items():
+            if isinstance(value, dict) and isinstance(table := getattr(self, key), Table):
+                values[key] = table.changed(**value)
+        return self.model_copy(update=values)
 
     @field_validator("*")
     @classmethod

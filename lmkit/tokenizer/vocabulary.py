@@ -40,4 +40,4 @@ def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
             f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it",
             hint="for example --set model.vocab_size=10000",
         )
-    return model.model_copy(update={"vocab_size": size})
+    return model.changed(vocab_size=size)

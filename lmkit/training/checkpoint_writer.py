@@ -234,7 +234,7 @@ class CheckpointWriter:
             entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
             post.forget("part", rank)
         post.forget("folder", 0)  # every rank that had to see it has sent its part since
-        complete = state.model_copy(update={"rng": tuple(rng)})
+        complete = state.changed(rng=tuple(rng))
         entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
         write_manifest(partial, entries)
         publish(partial, self._folder / step_name(state.step))

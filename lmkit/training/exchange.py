@@ -248,7 +248,7 @@ def import_model(
     }
     recipe = validate(tables, origin=str(output), resolved=True)
     # Nothing has been trained, so that the state's recipe has no [train].
-    state = untrained_state(recipe.model_copy(update={"train": None}), torch.device("cpu"))
+    state = untrained_state(recipe.changed(train=None), torch.device("cpu"))
     with atomic_folder(output) as partial:
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)

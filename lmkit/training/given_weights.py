@@ -233,7 +233,7 @@ def _specs(
     wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
     if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
         changes = {"context_length": 1, "attention": "sdpa", "operations": "plain"}
-        model = TransformerLM(config.model_copy(update=changes), device="meta")
+        model = TransformerLM(config.changed(**changes), device="meta")
         asked = {name: weight.shape for name, weight in model_weights(model).items()}
         wrong = [
             f"{name}: {tuple(spec.shape)}, the configuration asks for {tuple(asked.get(name, ()))}"

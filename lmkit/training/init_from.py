@@ -65,7 +65,7 @@ def begin_with(given: GivenWeights, step: Step) -> None:
 
 def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, object, object]]:
     """Return (key, value of the recipe, value of the weights) for every key that changes the model."""
-    resolved = [config.model_copy(update={"num_kv_heads": config.kv_heads}) for config in (ours, theirs)]
+    resolved = [config.changed(num_kv_heads=config.kv_heads) for config in (ours, theirs)]
     pairs = {
         key: [getattr(config, key) for config in resolved]
         for key in ModelConfig.model_fields

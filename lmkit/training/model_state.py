@@ -212,7 +212,7 @@ def runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
         attention = "sdpa"
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
-    return config.model_copy(update={"attention": attention, "operations": operations})
+    return config.changed(attention=attention, operations=operations)
 
 
 def filled_model(

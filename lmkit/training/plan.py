@@ -123,7 +123,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     if train.precision == "auto":
         has_bf16 = known_peak(card.name, "bf16") is not None
         precision = automatic_precision(recipe.optimizer.name, has_bf16=has_bf16)
-        train = train.model_copy(update={"precision": precision})
+        train = train.changed(precision=precision)
     parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
     if train.batch_size % (ranks * train.accumulation):
         raise UsageError(
@@ -144,7 +144,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         return step_memory(config, form, held, tokens=tokens, accumulation=train.accumulation)
 
     def longer(context: int) -> ModelConfig:
-        return config.model_copy(update={"context_length": context})
+        return config.changed(context_length=context)
 
     kept_back = KEPT_BACK["alone" if ranks == 1 else "with others"]
     usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - kept_back

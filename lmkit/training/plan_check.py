@@ -99,7 +99,7 @@ def timed_here(made: Plan, recipe: Recipe) -> Plan:
     try:
         if torch.cuda.device_count() >= made.ranks:
             return replace(made, host_seconds=spawn_ranks(made.ranks, launch, (recipe,)), timed="here")
-        alone = _without_graph(recipe)
+        alone = recipe.changed(train={"cuda_graph": "off"})
         pace = spawn_ranks(1, launch, (alone,)) / plan(alone, made.card).host_seconds
     except LmkitError:  # the GPUs are full or taken: a plan needs none
         return made
@@ -132,29 +132,22 @@ def miniature(made: Plan, recipe: Recipe) -> tuple[ModelConfig, TrainConfig, Par
     """
     config, train, parallel = made.config, made.train, recipe.parallel
     heads = 2 * config.num_heads // config.kv_heads
-    small = config.model_copy(
-        update={
-            "vocab_size": MINIATURE,
-            "context_length": min(config.context_length, MINIATURE),
-            "num_heads": heads,
-            "num_kv_heads": 2,
-            "d_model": heads * config.head_dim,
-            "d_ff": 2 * heads * config.head_dim,
-            "document_token": None if config.document_token is None else 0,
-        }
+    small = config.changed(
+        vocab_size=MINIATURE,
+        context_length=min(config.context_length, MINIATURE),
+        num_heads=heads,
+        num_kv_heads=2,
+        d_model=heads * config.head_dim,
+        d_ff=2 * heads * config.head_dim,
+        document_token=None if config.document_token is None else 0,
     )
     rows = made.ranks * min(made.rows, 2)
     share = count_parameters(small).total / made.parameters
     return (
         small,
-        train.model_copy(update={"batch_size": rows * train.accumulation, "cuda_graph": "off"}),
-        parallel.model_copy(update={"bucket_mb": parallel.bucket_mb * share}),
+        train.changed(batch_size=rows * train.accumulation, cuda_graph="off"),
+        parallel.changed(bucket_mb=parallel.bucket_mb * share),
     )
-
-
-def _without_graph(recipe: Recipe) -> Recipe:
-    assert recipe.train is not None
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"cuda_graph": "off"})})
 
 
 def _training(

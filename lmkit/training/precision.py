@@ -51,7 +51,7 @@ def with_precision(recipe: Recipe, device: torch.device, *, saved: str | None = 
     if train is None or train.precision != "auto":
         return recipe
     precision = saved or automatic_precision(recipe.optimizer.name, has_bf16=has_bf16(device))
-    return recipe.model_copy(update={"train": train.model_copy(update={"precision": precision})})
+    return recipe.changed(train={"precision": precision})
 
 
 def automatic_precision(optimizer: str, *, has_bf16: bool) -> str:

@@ -187,11 +187,10 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     if data.train is None:
         return recipe
     if recipe.data.sampling == "packed" and model.document_token is None:
-        model = model.model_copy(update={"document_token": _end_of_text(recipe)})
-        recipe = recipe.model_copy(update={"model": model})
+        recipe = recipe.changed(model={"document_token": _end_of_text(recipe)})
     needed = data.train.meta.vocab_size
     if model.vocab_size is None:
-        return recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": needed})})
+        return recipe.changed(model={"vocab_size": needed})
     if model.vocab_size < needed:
         raise UsageError(
             "data.vocab_size",
@@ -215,7 +214,7 @@ def _count_epochs(recipe: Recipe, data: Data) -> Recipe:
         )
     tokens_per_step = train.batch_size * recipe.model.context_length
     steps = math.ceil(train.epochs * data.train.meta.num_tokens / tokens_per_step)
-    return recipe.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    return recipe.changed(train={"steps": steps})
 
 
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:

@@ -92,7 +92,7 @@ def build_step(
     compile_model(plain, model.compile)
     masters: dict[Tensor, Tensor] = {}
     if precision in NARROW_WEIGHTS and "weights" in facts.uses:
-        parallel = parallel.model_copy(update={"weights": "bf16"})  # the strategy keeps masters itself
+        parallel = parallel.changed(weights="bf16")  # the strategy keeps masters itself
     else:
         masters = hold_weights(plain, precision)
     sync = build_strategy(parallel, ranks)
@@ -314,14 +314,12 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
 def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
     """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
     layout = optimizer_layout(step.optimizer)
-    return untrained_state(recipe, step.ranks.device).model_copy(
-        update={
-            "world_size": step.ranks.world_size,
-            "strategy": recipe.parallel.strategy,
-            "optimizer_shards": 1 if layout is None else layout["world_size"],
-            "optimizer_layout": layout,
-            "data": data.identity,
-        }
+    return untrained_state(recipe, step.ranks.device).changed(
+        world_size=step.ranks.world_size,
+        strategy=recipe.parallel.strategy,
+        optimizer_shards=1 if layout is None else layout["world_size"],
+        optimizer_layout=layout,
+        data=data.identity,
     )
 
 

@@ -414,7 +414,7 @@ class Trainer:
             "spikes": None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
             "rng": (capture_rng(self.ranks.device),),
         }
-        state = self._initial_state.model_copy(update=asdict(moment) | others)
+        state = self._initial_state.changed(**asdict(moment), **others)
         self._writer.save(state, **self._tensors())
         self._saved_step = moment.step
         self._saved_seconds = self.clock.seconds

@@ -244,21 +244,18 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
     train_tokens, valid_tokens = token_paths(recipe)
     tokenizer, table = recipe.run.path / TOKENIZER, recipe.tokenizer
     if tokenizer.exists() and (table is None or table.path is None):
-        table = (table or TokenizerConfig()).model_copy(update={"path": tokenizer})
+        table = (table or TokenizerConfig()).changed(path=tokenizer)
     has_valid = recipe.data.valid is not None or valid_tokens.exists()
     data = {"train": train_tokens, "valid": valid_tokens if has_valid else None}
     on_gpu = local_device(recipe.run.device, local_rank=0).type == "cuda"
     run = {"folder": folder, "name": name, "deterministic": on_gpu or recipe.run.deterministic}
-    quiet = {"max_minutes": None, "sample_interval": 0, "tensorboard": False}
-    return recipe.model_copy(
-        update={
-            "run": recipe.run.model_copy(update=run),
-            "data": recipe.data.model_copy(update=data),
-            "tokenizer": table,
-            "train": recipe.train.model_copy(update=quiet),
-            "checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto", "interval": 0}),
-            "wandb": WandbConfig(),
-        }
+    return recipe.changed(
+        run=run,
+        data=data,
+        tokenizer=table,
+        train={"max_minutes": None, "sample_interval": 0, "tensorboard": False},
+        checkpoint={"resume": "auto", "interval": 0},
+        wandb=WandbConfig(),
     )
 
 

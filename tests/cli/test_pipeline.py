@@ -143,7 +143,7 @@ def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path):
 
 
 def test_fp8_weights_that_cannot_be_used_are_refused_before_the_training(recipe):
-    changed = recipe.model_copy(update={"generate": recipe.generate.model_copy(update={"weights": "fp8"})})
+    changed = recipe.changed(generate={"weights": "fp8"})
     for refuse in (run_now, pipeline.plan):
         with raises(UsageError, "generate.weights", "sm_89", hint='"same"'):
             refuse(changed)

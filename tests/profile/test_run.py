@@ -147,7 +147,7 @@ def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         TrainingStep, "run", lambda step, **wait: seen.append(torch.get_num_threads()) or real(step)
     )
-    recipe = RECIPE.model_copy(update={"run": RECIPE.run.model_copy(update={"threads": 3})})
+    recipe = RECIPE.changed(run={"threads": 3})
     before = torch.get_num_threads()
     run_steps(recipe, tmp_path, engine="kineto", mode="step", steps=1)
     run_memory(recipe, tmp_path, mode="step", steps=1)

@@ -137,7 +137,7 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tiny, monkeypatch):
 
 def test_random_tokens_need_no_file(tiny):
     recipe = tiny("data.source=random", "model.vocab_size=300")
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": None, "valid": None})})
+    recipe = recipe.changed(data={"train": None, "valid": None})
     result = train_here(recipe)
     assert (result.status, result.valid_loss, result.evaluation) == ("finished", None, None)
     assert train_here(recipe).status == "nothing to do"

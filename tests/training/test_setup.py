@@ -38,7 +38,7 @@ def test_the_loop_in_the_package_documentation_runs(tmp_path, monkeypatch):
 def test_benches_run_the_step_that_train_runs(tiny):
     """The same tables, seed and batches give the same losses, bit for bit."""
     recipe = tiny("optimizer.schedule=constant", "optimizer.warmup_steps=0", "data.source=random", *SMALL)
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"grad_clip": 0.05})})
+    recipe = recipe.changed(train={"grad_clip": 0.05})
     train_here(recipe, stop_at_step=3)
     step = TrainingStep(
         recipe.model,
