@@ -148,7 +148,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
         )
     size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
     own = {"options": {key: options.pop(key) for key in facts.options if key in options}}
-    return plain.changed(strategy=strategy, **size, **options, **own)
+    return plain.changed(**{"strategy": strategy, **size, **options, **own})
 
 
 def _named_options(detail: str) -> dict[str, Any] | None:
