@@ -238,6 +238,7 @@ FOREIGN = ("Traceback", "codec", "__init__", "Errno", "NoneType", "argument afte
         ("data", "inspect"),
         ("tokenizer", "inspect"),
         ("tokenizer", "export", "PATH", "gpt2"),
+        ("tokenizer", "train", "PATH", "out.json", "--vocab-size", "260"),
         ("verify",),
         ("generate",),
         ("evaluate",),
