@@ -170,89 +170,92 @@ class Muon(AdamW):
             state[MOMENTUM] = torch.zeros_like(exact)
         return exact, state[MOMENTUM]
 
-    def _rates(self, lr: float | Tensor, device: torch.device) -> tuple[float | Tensor, float | Tensor]:
-        """Return the gradient's share in the new mean, and the learning rate; both 0 if `decision` skips the step.
+    def _directions(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Add the gradients to their running means; return u of each parameter, a new tensor.
 
-        They are equal bits whether `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
+        If `decision` skips the step, means stay as they are, whatever the gradients hold.
         """
-        new, rate = 1 - self.momentum, lr * self.lr_ratio
-        if self.decision is None:
-            return new, rate
-        made = (self.decision != 0).to(device, torch.float32)
-        return new * made, (rate * made).float()
+        exacts, means = zip(*map(self._momentum, params), strict=True)
+        gradients = [param.grad.to(exact.dtype) for param, exact in zip(params, exacts, strict=True)]  # type: ignore[union-attr]
+        factor = self.gradient_factor
+        if self.decision is not None:
+            made = self.decision != 0
+            factor = torch.where(made, factor, 1.0) if factor is not None else None
+            pairs = zip(gradients, means, strict=True)
+            gradients = [torch.where(made, gradient, mean) for gradient, mean in pairs]
+        if factor is not None:
+            gradients = list(torch._foreach_mul(gradients, factor.to(gradients[0].device)))
+        torch._foreach_lerp_(means, gradients, 1 - self.momentum)
+        return list(torch._foreach_lerp(gradients, means, self.momentum))
+
+    def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
+        """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
+
+        They are equal bits whether the group's `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
+        """
+        lr = group["lr"]
+        rate, decay = lr * self.lr_ratio, decay_of(group, lr)
+        if self.decision is not None:
+            rate = (rate * (self.decision != 0).to(torch.float32)).float()
+        return rate, rate * (decay.float() if isinstance(decay, Tensor) else decay)
 
     def _update_matrices(self, matrices: list[tuple[Tensor, Sequence[int]]], group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[_Part]] = {}
-        for param, parts in matrices:
-            exact, mean = self._momentum(param)
-            views = (tensor.split(list(parts)) for tensor in (exact, self._gradient(param, exact), mean))
-            for part in map(_Part._make, zip(*views, strict=True)):
-                by_shape.setdefault(part.gradient.shape, []).append(part)
-        new, rate = self._rates(group["lr"], matrices[0][0].device)
-        for (rows, columns), alike in by_shape.items():
-            for part in alike:
-                part.mean.lerp_(part.gradient, new)
-            kind = _dtype_of_products(alike[0].gradient)
-            directions = torch.stack(
-                [part.gradient.lerp(part.mean, self.momentum).to(kind) for part in alike]
-            )
-            changes = orthogonalize(directions, iterations=self.iterations)
-            for part, change in zip(alike, changes, strict=True):
-                _move(part.weight, change, rate * max(1.0, rows / columns) ** 0.5, rate, group)
-        for param, _ in matrices:
-            if MASTER in self.state[param]:
-                param.copy_(self.state[param][MASTER])
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        params = [param for param, _ in matrices]
+        for (param, parts), direction in zip(matrices, self._directions(params), strict=True):
+            exact = self.state[param].get(MASTER, param)
+            for pair in zip(exact.split(list(parts)), direction.split(list(parts)), strict=True):
+                by_shape.setdefault(pair[0].shape, []).append(pair)
+        rate, decay = self._rates(group)
+        for shape, alike in by_shape.items():
+            weights, directions = zip(*alike, strict=True)
+            kind = _dtype_of_products(directions[0])
+            joined = directions[0].new_empty((len(alike), *shape), dtype=kind)
+            torch._foreach_copy_(joined.unbind(), directions)
+            changes = orthogonalize(joined, iterations=self.iterations)
+            scaled = rate * _scale(*shape)
+            for weight, change in zip(weights, changes, strict=True):
+                _move(weight, change, scaled, decay, group)
+        rounded = [param for param in params if MASTER in self.state[param]]
+        if rounded:
+            torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
 
     def _update_shards(self, shards: list[MatrixShard]) -> None:
+        updated = [[(p, where) for p, where in shard.pieces if p.grad is not None] for shard in shards]
+        sent = [torch.zeros_like(shard.part, dtype=_dtype_of_directions(shard.part)) for shard in shards]
+        params = [param for pieces in updated for param, _ in pieces]
+        if params:
+            places = [part[where] for part, pieces in zip(sent, updated, strict=True) for _, where in pieces]
+            torch._foreach_copy_(places, self._directions(params))
         group_of = {param: group for group in self.param_groups for param in group["params"]}
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, slice, slice, dict[str, Any]]]] = {}
-        for shard in shards:
-            kind = _dtype_of_directions(shard.part)
-            direction = torch.zeros_like(shard.part, dtype=kind)
-            updated = [(param, where) for param, where in shard.pieces if param.grad is not None]
-            for param, where in updated:
-                exact, mean = self._momentum(param)
-                gradient = self._gradient(param, exact)
-                mean.lerp_(gradient, self._rates(0.0, gradient.device)[0])
-                direction[where] = gradient.lerp(mean, self.momentum).to(kind)
+        rates = {id(group): self._rates(group) for group in map(group_of.__getitem__, params)}
+        by_kind: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, slice, slice]]] = {}
+        for shard, direction, pieces in zip(shards, sent, updated, strict=True):
             whole = shard.gather(direction)
             for start, rows, columns in shard.maps:
                 matrix = whole[start : start + rows * columns].view(rows, columns)
-                for param, where in updated:
-                    first = max(start, shard.begin + where.start)
+                for param, where in pieces:
+                    before = shard.begin + where.start
+                    first = max(start, before)
                     stop = min(start + rows * columns, shard.begin + where.stop)
                     if first < stop:
-                        before = shard.begin + where.start
-                        own = slice(first - before, stop - before)
-                        in_matrix = slice(first - start, stop - start)
-                        by_shape.setdefault((rows, columns), []).append(
-                            (matrix, param, own, in_matrix, group_of[param])
+                        own, in_matrix = (
+                            slice(first - before, stop - before),
+                            slice(first - start, stop - start),
                         )
-        for (rows, columns), alike in by_shape.items():
+                        kind = rows, columns, id(group_of[param])
+                        by_kind.setdefault(kind, []).append((matrix, param, own, in_matrix))
+        for (rows, columns, which), alike in by_kind.items():
             changes = orthogonalize(torch.stack([matrix for matrix, *_ in alike]), iterations=self.iterations)
-            for (_, param, own, in_matrix, group), change in zip(alike, changes, strict=True):
-                rate = self._rates(group["lr"], param.device)[1]
+            rate, decay = rates[which]
+            scaled = rate * _scale(rows, columns)
+            for (_, param, own, in_matrix), change in zip(alike, changes, strict=True):
                 weight = self.state[param].get(MASTER, param)[own]
-                scaled = rate * max(1.0, rows / columns) ** 0.5
-                _move(weight, change.flatten()[in_matrix].to(weight.dtype), scaled, rate, group)
-                if param in self.copies:
-                    self.copies[param][own] = weight.to(self.copies[param].dtype)
-
-    def _gradient(self, param: Tensor, exact: Tensor) -> Tensor:
-        gradient = param.grad.to(exact.dtype)  # type: ignore[union-attr]
-        if self.gradient_factor is not None:
-            gradient = gradient * self.gradient_factor.to(gradient)
-        if self.decision is not None:  # the gradient may hold NaN, which a factor of 0 would keep
-            gradient = torch.where(self.decision.to(gradient.device) != 0, gradient, 0.0)
-        return gradient
-
-
-class _Part(NamedTuple):
-    """Views of one linear map's rows: (rows, columns) each."""
-
-    weight: Tensor
-    gradient: Tensor
-    mean: Tensor
+                _move(weight, change.flatten()[in_matrix], scaled, decay, group_of[param])
+        copied = [param for param in params if param in self.copies]
+        if copied:
+            exacts = [self.state[param].get(MASTER, param) for param in copied]
+            torch._foreach_copy_([self.copies[param] for param in copied], exacts)
 
 
 def _matrices(group: dict[str, Any]) -> list[tuple[Tensor, Sequence[int]]]:
@@ -266,13 +269,18 @@ def _elements_of(shard: MatrixShard) -> int:
     return sum(rows * columns for _, rows, columns in shard.maps)
 
 
+def _scale(rows: int, columns: int) -> float:
+    """Return the factor of the learning rate of a matrix."""
+    return max(1.0, rows / columns) ** 0.5
+
+
 def _move(
     weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor, group: dict[str, Any]
 ) -> None:
-    """Decay a weight by `decay` times the group's decay, and move it against an orthogonalised direction."""
-    decayed = weight * (weight * direction > 0) if group["cautious"] else weight
-    share: float | Tensor = decay_of(group, group["lr"])
-    _subtract(weight, decayed, decay * (share.float() if isinstance(share, Tensor) else share))
+    """Subtract `decay` times a weight from it, and `rate` times an orthogonalised direction."""
+    if group["weight_decay"]:
+        decayed = weight * (weight * direction > 0) if group["cautious"] else weight
+        _subtract(weight, decayed, decay)
     _subtract(weight, direction, rate)
 
 

@@ -103,9 +103,9 @@ def test_a_learning_rate_on_the_device_moves_weights_by_the_same_bits():
         moved = []
         for lr in (1e-3 / number, torch.tensor(1e-3 / number, dtype=torch.float64)):
             group["lr"] = lr
-            _, rate = optimizer._rates(lr, weight.device)
             moved.append(weight.clone())
-            _move(moved[-1], weight.flip(0), rate * 2.5**0.5, rate, group)
+            rate, decay = optimizer._rates(group)
+            _move(moved[-1], weight.flip(0), rate * 2.5**0.5, decay, group)
         assert torch.equal(*moved)
 
 
