@@ -25,11 +25,11 @@ RESET = "/reset"
 
 @app.add("lmkit chat artifacts/runs/quickstart")
 def chat(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
     max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
     temperature: Annotated[float | None, key_option("generate.temperature")] = None,
     seed: Annotated[int | None, key_option("generate.seed")] = None,
-    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
+    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
     as_json: JsonOption = False,
@@ -41,10 +41,14 @@ def chat(
     context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
     --set generate.top_p=0.9.
     """
+    from lmkit.tokenizer.chat import beside
+    from lmkit.training.exchange import their_template
+
     flags = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     keys = {f"generate.{key}": value for key, value in flags.items()}
     turns = []
-    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table, template):
+    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table, path):
+        template = beside(path) or their_template(path.parent)
         conversation = Conversation(model, loaded, table, template)
         for line in _lines():
             if line == RESET:

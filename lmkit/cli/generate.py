@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
-    from lmkit.tokenizer.chat import ChatTemplate
 
 app = Commands()
 
 
 @app.add('lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"')
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
     prompt: Annotated[
         list[str] | None,
         option(
@@ -59,7 +58,7 @@ def generate(
     seed: Annotated[int | None, key_option("generate.seed")] = None,
     stop_at_end: Annotated[bool | None, key_option("generate.stop_at_end")] = None,
     allow_special: Annotated[bool | None, key_option("generate.allow_special")] = None,
-    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the run's.")] = None,
+    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
     as_lines: Annotated[
@@ -283,27 +282,25 @@ def loaded_model(
     overrides: Sequence[str],
     flags: Mapping[str, Any] | None,
     device: str,
-) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig, ChatTemplate | None]]:
-    """Yield the model of a run, its tokenizer, its [generate] table, and the chat template beside the tokenizer.
+) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig, Path]]:
+    """Yield a trained model, its tokenizer, its [generate] table, and the tokenizer's path.
 
     Args:
-        source: a run folder, its checkpoints folder, or one checkpoint.
-        tokenizer: a tokenizer.json; None takes the run's.
+        source: a run folder, its checkpoints folder, one checkpoint, or a Hugging Face folder.
+        tokenizer: a tokenizer.json; None takes the model's.
         overrides, flags: as for `load_recipe`, over the run's recipe.
 
     Raises:
-        UsageError: no checkpoint, no tokenizer or not the model's, or sampling options out of range.
-        LmkitError: the checkpoint is damaged.
+        UsageError: no model, no tokenizer or not the model's, or sampling options out of range.
+        LmkitError: a file is damaged.
     """
     from lmkit.generation.decoder import can_run_kernels
     from lmkit.generation.generate import weight_dtype
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
-    from lmkit.tokenizer.chat import beside
     from lmkit.training.atomic_checkpoint import MANIFEST
-    from lmkit.training.checkpoint import load_tokenizer, newest_checkpoint, run_tokenizer
-    from lmkit.training.model_state import plain_model
+    from lmkit.training.judging import open_trained
 
     for override in overrides:
         if not override.strip().startswith("generate."):
@@ -319,16 +316,14 @@ def loaded_model(
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate
     with process_group(device) as ranks:
-        checkpoint = newest_checkpoint(source)
-        path = tokenizer or run_tokenizer(checkpoint.path)
-        path = path or (recipe.tokenizer.path if recipe.tokenizer else None)
+        trained = open_trained(source)
+        path = tokenizer or trained.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
-            message, hint = f"{source}: the run has no {TOKENIZER}", "name one with --tokenizer"
+            message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
-        trained_on = checkpoint.state.data
-        loaded = load_tokenizer(path, None if trained_on is None else trained_on.tokenizer_sha256)
-        model = plain_model(checkpoint, device=ranks.device)
+        loaded = trained.open_tokenizer(path)
+        model = trained.load(ranks.device)
         model.to(weight_dtype(table, ranks.device))
         if can_run_kernels(model):
             import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it
-        yield model, loaded, table, beside(path)
+        yield model, loaded, table, path

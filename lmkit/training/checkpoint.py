@@ -14,7 +14,6 @@ import torch
 from pydantic import ValidationError
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.model.hugging_face import CONFIG
 from lmkit.recipe.run_folder import CHECKPOINTS, TOKENIZER
 from lmkit.recipe.tables import RunConfig
 from lmkit.tokenizer import Tokenizer
@@ -139,8 +138,6 @@ def newest_checkpoint(path: Path) -> Checkpoint:
     choice = newest_valid(path if is_folder_of_checkpoints else path / CHECKPOINTS)
     if choice.path is None:
         hint = "train first: lmkit train, or lmkit run"
-        if (path / CONFIG).is_file():
-            hint = f"it is a Hugging Face folder; make a run of it: lmkit import {path} artifacts/runs/NAME"
         raise UsageError("checkpoint.not_found", f"{path}: holds no checkpoint", hint=hint)
     for why in choice.skipped:
         log.warning("skipped %s", why)

@@ -294,7 +294,7 @@ def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
+def their_template(folder: Path, wanted: str | None = None) -> ChatTemplate | None:
     """Return the named template, or that of the folder if `lmkit export` wrote it.
 
     Any other template is a program: it is left out, with a warning.
@@ -309,7 +309,7 @@ def their_template(folder: Path, wanted: str | None) -> ChatTemplate | None:
     template = from_jinja(found) if isinstance(found, str) else None
     if found is not None and template is None:
         log.warning(
-            "%s: its chat template is a program, which is left out; --chat-template names one of lmkit's",
+            "%s: its chat template is a program, which is left out; import --chat-template names one of lmkit's",
             folder,
         )
     return template

@@ -77,17 +77,18 @@ class TrainedModel:
             hold_weights(model, self.precision)
             yield model, ranks
 
-    def open_tokenizer(self) -> Tokenizer:
-        """Return its tokenizer.
+    def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
+        """Return the tokenizer at `path`, or the model's own.
 
         Raises:
-            UsageError: there is none, or another one than it was trained with.
+            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
         """
-        if self.tokenizer is None:
+        path = path or self.tokenizer
+        if path is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(self.tokenizer, self.tokenizer_sha256)
-        self.refuse_more_ids(tokenizer.vocab_size, self.tokenizer)
+        tokenizer = load_tokenizer(path, self.tokenizer_sha256)
+        self.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
 
     def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
@@ -95,7 +96,7 @@ class TrainedModel:
         rows = self.config.vocab_size or 0
         if vocab_size > rows:
             message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
-            raise UsageError("evaluate.more_ids", message, hint="use the tokenizer of the model")
+            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
 
 
 def open_trained(path: Path) -> TrainedModel:

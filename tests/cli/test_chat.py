@@ -205,5 +205,13 @@ def test_the_template_survives_export_and_import(talk, terminal):
     assert not Path("runs/never").exists()
 
 
+def test_a_hugging_face_folder_answers_as_the_run_it_was_made_of(talk, terminal, heard, monkeypatch):
+    terminal(f"export {talk} exported")
+    for model in (talk, "exported"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
+        terminal(f"chat {model} --max-new-tokens 3 --temperature 0")
+    assert heard[0] == heard[1]
+
+
 def test_conversations_need_a_tokenizer(run, terminal):
     terminal.refuses(*CHAT[:8], code="recipe.conflict", says=["tokenizer.path"])

@@ -219,10 +219,13 @@ def test_at_the_terminal(tmp_path, terminal):
     terminal.refuses("import", path, "far", "--context-length", "999", code="import.context_length")
     assert "bfloat16" in terminal("export", "run", "out", "--dtype", "bf16")
     assert "config.json" in terminal("verify", "out")
-    assert "lmkit import out" in terminal.refuses("generate", "out", code="checkpoint.not_found").hint
     terminal.refuses("export", "run", "out", code="output.exists")
     terminal.refuses("export", "nowhere", "other", code="checkpoint.not_found")
-    assert terminal("generate", "run", "--prompt", "he", "--max-new-tokens", "3").startswith("he")
+    terminal("export", "run", "same")
+    words = ("--prompt", "he", "--max-new-tokens", "9")
+    made = terminal("generate", "run", *words)
+    assert made.startswith("he")
+    assert terminal("generate", "same", *words) == made
     Path("text.txt").write_text("the other " * 50)
     assert "perplexity" in terminal("evaluate", "run", "--text", "text.txt")
     weights = Path("run/checkpoints/step-00000000") / MODEL

@@ -208,10 +208,11 @@ def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
         terminal.refuses(f"evaluate {folder} {options}", code="evaluate.options_exclude")
 
 
-def test_more_ids_than_the_model_has_are_refused(folder):
+def test_more_ids_than_the_model_has_are_refused(folder, terminal):
     Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
-    with raises(LmkitError, "evaluate.more_ids", "315", "300"):
+    with raises(LmkitError, "weights.more_ids", "315", "300"):
         evaluate_choices(folder, write("questions.jsonl", QUESTIONS))
+    terminal.refuses("generate", folder, code="weights.more_ids")
 
 
 # lm-eval
