@@ -110,7 +110,7 @@ def check(recipe: Any) -> None:
 @BENCHES.register(
     "ddp",
     order=4,
-    help="Gradient synchronization: all strategies, and what they cost.",
+    help="Gradient synchronization: all strategies, with AdamW, and what they cost.",
     recipes=("bench_ddp", "bench_ddp_cpu"),
     ranks="required",
     example="lmkit bench ddp bench_ddp_cpu --nproc 2",
