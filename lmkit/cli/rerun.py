@@ -12,16 +12,19 @@ import typer
 from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import Commands, PluginOption, option
 from lmkit.errors import LmkitError, UsageError
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, placed_in
 from lmkit.storage.json_files import read_object
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
+    from lmkit.training.state import TrainingState
 
 app = Commands()
 
 OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")
 """Tables and keys of environment.json that differ every time."""
+NAMES = ("run.folder", "run.name", "checkpoint.resume")
+"""Keys of the recipe that a rerun sets."""
 
 
 @app.add("lmkit rerun artifacts/runs/quickstart", "lmkit rerun artifacts/h200/attention --output again")
@@ -35,7 +38,8 @@ def rerun(
 ) -> Any:
     """Make a run or a bench again from its stored recipe, and list what drifted.
 
-    Compares versions, the machine, losses step by step, and times as `lmkit compare` does.
+    Compares versions, the machine, losses step by step, and times as `lmkit compare` does; of a run also the recipe,
+    with that of its newest checkpoint.
     """
     from lmkit.recipe.load import load_recipe
 
@@ -53,9 +57,12 @@ def rerun(
     from lmkit.recipe.load import differences
 
     changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
+    trained = [recipe for recipe in map(_trained_recipe, (folder, new)) if recipe is not None]
+    if len(trained) == 2:
+        changes += differences(*trained, ignore=NAMES)
     lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
     if not changes:
-        lines.append("versions and machine are the same")
+        lines.append("versions, machine and recipe are the same")
     return Result("\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields})
 
 
@@ -120,7 +127,8 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
     from lmkit.training.metrics import read_metrics
 
     again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
-    ranks = nproc or _ranks_of(folder)
+    state = _newest_state(folder)
+    ranks = nproc or (state.world_size if state else 1)
     if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
         from lmkit.cli import pipeline
 
@@ -140,13 +148,23 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
     )
 
 
-def _ranks_of(folder: Path) -> int:
-    """Return how many ranks trained, by the newest checkpoint; 1 without one."""
+def _newest_state(folder: Path) -> TrainingState | None:
+    """Return what the newest checkpoint says of its training; None without one."""
     from lmkit.training.atomic_checkpoint import saved_steps
     from lmkit.training.checkpoint import open_checkpoint
 
     saved = saved_steps(folder / CHECKPOINTS)
-    return open_checkpoint(saved[-1].path).state.world_size if saved else 1
+    return open_checkpoint(saved[-1].path).state if saved else None
+
+
+def _trained_recipe(folder: Path) -> Recipe | None:
+    """Return the recipe that the newest checkpoint keeps, for the folder where it lies now; None without one."""
+    from lmkit.recipe.load import validate
+
+    state = _newest_state(folder)
+    if state is None:
+        return None
+    return validate(placed_in(folder, state.recipe), origin=str(folder / CHECKPOINTS), resolved=True)
 
 
 def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> _Losses:

@@ -37,8 +37,12 @@ def test_drift_is_listed(run, terminal):
     changed = next(record for record in records if record["kind"] == "train" and record["step"] == 2)
     changed["loss"] += 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    edit(run / "recipe.toml", "keep_last = 2", "keep_last = 3")
     found = json.loads(terminal(f"rerun {run} --output again --json"))
-    assert [line.partition(" -> ")[0] for line in found["drift"]] == ["packages.torch: 1.0"]
+    assert [line.partition(" -> ")[0] for line in found["drift"]] == [
+        "packages.torch: 1.0",
+        "checkpoint.keep_last: 2",
+    ]
     (losses,) = [losses for losses in found["losses"] if losses["differing"]]
     assert (losses["kind"], losses["first"], losses["differing"]) == ("train", 2, 1)
     assert math.isclose(losses["largest"], 0.25, rel_tol=1e-9)
