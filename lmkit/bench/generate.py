@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Summary, build_what_fits, time_fields, time_what_fits
@@ -24,7 +22,7 @@ from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import clock_for
 from lmkit.model.accounting import least_bytes
-from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ class Options(Table):
     others."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Dtype of weights and cache."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature of lmkit; 0 is greedy. transformers is always greedy."""
     rounds: PositiveInt = 12
     """Interleaved samples of each variant; fewer than 6 give no interval."""

@@ -52,7 +52,7 @@ class Options(Table):
     """Size of the generated stories, in 10^6 bytes."""
     tasks: tuple[Literal["train", "encode"], ...] = ("train", "encode")
     """The jobs to time."""
-    vocab_sizes: tuple[Annotated[int, Field(ge=257)], ...] = (10_000,)
+    vocab_sizes: tuple[Annotated[PositiveInt, Field(ge=257)], ...] = (10_000,)
     """256 bytes + merges + `<|endoftext|>`."""
     workers: tuple[PositiveInt, ...] = (1, 2)
     """Numbers of threads to compare."""

@@ -322,6 +322,7 @@ _WANTED = {
     "tuple_type": "an array",
     "model_type": "a table",
 }
+_BOUNDS = {"greater_than_equal": "at least", "less_than_equal": "at most"}
 
 
 def _describe(table: str, detail: Any) -> tuple[str, str]:
@@ -347,6 +348,9 @@ def _describe(table: str, detail: Any) -> tuple[str, str]:
     elif kind in ("missing", "too_long"):  # an array with a fixed number of items
         path = f"{table}.{detail['loc'][0]}"
         wrong = f"has too {'few' if kind == 'missing' else 'many'} items: {_shown(value)}"
+    elif kind in _BOUNDS:
+        (bound,) = detail["ctx"].values()
+        wrong = f"must be {_BOUNDS[kind]} {_shown(bound)}, got {_shown(value)}"
     else:
         wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
         if kind == "tuple_type" and isinstance(value, str):

@@ -86,7 +86,7 @@ class ModelConfig(Table):
     `data.sampling = "packed"` sets it to the end-of-text token, which ends every document."""
     zero_init: bool = False
     """Start the matrices that write to the residual stream from zeros: each block begins as the identity."""
-    norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    norm_eps: Annotated[PositiveFloat, Field(lt=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
     """Share one matrix between the input embedding and the head."""

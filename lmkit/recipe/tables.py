@@ -18,6 +18,7 @@ from lmkit.recipe.model_table import check_heads as check_heads
 from lmkit.recipe.values import (
     CorpusSource,
     Count,
+    Int64,
     NonNegativeFloat,
     OptimizerName,
     PositiveFloat,
@@ -37,7 +38,7 @@ class RunConfig(Table):
     """Names the run folder, `<folder>/<name>`."""
     folder: Path = Path("artifacts/runs")
     """Parent of all run folders."""
-    seed: Count = 0
+    seed: Int64 = 0
     """Determines the initial weights and the order of batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses CUDA if there is a GPU, else the CPU; `cuda` without a GPU is an error."""
@@ -73,7 +74,7 @@ class CorpusConfig(Table):
     """Downloads are kept here, shared by all runs."""
     size_mb: PositiveFloat = 20.0
     """Size of the generated training text, in 10^6 bytes (`synth`)."""
-    seed: Count = 0
+    seed: Int64 = 0
     """Seed of the generator (`synth`)."""
     train: tuple[Path, ...] = ()
     """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`, `chat`)."""
@@ -103,7 +104,7 @@ class TokenizerConfig(Table):
     """256 bytes + merges + special tokens."""
     special_tokens: tuple[str, ...] = (END_OF_TEXT,)
     """Never split, never merged across; `<|endoftext|>` ends every document."""
-    max_token_bytes: Annotated[int, Field(gt=0)] = MAX_TOKEN_BYTES
+    max_token_bytes: PositiveInt = MAX_TOKEN_BYTES
     """No merge makes a longer token: one endless word would otherwise become tokens as long as the corpus."""
     workers: Workers = 0
     """Threads for training; 0: one per CPU. The result does not depend on it."""
@@ -152,11 +153,11 @@ class OptimizerConfig(Table):
     name: OptimizerName = "adamw"
     """`adamw` (Loshchilov and Hutter 2019), `adamw_host` (with its state in the host's memory), `muon` (Jordan 2024),
     `sgd`, or a registered optimizer of your own."""
-    lr: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
+    lr: Annotated[PositiveFloat, Field(le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient, per step."""
-    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    eps: Annotated[PositiveFloat, Field(le=1e6)] = 1e-8
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
@@ -191,7 +192,7 @@ class TrainConfig(Table):
     """Optimizer steps; the learning-rate schedule spans them."""
     tokens_per_parameter: PositiveFloat = TOKENS_PER_PARAMETER
     """With `model.depth`: tokens to train on for each parameter that multiplies; decides `steps`."""
-    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    epochs: Annotated[PositiveFloat, Field(le=1e6)] | None = None
     """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
     max_minutes: PositiveFloat | None = None
     """Stop after this much wall-clock time; the schedule then follows the fraction of time used."""
@@ -251,7 +252,7 @@ class ParallelConfig(Table):
     """`zero1`, `fsdp`: read weights from the memory of other GPUs if they reach each other, or use the backend."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: nccl on GPUs, gloo on CPUs."""
-    timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
+    timeout_s: Annotated[PositiveFloat, Field(le=1e8)] = 600.0
     """End the job if a rank does not answer for this many seconds."""
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)
     """`[parallel.options]`: the strategy's own. `fsdp`: `reshard_after_forward` (true: free weights until the
@@ -266,7 +267,7 @@ class CheckpointConfig(Table):
     """> 0: save every N steps. The last step is always saved."""
     minutes: NonNegativeFloat = 5.0
     """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: no such saves."""
-    keep_last: Annotated[int, Field(ge=1)] = 2
+    keep_last: PositiveInt = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_best: Count = 0
     """Also keep this many checkpoints with the lowest validation loss."""
@@ -281,7 +282,7 @@ class GenerateConfig(Table):
     """An empty prompt starts from end-of-text: a new document."""
     allow_special: bool = False
     """Read special tokens in prompts as tokens, not as text."""
-    max_new_tokens: Annotated[int, Field(gt=0, le=1_000_000_000)] = 256
+    max_new_tokens: PositiveInt = 256
     """Largest number of tokens to generate per prompt."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature; 0 is greedy."""
@@ -303,7 +304,7 @@ class GenerateConfig(Table):
     """Dtype of the matrices in decode steps: `same`, that of `precision`; `fp8` (e4m3), rounded when the model is
     loaded, with a scale for each row: faster for large models on a GPU (from sm_89 on), with at most 16 texts at
     once. Prompts are read with the weights of `precision`, which stay in memory."""
-    seed: Count = 0
+    seed: Int64 = 0
     """Seed of the sampling."""
     stop_at_end: bool = True
     """Stop at `<|endoftext|>`."""

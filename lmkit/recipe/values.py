@@ -72,10 +72,13 @@ OptimizerName = Annotated[str, AfterValidator(RegisteredName(OPTIMIZERS))]
 ScheduleName = Annotated[str, AfterValidator(RegisteredName(SCHEDULES))]
 StrategyName = Annotated[str, AfterValidator(RegisteredName(STRATEGIES))]
 StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_variant=True))]
-_LARGEST = (1 << 63) - 1  # TOML's integers have 64 bits
+_LARGEST = 1_000_000_000  # the product of two counts, in bytes of int64, has 63 bits
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+Int64 = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+"""A seed, or a number of tokens."""
+# Other floats are 0 or infinite in float32, or become so in a product.
+PositiveFloat = Annotated[float, Field(ge=1e-30, le=1e30)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
 """A number of worker threads or processes; 0 means one per usable CPU."""

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import Count, Int64, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 
 STATE_FORMAT: Final = 1
 
@@ -31,7 +31,7 @@ class LossScaleState(Table):
 class DataIdentity(Table):
     """The token file that the batches come from. A resumed run must find the same one."""
 
-    num_tokens: Count
+    num_tokens: Int64
     vocab_size: PositiveInt
     source_sha256: str
     tokenizer_sha256: str
@@ -51,7 +51,7 @@ class TrainingState(Table):
     """Time spent training so far, over all sessions."""
     time_fraction: NonNegativeFloat | None = None
     """Share of `train.max_minutes` that is used, where that is set."""
-    tokens: Count
+    tokens: Int64
     """Tokens seen by the optimizer."""
     skipped_in_a_row: Count = 0
     valid_loss: float | None = None

@@ -122,10 +122,15 @@ def test_fault_04_unknown_key_with_did_you_mean(write, text, near):
         (135, "[model]\nnum_layers = 100000000\n", "model.num_layers", "100000000"),
         (142, "[train]\nepochs = 1e300\n", "train.epochs", "1e+300"),
         (142, "[run]\nthreads = 100000\n", "run.threads", "100000"),
+        (170, "[train]\nbatch_size = 9223372036854775807\n", "train.batch_size", "9223372036854775807"),
+        (170, "[optimizer]\neps = 1e-300\n", "optimizer.eps", "1e-30, "),
+        (170, "[model]\nnorm_eps = 1e-300\n", "model.norm_eps", "1e-30, "),
+        (170, "[model]\nlogit_softcap = 1e-300\n", "model.logit_softcap", "1e-30, "),
+        (170, "[model]\nrope_theta = 1e300\n", "model.rope_theta", "1e+30"),
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
 )
-def test_faults_05_06_07_11_27_135_142_wrong_values(write, fault, text, path, shown):
+def test_faults_05_06_07_11_27_135_142_170_wrong_values(write, fault, text, path, shown):
     message = refusal(write(text), code="recipe.wrong_value")
     assert path in message
     assert shown in message

@@ -113,7 +113,7 @@ DAMAGES: dict[str, dict[str, Damage]] = {
     },
     "weights.missing": {"another number of layers": config(num_hidden_layers=10_000)},
     "weights.other_model": {
-        "another width": config(hidden_size=1 << 60, head_dim=None),
+        "another width": config(hidden_size=1 << 29, head_dim=None),
         "other heads": config(num_key_value_heads=2),
     },
     "import.unsupported": {
