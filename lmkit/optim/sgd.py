@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.optim.SGD:
     """Make `torch.optim.SGD` from the recipe's tables `[optimizer]` and `[optimizer.options]`.
 
-    The weight decay is added to the gradient, as PyTorch's SGD does it. `optimizer.betas` and `optimizer.eps` have no
-    effect.
+    The weight decay is added to the gradient, as PyTorch's SGD does it.
 
     Raises:
         UsageError: the table asks for a form of weight decay that SGD lacks, or momentum is out of range.

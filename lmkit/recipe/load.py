@@ -6,10 +6,12 @@ Everything wrong with a recipe is reported at once, each mistake with its dotted
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from lmkit.recipe.depth import FOLLOWS, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
+from lmkit.recipe.values import Only
 from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
@@ -28,6 +31,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
+_warn_once = cache(logging.getLogger("lmkit").warning)
 
 _MOST_BYTES = 1 << 20
 # tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
@@ -54,6 +58,7 @@ def load_recipe(
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
     raw: dict[str, Any] = {}
+    folder = None
     if source is not None:
         path = find_recipe(source)
         raw = with_our_names(read_toml(path))
@@ -81,6 +86,9 @@ def load_recipe(
     )
     if source is not None:
         recipe._source = str(source)
+    if os.environ.get("RANK", "0") == "0":
+        for line in _set_in_vain(recipe, raw if folder is None else typed, typed):
+            _warn_once(line)
     return recipe
 
 
@@ -366,6 +374,24 @@ def _shown(value: object) -> str:
     else:
         text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every given key that has no effect because of another key, see `Only`.
+
+    Not for defaults, which a resolved recipe holds, nor for a key of the file if the command line has the other key.
+    """
+    on_command_line = _flat(typed)
+    for dotted in _flat(given):
+        name, _, key = dotted.partition(".")
+        table = getattr(recipe, name)
+        field = type(table).model_fields.get(key)
+        if field is None or getattr(table, key) == field.default:
+            continue
+        for only in (extra for extra in field.metadata if isinstance(extra, Only)):
+            is_meant = dotted in on_command_line or only.switch not in on_command_line
+            if is_meant and not only.holds(key, recipe):
+                yield f"{recipe.origin}: {dotted} has no effect; it is used only {only.condition(key)}"
 
 
 def differences(

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lmkit.recipe.values import AttentionName, Count, OperationsName, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionName, Count, Only, OperationsName, PositiveFloat, PositiveInt, Table
 from lmkit.registry import ATTENTION
 
 OWN = "own"
 """Marks a key of [model] that, unless it has its default, makes another function than Llama's; see
 `ModelConfig.switches`."""
+OF_LLAMA3 = Only("model.rope_scaling", among=("llama3",))
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
@@ -54,17 +55,17 @@ class ModelConfig(Table):
     """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Annotated[Literal["none", "linear", "llama3"], Only("model.rope_factor", but=(1,))] = "none"
     """Slower rotations for longer contexts: all of them (`linear`, Chen et al. 2023), or those of long wavelengths
     (`llama3`, as in Llama 3.1)."""
-    rope_factor: PositiveFloat = 1.0
-    """How much slower (`linear`, `llama3`)."""
-    rope_low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths of more than `rope_original_context` / this are scaled in full (`llama3`)."""
-    rope_high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths of less than `rope_original_context` / this are not scaled (`llama3`)."""
-    rope_original_context: PositiveInt = 8192
-    """Tokens that the model saw at once before its wavelengths were scaled (`llama3`)."""
+    rope_factor: Annotated[PositiveFloat, Only("model.rope_scaling", but=("none",))] = 1.0
+    """How much slower."""
+    rope_low_freq_factor: Annotated[PositiveFloat, OF_LLAMA3] = 1.0
+    """Wavelengths of more than `rope_original_context` / this are scaled in full."""
+    rope_high_freq_factor: Annotated[PositiveFloat, OF_LLAMA3] = 4.0
+    """Wavelengths of less than `rope_original_context` / this are not scaled."""
+    rope_original_context: Annotated[PositiveInt, OF_LLAMA3] = 8192
+    """Tokens that the model saw at once before its wavelengths were scaled."""
     qkv_bias: Annotated[bool, OWN] = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: Annotated[bool, OWN] = False
@@ -79,7 +80,7 @@ class ModelConfig(Table):
     """Bound the logits z to c tanh(z / c) (Gemma 2)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
-    attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
+    attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"
     """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
     document_token: Count | None = None
     """A token sees nothing before the last document token; generation reads whole prompts nevertheless.

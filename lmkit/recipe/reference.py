@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from lmkit.recipe import docstrings
 from lmkit.recipe.schema import Recipe, table_type
 from lmkit.recipe.tables import Table
-from lmkit.recipe.values import RegisteredName
+from lmkit.recipe.values import Only, RegisteredName
 
 _WIDTH = 100
 _COLUMN = 34
@@ -75,6 +75,7 @@ def _keys(table: Table) -> Iterator[str]:
             "not set" if values[key] is None else "",
             f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else "",
             texts.get(key, "").rstrip("."),
+            *(f"Only {only.condition(key)}" for only in field.metadata if isinstance(only, Only)),
         ]
         assignment = f"# {key} =" if values[key] is None else _assignment(key, values[key])
         yield from _with_comment(assignment, ". ".join(filter(None, remarks)))

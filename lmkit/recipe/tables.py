@@ -20,6 +20,7 @@ from lmkit.recipe.values import (
     Count,
     Int64,
     NonNegativeFloat,
+    Only,
     OptimizerName,
     PositiveFloat,
     PositiveInt,
@@ -29,6 +30,7 @@ from lmkit.recipe.values import (
     Workers,
 )
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
+from lmkit.registry import SCHEDULES
 
 
 class RunConfig(Table):
@@ -70,20 +72,25 @@ class CorpusConfig(Table):
     source: CorpusSource = "synth"
     """`synth`: generated stories, offline. `files`: your own text. `chat`: conversations, JSON lines of messages, of
     which the assistant's words are learned. A dataset (`tinystories`, `owt`) is downloaded."""
-    folder: Path = Path("artifacts/data")
+    folder: Annotated[Path, Only("corpus.source", but=("synth", "files", "chat"))] = Path("artifacts/data")
     """Downloads are kept here, shared by all runs."""
-    size_mb: PositiveFloat = 20.0
-    """Size of the generated training text, in 10^6 bytes (`synth`)."""
-    seed: Int64 = 0
-    """Seed of the generator (`synth`)."""
+    size_mb: Annotated[PositiveFloat, Only("corpus.source", among=("synth",))] = 20.0
+    """Size of the generated training text, in 10^6 bytes."""
+    seed: Annotated[Int64, Only("corpus.source", among=("synth",))] = 0
+    """Seed of the generator."""
     train: tuple[Path, ...] = ()
     """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`, `chat`)."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`, `chat`); if empty, the last `valid_fraction` of the documents is held out."""
-    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """The part of the documents that is held out if `valid` is empty."""
-    field: str = "text"
-    """The key of a JSON line that holds the text (`files`)."""
+    valid_fraction: Annotated[
+        float,
+        Field(gt=0, lt=1),
+        Only("corpus.source", among=("synth", "files", "chat")),
+        Only("corpus.valid", among=((),)),
+    ] = 0.05
+    """The part of the documents that is held out."""
+    field: Annotated[str, Only("corpus.source", among=("files",))] = "text"
+    """The key of a JSON line that holds the text."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: stop and name the byte offset, or replace it by U+FFFD."""
 
@@ -97,16 +104,19 @@ class CorpusConfig(Table):
         return self
 
 
+TRAINED = Only("tokenizer.path", among=(None,))
+
+
 class TokenizerConfig(Table):
     """`[tokenizer]`: byte-level BPE, trained on the training part of the corpus or read from a file."""
 
     vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)] = 10_000
     """256 bytes + merges + special tokens."""
-    special_tokens: tuple[str, ...] = (END_OF_TEXT,)
+    special_tokens: Annotated[tuple[str, ...], TRAINED] = (END_OF_TEXT,)
     """Never split, never merged across; `<|endoftext|>` ends every document."""
-    max_token_bytes: PositiveInt = MAX_TOKEN_BYTES
+    max_token_bytes: Annotated[PositiveInt, TRAINED] = MAX_TOKEN_BYTES
     """No merge makes a longer token: one endless word would otherwise become tokens as long as the corpus."""
-    workers: Workers = 0
+    workers: Annotated[Workers, TRAINED] = 0
     """Threads for training; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None
     """Use this tokenizer.json instead of training one."""
@@ -127,16 +137,19 @@ class TokenizerConfig(Table):
         return self
 
 
+OF_TOKENS = Only("data.source", among=("tokens",))
+
+
 class DataConfig(Table):
     """`[data]`: token files and how batches are drawn from them."""
 
-    train: Path | None = None
+    train: Annotated[Path | None, OF_TOKENS] = None
     """Token file (.npy); default: the file that `lmkit run` made in the run folder."""
-    valid: Path | None = None
+    valid: Annotated[Path | None, OF_TOKENS] = None
     """Held-out token file; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
     """`random` draws uniform token ids and needs no file (for benchmarks)."""
-    sampling: Literal["windows", "shuffled", "documents", "packed"] = "windows"
+    sampling: Annotated[Literal["windows", "shuffled", "documents", "packed"], OF_TOKENS] = "windows"
     """Sequences start anywhere in the file (`windows`), or at the beginning of a document (`documents`). An epoch has
     every token once if they are cut one after the other and come in random order (`shuffled`), or are filled with
     whole documents, which do not see one another (`packed`)."""
@@ -145,6 +158,8 @@ class DataConfig(Table):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OF_MOMENTS = Only("optimizer.name", but=("sgd",))
+OF_DECAY = Only("optimizer.weight_decay", but=(0,))
 
 
 class OptimizerConfig(Table):
@@ -155,23 +170,23 @@ class OptimizerConfig(Table):
     `sgd`, or a registered optimizer of your own."""
     lr: Annotated[PositiveFloat, Field(le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], OF_MOMENTS] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient, per step."""
-    eps: Annotated[PositiveFloat, Field(le=1e6)] = 1e-8
+    eps: Annotated[PositiveFloat, Field(le=1e6), OF_MOMENTS] = 1e-8
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
-    cautious_decay: bool = False
+    cautious_decay: Annotated[bool, OF_DECAY] = False
     """Decay a weight only where its update, too, brings it nearer to zero (Chen et al. 2025)."""
-    decay_schedule: Literal["constant", "lr"] = "constant"
+    decay_schedule: Annotated[Literal["constant", "lr"], OF_DECAY] = "constant"
     """`lr`: the weight decay falls with the learning rate, in proportion."""
     schedule: ScheduleName = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0
     """Steps in which the rate rises linearly from 0."""
-    cooldown_steps: Count | None = None
-    """`wsd`: steps in which the rate falls at the end; default: 40% of `train.steps`."""
-    min_lr: NonNegativeFloat = 0.0
+    cooldown_steps: Annotated[Count | None, Only("optimizer.schedule", among=SCHEDULES)] = None
+    """Steps in which the rate falls at the end; default: 40% of `train.steps`."""
+    min_lr: Annotated[NonNegativeFloat, Only("optimizer.schedule", but=("constant",))] = 0.0
     """Learning rate at the end of the schedule, at `train.steps`."""
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)
     """`[optimizer.options]`: the optimizer's own options, if it has any."""
@@ -190,8 +205,8 @@ class TrainConfig(Table):
     """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
     steps: PositiveInt = 1000
     """Optimizer steps; the learning-rate schedule spans them."""
-    tokens_per_parameter: PositiveFloat = TOKENS_PER_PARAMETER
-    """With `model.depth`: tokens to train on for each parameter that multiplies; decides `steps`."""
+    tokens_per_parameter: Annotated[PositiveFloat, Only("model.depth")] = TOKENS_PER_PARAMETER
+    """Tokens to train on for each parameter that multiplies; decides `steps`."""
     epochs: Annotated[PositiveFloat, Field(le=1e6)] | None = None
     """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
     max_minutes: PositiveFloat | None = None
@@ -225,8 +240,8 @@ class TrainConfig(Table):
     spike_sigmas: NonNegativeFloat = 0.0
     """> 0: treat a loss or gradient norm that is so many standard deviations above its running mean as not finite,
     from step 21 on."""
-    max_skips: PositiveInt = 10
-    """With `nonfinite = "skip"`: stop after this many consecutive skipped steps."""
+    max_skips: Annotated[PositiveInt, Only("train.nonfinite", among=("skip",))] = 10
+    """Stop after this many consecutive skipped steps."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:
@@ -269,10 +284,13 @@ class CheckpointConfig(Table):
     """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: no such saves."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
-    keep_best: Count = 0
+    keep_best: Annotated[Count, Only("train.eval_interval", but=(0,))] = 0
     """Also keep this many checkpoints with the lowest validation loss."""
     resume: str = "auto"
     """`auto`: the newest good checkpoint of the run folder, if any; `never`; or a checkpoint folder."""
+
+
+SAMPLED = Only("generate.temperature", but=(0,))
 
 
 class GenerateConfig(Table):
@@ -286,11 +304,11 @@ class GenerateConfig(Table):
     """Largest number of tokens to generate per prompt."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature; 0 is greedy."""
-    top_k: Count = 0
+    top_k: Annotated[Count, SAMPLED] = 0
     """Sample from the k most likely tokens; 0: from all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0
     """Sample from the smallest set of tokens whose probability reaches p (Holtzman et al. 2020)."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1), SAMPLED] = 0.0
     """Drop tokens less likely than this times the likeliest (Nguyen et al. 2024); 0: none."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Above 1: make tokens that the text holds already less likely (Keskar et al. 2019)."""
@@ -304,10 +322,13 @@ class GenerateConfig(Table):
     """Dtype of the matrices in decode steps: `same`, that of `precision`; `fp8` (e4m3), rounded when the model is
     loaded, with a scale for each row: faster for large models on a GPU (from sm_89 on), with at most 16 texts at
     once. Prompts are read with the weights of `precision`, which stay in memory."""
-    seed: Int64 = 0
+    seed: Annotated[Int64, SAMPLED] = 0
     """Seed of the sampling."""
     stop_at_end: bool = True
     """Stop at `<|endoftext|>`."""
+
+
+ENABLED = Only("wandb.enabled", among=(True,))
 
 
 class WandbConfig(Table):
@@ -315,7 +336,7 @@ class WandbConfig(Table):
 
     enabled: bool = False
     """Log to Weights & Biases, too; metrics.jsonl is always written."""
-    project: str = "lmkit"
+    project: Annotated[str, ENABLED] = "lmkit"
     """Project of the run."""
-    mode: Literal["online", "offline"] = "online"
+    mode: Annotated[Literal["online", "offline"], ENABLED] = "online"
     """`offline` writes files for `wandb sync`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -62,6 +63,44 @@ class RegisteredName:
             known = ", ".join(self.names)
             raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.names)}')
         return name
+
+
+@dataclass(frozen=True)
+class Only:
+    """Marks a key that has an effect only with certain values of another key.
+
+    `lmkit recipe show` says so, and `load_recipe` warns if the key is set in vain.
+
+    Attributes:
+        switch: the other key, `table.key`.
+        among: its values; of a registry, the names whose fact `uses` lists the marked key.
+        but: if `among` is empty: the values with which the marked key has no effect.
+    """
+
+    switch: str
+    among: tuple[Any, ...] | Registry[Any] = ()
+    but: tuple[Any, ...] = (None,)
+
+    def holds(self, key: str, recipe: Any) -> bool:
+        """Return whether the marked key, `key`, has an effect in a recipe."""
+        table, _, switch = self.switch.partition(".")
+        among, value = self._among(key), getattr(getattr(recipe, table), switch, None)
+        return value in among if among else value not in self.but
+
+    def condition(self, key: str) -> str:
+        """Return the condition in words: `with model.rope_scaling = "linear" or "llama3"`."""
+        among = self._among(key)
+        values = " or ".join(json.dumps(value) for value in among or self.but)
+        if among in ((None,), ((),)):
+            return f"without {self.switch}"
+        if among:
+            return f"with {self.switch} = {values}"
+        return f"with {self.switch}" + ("" if self.but == (None,) else f" other than {values}")
+
+    def _among(self, key: str) -> tuple[Any, ...]:
+        if not isinstance(self.among, Registry):
+            return self.among
+        return tuple(name for name in self.among.names if key in self.among.facts(name).uses)
 
 
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]

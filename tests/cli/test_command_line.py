@@ -199,10 +199,10 @@ def test_fault_16_ctrl_c_between_the_start_and_the_handler_is_130(tmp_path):
     "locale", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}]
 )
 def test_a_character_that_the_encoding_lacks_is_escaped(locale, lmkit, tmp_path):
-    (tmp_path / "r.toml").write_text('[corpus]\nfield = "né"\n', encoding="utf-8")
+    (tmp_path / "r.toml").write_text('[generate]\nprompts = ["né"]\n', encoding="utf-8")
     result = lmkit("recipe", "show", "r.toml", **locale)
     assert (result.returncode, result.stderr) == (0, "")
-    assert r'field = "n\xe9"' in result.stdout
+    assert r'prompts = ["n\xe9"]' in result.stdout
     assert r"n\xe9.toml" in lmkit("recipe", "show", "né.toml", **locale).stderr
 
 

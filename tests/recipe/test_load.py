@@ -31,16 +31,6 @@ def refusal(source: Path | None, *overrides: str, code: str, **flags: object) ->
     return caught.value.message
 
 
-@pytest.fixture
-def write(tmp_path: Path):
-    def write(text: str | bytes) -> Path:
-        path = tmp_path / "recipe.toml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
     recipe = load_recipe(name)

@@ -1,0 +1,90 @@
+"""Keys that have an effect only with a value of another: `Only` beside their definitions."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lmkit.recipe.load import _warn_once, load_recipe, recipe_to_toml, shipped_recipes
+
+
+@pytest.fixture
+def vain(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Returns what loading a recipe warns of: key -> the condition under which it has an effect."""
+    monkeypatch.setattr(logging.getLogger("lmkit"), "propagate", True)
+
+    def vain(source: Path | str, *overrides: str) -> dict[str, str]:
+        _warn_once.cache_clear()
+        caplog.clear()
+        origin = load_recipe(source, overrides).origin
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert all(str(source) in origin and line.startswith(f"{origin}: ") for line in lines)
+        texts = [line.removeprefix(f"{origin}: ") for line in lines]
+        return {text.split()[0]: text.partition(" only ")[2] for text in texts}
+
+    return vain
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_set_nothing_in_vain(name, vain):
+    assert vain(name) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "off", "on", "condition"),
+    [
+        ("model.rope_factor=2", "model.rope_scaling='none'", "model.rope_scaling='linear'", "other than"),
+        ("model.rope_scaling='linear'", "model.rope_factor=1", "model.rope_factor=2", "other than 1"),
+        (
+            "model.rope_low_freq_factor=2",
+            "model.rope_scaling='linear'",
+            "model.rope_scaling='llama3'",
+            "llama3",
+        ),
+        (
+            "model.attention_pattern='SL'",
+            "train.steps=9",
+            "model.attention_window=9",
+            "model.attention_window",
+        ),
+        ("optimizer.cooldown_steps=5", "optimizer.schedule='linear'", "optimizer.schedule='wsd'", '= "wsd"'),
+        ("optimizer.min_lr=1e-5", "optimizer.schedule='constant'", "optimizer.schedule='linear'", "constant"),
+        ("optimizer.eps=1e-6", "optimizer.name='sgd'", "optimizer.name='muon'", 'other than "sgd"'),
+        ("optimizer.cautious_decay=true", "optimizer.weight_decay=0", "optimizer.weight_decay=1", "than 0"),
+        ("checkpoint.keep_best=2", "train.eval_interval=0", "train.eval_interval=5", "train.eval_interval"),
+        ("train.max_skips=2", "train.nonfinite='stop'", "train.nonfinite='skip'", '= "skip"'),
+        ("train.tokens_per_parameter=2", "train.steps=9", "model.depth=3", "with model.depth"),
+        ("data.sampling='shuffled'", "data.source='random'", "data.source='tokens'", '= "tokens"'),
+        ("corpus.size_mb=5", "corpus.source='tinystories'", "corpus.source='synth'", '= "synth"'),
+        ("corpus.folder='big'", "corpus.source='synth'", "corpus.source='tinystories'", '"files" or "chat"'),
+        (
+            "corpus.valid_fraction=0.2",
+            "corpus.source='tinystories'",
+            "corpus.source='synth'",
+            "corpus.source",
+        ),
+        ("tokenizer.workers=2", "tokenizer.path='t.json'", "train.steps=9", "without tokenizer.path"),
+        ("generate.top_k=2", "generate.temperature=0", "generate.temperature=0.5", "other than 0"),
+        ("wandb.project='x'", "wandb.enabled=false", "wandb.enabled=true", "= true"),
+    ],
+)
+def test_a_key_that_is_set_in_vain_is_named_with_its_condition(key, off, on, condition, write, vain):
+    rest = "model.vocab_size=300\ntrain.log_interval=5\n"
+    name = key.partition("=")[0]
+    assert condition in vain(write(f"{rest}{key}\n{off}\n"))[name]
+    assert name not in vain(write(f"{rest}{key}\n{on}\n"))
+    assert condition in vain(write(f"{rest}{off}\n"), key)[name]
+
+
+def test_what_the_user_did_not_set_is_not_said_to_be_in_vain(write, tmp_path, vain, monkeypatch):
+    path, in_vain = write("generate.top_k=2\n"), {"generate.top_k": "with generate.temperature other than 0"}
+    assert vain(path, "generate.temperature=0") == {}  # the command line turns off what the file turns on
+    assert vain(path, "generate.temperature=0", "generate.top_k=2") == in_vain
+    assert vain(write(recipe_to_toml(load_recipe(None, ["generate.temperature=0"])))) == {}  # all defaults
+    path = write("generate.top_k=2\ngenerate.temperature=0\n")
+    assert vain(path) == in_vain
+    monkeypatch.setenv("RANK", "1")  # the first rank has said it
+    assert vain(path) == {}
+    monkeypatch.delenv("RANK")
+    (tmp_path / "stages.json").write_text("{}")  # the recipe of a run: lmkit wrote it
+    assert vain(path) == {}
