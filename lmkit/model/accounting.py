@@ -289,13 +289,14 @@ _REACHED_BY_ATTENTION = {
 """The same for `flash_triton`: heads of up to 64, wider heads; tokens at which half of it is reached."""
 _KERNEL_S = 3.2e-6
 """Seconds that a kernel takes at least, as a graph launches it."""
-_COLLECTIVE_S = 16e-6
-_RANKS_S = 0.29e-3
+_COLLECTIVE_S = 17e-6
+_RANKS_S = 0.2e-3
 """The same for a layer's or a bucket's collective between two H200s, and for the small ones of a step with what they
-decide. Fitted to the captured steps of eight recipes under zero1 and fsdp."""
-_KERNELS_OF_A_BLOCK = 34
-_KERNELS_OF_MATRICES = 40
-"""Kernels of a block's passes and its part of the update, and those with which Muon orthogonalizes its matrices."""
+decide."""
+_KERNELS_OF_A_BLOCK = 32
+_KERNELS_OF_MATRICES = 48
+"""Kernels of a block's passes and its part of the update, and those with which Muon orthogonalizes its matrices. These
+and the seconds of ranks were fitted to 42 captured steps (`artifacts/h200/fsdp`)."""
 _HOST_S = {"alone": (3.2e-3, 1.24e-3), "whole": (5.0e-3, 2.0e-3), "gathered": (2.6e-3, 3.05e-3)}
 """(seconds a step, seconds a block) in which the host of an H200 launches kernels without a
 graph: of one rank, of several that hold whole weights, of several that gather weights."""
