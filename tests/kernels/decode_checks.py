@@ -65,6 +65,11 @@ PRODUCTS = [
     Product("gate_up", 7, 64, 50, "swiglu", True),
     Product("head", 1, 64, 101, "logits", True),
     Product("head", 3, 64, 101, "logits", True),
+    # Long rows, which have tiles of their own; one is longer than a tile.
+    Product("qkv", 1, 4096, 13, "store", True),
+    Product("gate_up", 1, 4160, 13, "swiglu", True),
+    Product("output", 1, 4096, 32, "residual", False),
+    Product("gate_up", 7, 4096, 50, "swiglu", True),
 ]
 PRODUCTS += [case._replace(fp8=True) for case in PRODUCTS]
 

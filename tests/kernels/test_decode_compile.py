@@ -38,6 +38,7 @@ SHAPES = {
     "162M, grouped": Shape(768, 2048, 12, 4),
     "1.3B": Shape(2048, 5504, 16, 16),
     "1.3B, grouped": Shape(2048, 5504, 16, 4),
+    "8B, grouped": Shape(4096, 14336, 32, 8),
 }
 KINDS = {
     "greedy": Sampling(temperature=0.0),

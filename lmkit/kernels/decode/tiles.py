@@ -20,7 +20,8 @@ class Tile(NamedTuple):
 
 
 # Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
-# where a row is short enough for one warp, which needs to wait for no other warp.
+# where a row is short enough for one warp, which needs to wait for no other warp, then for a width of 4096, where
+# whole rows are loaded at once.
 SINGLE_ROW = {
     "qkv": Tile(8, 2048, 8, 1),
     "output": Tile(2, 2048, 2, 1),
@@ -34,6 +35,12 @@ SINGLE_SHORT_ROW = {
     "gate_up": Tile(2, 1024, 1, 1),
     "down": Tile(2, 2048, 2, 1),
     "head": Tile(4, 1024, 1, 1),
+}
+SINGLE_LONG_ROW = SINGLE_ROW | {
+    "qkv": Tile(4, 4096, 4, 1),
+    "output": Tile(8, 1024, 2, 1),
+    "gate_up": Tile(2, 4096, 4, 1),
+    "head": Tile(4, 4096, 4, 1),
 }
 FEW_ROWS = {
     "qkv": Tile(16, 128, 4, 3),
@@ -56,6 +63,12 @@ FP8_SINGLE_SHORT_ROW = {
     "down": Tile(8, 2048, 8, 1),
     "head": Tile(8, 1024, 2, 1),
 }
+FP8_SINGLE_LONG_ROW = FP8_SINGLE_ROW | {
+    "qkv": Tile(4, 4096, 4, 1),
+    "output": Tile(8, 2048, 4, 1),
+    "gate_up": Tile(4, 4096, 4, 1),
+    "head": Tile(4, 4096, 4, 1),
+}
 FP8_FEW_ROWS = {
     "qkv": Tile(32, 128, 4, 2),
     "output": Tile(16, 256, 4, 2),
@@ -63,6 +76,7 @@ FP8_FEW_ROWS = {
     "down": Tile(16, 128, 4, 4),
     "head": Tile(32, 128, 4, 3),
 }
+FP8_FEW_LONG_ROWS = FP8_FEW_ROWS | {"qkv": Tile(32, 128, 4, 3), "gate_up": Tile(32, 128, 4, 3)}
 FEW_ROWS_IN_FLOAT32 = dict.fromkeys(
     FEW_ROWS, Tile(16, 16, 4, 2)
 )  # larger tiles would not fit into shared memory
@@ -75,14 +89,18 @@ def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool
         dtype: of the rows.
         fp8: the matrix is an `Fp8Matrix`.
     """
-    if rows == 1:
-        short = columns <= (4096 if name == "down" else 1024)
-        tables = (FP8_SINGLE_ROW, FP8_SINGLE_SHORT_ROW) if fp8 else (SINGLE_ROW, SINGLE_SHORT_ROW)
-        table = tables[short]
+    short = columns <= (4096 if name == "down" else 1024)
+    long = columns >= 4096  # "down" has the same tile as below
+    if rows == 1 and fp8:
+        table = FP8_SINGLE_SHORT_ROW if short else FP8_SINGLE_LONG_ROW if long else FP8_SINGLE_ROW
+    elif rows == 1:
+        table = SINGLE_SHORT_ROW if short else SINGLE_LONG_ROW if long else SINGLE_ROW
     elif dtype == torch.float32:
         table = FEW_ROWS_IN_FLOAT32
+    elif fp8:
+        table = FP8_FEW_LONG_ROWS if long else FP8_FEW_ROWS
     else:
-        table = FP8_FEW_ROWS if fp8 else FEW_ROWS
+        table = FEW_ROWS
     tile = table[name]
     return tile._replace(columns=min(tile.columns, triton.next_power_of_2(columns)))
 
