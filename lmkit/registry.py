@@ -324,6 +324,7 @@ class OptimizerFacts(Facts):
         moments: float32 numbers of state for each weight, masters not counted; if it is not elementwise, for each
             weight of the blocks' matrices, and all other weights have two.
         on_host: whether state and masters lie in the host's memory, where the step is made.
+        state_of: the optimizer whose state it keeps, too, and goes on with; "": none.
         options: name -> default of its own options, the table [optimizer.options].
     """
 
@@ -332,6 +333,7 @@ class OptimizerFacts(Facts):
     keeps_masters: bool = False
     moments: int = 2
     on_host: bool = False
+    state_of: str = ""
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
 

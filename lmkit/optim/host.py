@@ -66,7 +66,7 @@ def _on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float32, copy=True)
 
 
-@OPTIMIZERS.register("adamw_host", order=4, keeps_masters=True, on_host=True)
+@OPTIMIZERS.register("adamw_host", order=4, keeps_masters=True, on_host=True, state_of="adamw")
 def make_host_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> HostAdamW:
     """Make the optimizer of the recipe's table `[optimizer]`."""
     return HostAdamW(groups, **settings_of(options))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lmkit.registry import OPTIMIZERS
+
 MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
 """Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
 Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
@@ -27,6 +29,12 @@ def refused(changes: Iterable[str]) -> list[str]:
 def without_effect(changes: Iterable[str], *, step: int, steps: float) -> list[str]:
     """Return the lines of `differences` that have no effect, because the training has reached its end."""
     return [line for line in changes if step >= steps and is_under(line, NEED_STEPS)]
+
+
+def keeps_state(before: str, now: str) -> bool:
+    """Return whether the optimizer `now` goes on with the state of the optimizer `before`."""
+    owners = {OPTIMIZERS.facts(name).state_of or name for name in (before, now)}
+    return len(owners) == 1
 
 
 def is_under(line: str, keys: tuple[str, ...]) -> bool:

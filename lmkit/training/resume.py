@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from lmkit.errors import UsageError
+from lmkit.optim.adamw import MASTER
 from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import OptimizerConfig
 from lmkit.storage import keep_damaged
 from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
@@ -96,6 +98,9 @@ def check_agreement(
             f"{checkpoint.path}: made by another recipe: {'; '.join(refused)}",
             hint="go back to those values, or name a new run: --set run.name=...",
         )
+    before, now = old.optimizer.name, recipe.optimizer.name
+    if old.train is not None and not rule.keeps_state(before, now):
+        allowed.append(f"optimizer.name: {now} begins without the state of {before}")
     assert recipe.train is not None
     step = checkpoint.state.step
     if lost := rule.without_effect(changes, step=step, steps=recipe.train.steps):
@@ -104,27 +109,34 @@ def check_agreement(
             f"{checkpoint.path}: the training ended at step {step}, and no step would use {'; '.join(lost)}",
             hint=f"to train on: --set train.steps=N, N above {step}; or name a new run: --set run.name=...",
         )
-    before = checkpoint.state.world_size
-    if before != world_size:
-        plural = "s" if before > 1 else ""
+    ranks = checkpoint.state.world_size
+    if ranks != world_size:
+        plural = "s" if ranks > 1 else ""
         allowed.append(
-            f"saved by {before} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
+            f"saved by {ranks} rank{plural}, resuming on {world_size}: same batches, same state, resharded"
         )
     return allowed
 
 
-def restore(checkpoint: Checkpoint, step: Step) -> Moment:
-    """Load weights, optimizer state and this rank's generators; return the position of the run."""
+def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Moment:
+    """Load weights, optimizer state and this rank's generators; return the position of the run.
+
+    Of the state of another optimizer than `optimizer`, only the masters are loaded.
+    """
     state, ranks = checkpoint.state, step.ranks
     if not step.sync.load_weights(WeightsOnDemand(checkpoint.path)):
         weights = checkpoint.model_tensors()
         load_weights(step.model, weights, origin=checkpoint.path)
         load_masters(step.optimizer, step.model, weights)
     own = own_shard(step.optimizer, state.optimizer_layout)
+    shards = checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)]
+    before = state.recipe.get("optimizer") or {}  # an imported model has no optimizer
+    if not rule.keeps_state(before.get("name", OptimizerConfig().name), optimizer):
+        shards = [{n: value for n, value in shard.items() if n.endswith(f".{MASTER}")} for shard in shards]
     load_optimizer_tensors(
         step.optimizer,
         step.model,
-        checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)],
+        shards,
         state.optimizer_layout,
         origin=str(checkpoint.path),
         own=own,

@@ -189,7 +189,7 @@ def _run_rank(
             step = step_of(start.recipe, ranks, start.data)
             if start.given is not None:
                 begin_with(start.given, step)
-            moment = Moment() if checkpoint is None else restore(checkpoint, step)
+            moment = Moment() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
             with StopSignals(ranks) as signals:
                 trainer = Trainer(
                     start.recipe,

@@ -129,7 +129,7 @@ def test_float32_weights_become_masters_and_come_back(tiny):
     weights = checkpoint.model_tensors()
     for parallel in (ParallelConfig(strategy="none"), ZERO1):
         step = make_step(1, precision="bf16", parallel=parallel)
-        assert restore(checkpoint, step).step == 5
+        assert restore(checkpoint, step, "adamw").step == 5
         for name, tensor in model_weights(step.model).items():
             assert torch.equal(tensor, weights[name].to(tensor.dtype)), name
         exact = step.optimizer.state_dict()["state"] if parallel is ZERO1 else step.optimizer.state
@@ -143,19 +143,23 @@ def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(sa
     first = make_step(precision="bf16", parallel=ParallelConfig(strategy=saved_by))
     checkpoint = _saved(first, tiny)
     exact = make_step(1)
-    restore(checkpoint, exact)  # float32 weights: the masters
+    restore(checkpoint, exact, "adamw")  # float32 weights: the masters
     for options in (
         {"precision": "bf16"},
         {"precision": "bf16", "parallel": ZERO1},
         {"precision": "bf16", "parallel": ParallelConfig(strategy="fsdp")},
         {"precision": "bf16-autocast"},
+        {"precision": "bf16", "optimizer": "muon"},  # takes the masters alone
     ):
+        optimizer = options.pop("optimizer", "adamw")
         step = make_step(2, **options)
-        restore(checkpoint, step)
+        restore(checkpoint, step, optimizer)
         for name, tensor in model_weights(step.model).items():
             assert torch.equal(tensor, model_weights(exact.model)[name].to(tensor.dtype)), (options, name)
+        exact_of = dict(zip(step.model.parameters(), exact.model.parameters(), strict=True))
         for parameter, master in masters_of(step).items():
             assert torch.equal(parameter, master.bfloat16())
+            assert torch.equal(master, exact_of[parameter])
     assert any(torch.any(w != w.bfloat16()) for w in exact.model.parameters())
 
 

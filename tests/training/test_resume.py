@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from raising import raises
 from run_folders import PACKED, assert_same_state, losses, newest, train_here
 from test_model_state import Touch
@@ -31,6 +32,44 @@ def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, t
     assert losses(whole) == losses(parts)
     assert losses(whole, "valid") == losses(parts, "valid")
     assert losses(whole, "final") == losses(parts, "final")
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "strategies", "precision"),
+    [
+        (("adamw", "sgd"), ("none", "none"), "fp32"),
+        (("sgd", "adamw"), ("zero1", "fsdp"), "fp32"),
+        (("adamw", "sgd"), ("zero1", "zero1"), "fp32"),
+        (("muon", "adamw"), ("bucketed", "zero1"), "bf16"),
+        (("adamw", "muon"), ("fsdp", "fsdp"), "bf16"),
+        (("muon", "adamw"), ("fsdp", "none"), "bf16"),
+    ],
+)
+def test_fault_171_another_optimizer_takes_over_no_state(optimizers, strategies, precision, tiny, capsys):
+    first, second = (
+        tiny(f"optimizer.name={name}", f"parallel.strategy={strategy}", f"train.precision={precision}")
+        for name, strategy in zip(optimizers, strategies, strict=True)
+    )
+    fresh = second.changed(run={"name": "fresh"})
+    train_here(fresh, stop_at_step=2)
+    train_here(first, stop_at_step=5)
+    assert train_here(second, stop_at_step=7).resumed_from == 5
+    assert f"{optimizers[1]} begins without the state of {optimizers[0]}" in capsys.readouterr().err
+    wanted, found = (newest(recipe).optimizer_tensors() for recipe in (fresh, second))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted if name.endswith(".step"))
+
+
+def test_adamw_on_the_host_goes_on_with_the_state_of_adamw(tiny, capsys):
+    train_here(tiny("run.name=whole"))
+    train_here(tiny("run.name=parts"), stop_at_step=5)
+    train_here(tiny("run.name=parts", "optimizer.name=adamw_host"))
+    left, right = (newest(tiny(f"run.name={name}")) for name in ("whole", "parts"))
+    for name, weights in left.model_tensors().items():
+        assert torch.equal(weights, right.model_tensors()[name]), name
+    said = capsys.readouterr().err
+    assert "optimizer.name: adamw -> adamw_host" in said
+    assert "begins without" not in said
 
 
 def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
