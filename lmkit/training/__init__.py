@@ -51,7 +51,7 @@ __getattr__, __dir__, __all__ = exports(
         "newest_checkpoint": "checkpoint",
         "open_checkpoint": "checkpoint",
         "open_weights": "given_weights",
-        "plain_model": "model_state",
+        "plain_model": "given_weights",
         "save_checkpoint": "model_state",
         "train": "session",
         "verify_path": "verify",

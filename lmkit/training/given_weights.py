@@ -23,7 +23,7 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.storage.json_files import read_object
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
 from lmkit.training.checkpoint import Checkpoint, newest_checkpoint, run_tokenizer
-from lmkit.training.model_state import filled_model, model_weights, runnable
+from lmkit.training.model_state import filled_model, model_weights
 from lmkit.training.tensor_files import TensorFile, damaged_file
 
 INDEX = "model.safetensors.index.json"
@@ -66,10 +66,9 @@ class GivenWeights:
         return to_pairs(name, weight, self.config) if self.in_halves else weight
 
     def model(self, device: torch.device | str) -> TransformerLM:
-        """Return the model in eval mode, with an attention kernel that runs on the device."""
+        """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         weights = {name: self.read(name) for name in self.specs}
-        config = runnable(self.config, device)
-        return filled_model(config, weights, device=device, origin=self.path).eval()
+        return filled_model(self.config, weights, device=device, origin=self.path)
 
 
 class WeightsOnDemand(Mapping[str, torch.Tensor]):
@@ -101,7 +100,19 @@ def open_weights(path: Path) -> GivenWeights:
     """
     if is_hugging_face(path):
         return open_hugging_face(path)
-    checkpoint = newest_checkpoint(path)
+    return _verified(newest_checkpoint(path))
+
+
+def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
+    """Return the model of a checkpoint; see `GivenWeights.model`.
+
+    Raises:
+        LmkitError: a file is damaged, or missing.
+    """
+    return _verified(checkpoint).model(device)
+
+
+def _verified(checkpoint: Checkpoint) -> GivenWeights:
     for name in checkpoint.model_files:
         verify_file(checkpoint.path / name, checkpoint.entries[name])
     return weights_of(checkpoint)

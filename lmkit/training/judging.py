@@ -28,9 +28,8 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import STATE
 from lmkit.training.checkpoint import load_tokenizer, newest_checkpoint, run_tokenizer
 from lmkit.training.evaluation import EvaluateResult, evaluate, held_out_of, summarise
-from lmkit.training.given_weights import is_hugging_face, open_hugging_face
+from lmkit.training.given_weights import is_hugging_face, open_hugging_face, plain_model
 from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_of
-from lmkit.training.model_state import plain_model
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file

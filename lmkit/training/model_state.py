@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
-from lmkit.model.accounting import count_parameters
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.protocol import ShardedState
@@ -30,8 +29,8 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
-from lmkit.training.atomic_checkpoint import MODEL, STATE, damaged
-from lmkit.training.checkpoint import Checkpoint, parse_tensors
+from lmkit.training.atomic_checkpoint import damaged
+from lmkit.training.checkpoint import parse_tensors
 from lmkit.training.precision import hold_weights
 
 if TYPE_CHECKING:
@@ -179,32 +178,24 @@ def _shape(tensor: torch.Tensor | None) -> str:
     return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
 
 
-def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
-    """Return the model of a checkpoint in eval mode, neither compiled nor wrapped.
+def filled_model(
+    config: ModelConfig, tensors: Tensors, *, device: torch.device | str, origin: Path
+) -> TransformerLM:
+    """Return a model with these weights in eval mode, neither compiled nor wrapped.
 
-    Where its attention kernel does not run on the device, the model uses `sdpa`, and the log says so. Where its
-    operations do not, it uses others.
+    Its matrices are bf16 if some weight is. Where its attention kernel does not run on the device, it uses `sdpa`,
+    and the log says so. Where its operations do not, it uses others.
     """
-    config, path = runnable(checkpoint.state.model, device), checkpoint.path
-    if config.vocab_size is None:
-        raise LmkitError(
-            "checkpoint.other_model",
-            f"{path / STATE}: model.vocab_size is missing",
-            hint="use another checkpoint",
-        )
-    tensors = checkpoint.model_tensors()
-    # Before memory is allocated for a model that the weights cannot fill.
-    wanted, saved = count_parameters(config).total, sum(tensor.numel() for tensor in tensors.values())
-    if wanted != saved:
-        raise LmkitError(
-            "checkpoint.other_model",
-            f"{path / MODEL}: holds {saved} parameters, the model in {STATE} has {wanted}",
-            hint="copy the whole checkpoint folder again, or use another one",
-        )
-    return filled_model(config, tensors, device=device, origin=path / MODEL).eval()
+    from lmkit.model.transformer import TransformerLM
+
+    model = TransformerLM(_runnable(config, device), device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
+    load_weights(model, tensors, origin=origin)
+    return model.eval()
 
 
-def runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
+def _runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
     """Return the table with an attention kernel and operations that run on the device."""
     place, attention, operations = torch.device(device).type, config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
@@ -213,19 +204,6 @@ def runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
     return config.changed(attention=attention, operations=operations)
-
-
-def filled_model(
-    config: ModelConfig, tensors: Tensors, *, device: torch.device | str, origin: Path
-) -> TransformerLM:
-    """Return a model with these weights; its matrices are bf16 if some weight is."""
-    from lmkit.model.transformer import TransformerLM
-
-    model = TransformerLM(config, device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        hold_weights(model, "bf16")
-    load_weights(model, tensors, origin=origin)
-    return model
 
 
 # Optimizer state

@@ -9,7 +9,7 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.schema import Recipe
-from lmkit.training.model_state import filled_model, model_weights, runnable
+from lmkit.training.model_state import filled_model, model_weights
 from lmkit.training.run_data import resolved_tables
 from lmkit.training.step import Step
 
@@ -37,8 +37,8 @@ def sample_records(
         return []
     device = step.ranks.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # new weights are drawn at first
-        config = runnable(resolved_tables(recipe)[0], device)
-        model = filled_model(config, weights, device=device, origin=recipe.run.path).eval()
+        config = resolved_tables(recipe)[0]
+        model = filled_model(config, weights, device=device, origin=recipe.run.path)
         texts = write_samples(model, recipe)
     return [
         {"kind": "sample", "step": number, "number": index, "text": text} for index, text in enumerate(texts)

@@ -36,8 +36,9 @@ from lmkit.training.atomic_checkpoint import (
     write_manifest,
 )
 from lmkit.training.checkpoint import newest_checkpoint, open_checkpoint
+from lmkit.training.given_weights import plain_model
 from lmkit.training.metrics import MetricsFile, read_metrics
-from lmkit.training.model_state import load_optimizer_tensors, plain_model
+from lmkit.training.model_state import load_optimizer_tensors
 from lmkit.training.state import restore_rng
 from lmkit.training.verify import verify_path
 

@@ -20,7 +20,7 @@ import lmkit
 from lmkit.errors import LmkitError
 from lmkit.training.atomic_checkpoint import MANIFEST, MODEL, FileEntry, shard_name, write_manifest
 from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import plain_model
 
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.jit.load", "torch.hub.load",

@@ -19,8 +19,7 @@ from lmkit.recipe.tables import GenerateConfig
 from lmkit.training.atomic_checkpoint import MODEL
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, open_weights
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import INDEX, open_weights, plain_model
 from lmkit.training.session import train
 from lmkit.training.tensor_files import TensorFile
 from lmkit.training.verify import verify_path

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lmkit.model import TransformerLM
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import plain_model
 
 WIDE = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip

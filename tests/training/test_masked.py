@@ -9,8 +9,8 @@ import torch
 from run_folders import assert_same_state, losses, newest, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
-from lmkit.training.model_state import plain_model
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.atomic_checkpoint import verify
 from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.given_weights import plain_model
 from lmkit.training.model_state import (
     load_checkpoint,
     load_optimizer_tensors,
@@ -30,7 +31,6 @@ from lmkit.training.model_state import (
     model_weights,
     optimizer_layout,
     optimizer_tensors,
-    plain_model,
     save_checkpoint,
 )
 

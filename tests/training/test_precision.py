@@ -19,8 +19,9 @@ from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
+from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
-from lmkit.training.model_state import model_weights, plain_model
+from lmkit.training.model_state import model_weights
 from lmkit.training.precision import GradientSums
 from lmkit.training.resume import restore
 from lmkit.training.session import train

@@ -14,7 +14,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import FolderLock
 from lmkit.training.atomic_checkpoint import MODEL, step_name, verify
 from lmkit.training.checkpoint import newest_checkpoint
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import plain_model
 
 
 @pytest.mark.parametrize("stop", [1, 5, 9])

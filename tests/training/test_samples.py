@@ -14,7 +14,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import trainer
 from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import plain_model
 from lmkit.training.session import train
 
 Tiny = Callable[..., Recipe]

@@ -20,9 +20,9 @@ from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import metrics, session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
-from lmkit.training.model_state import plain_model
 from lmkit.training.session import plan
 from lmkit.training.verify import verify_path
 

@@ -11,8 +11,7 @@ from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import STRATEGIES
-from lmkit.training.given_weights import open_weights
-from lmkit.training.model_state import plain_model
+from lmkit.training.given_weights import open_weights, plain_model
 
 full = pytest.mark.full
 SAME = 2e-6

@@ -12,11 +12,13 @@ import torch
 from raising import raises
 from run_folders import train_here
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
 from lmkit.training.atomic_checkpoint import STATE, read_manifest, write_manifest, write_text
+from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.given_weights import plain_model
 from lmkit.training.model_state import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
 
@@ -87,6 +89,8 @@ def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder):
         (found,) = wrong(path)
         assert found.startswith(f"{checkpoint}: model.safetensors: 0 bytes"), path
     assert len(wrong(run_folder / "checkpoints")) == 1
+    with raises(LmkitError, "checkpoint.damaged", checkpoint):
+        plain_model(open_checkpoint(checkpoint), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +110,8 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, s
     (found,) = wrong(run_folder)
     assert found.startswith(f"{checkpoint}: model.safetensors: ")
     assert says in found
+    with raises(LmkitError, "weights.other_model", says):
+        plain_model(open_checkpoint(checkpoint), device="cpu")
 
 
 def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files):
