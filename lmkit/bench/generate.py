@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Summary, build_what_fits, time_fields, time_what_fits
 from lmkit.bench.step import config_of
-from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
+from lmkit.bench.turns import (
+    SPREAD,
+    compare_with_first,
+    comparison,
+    comparison_column,
+    host_ms,
+    samples_in_turns,
+)
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
@@ -306,16 +313,32 @@ COLUMNS = (
     Column("variant", "variant"),
     Column("median_ms", "ms/token", ".3f", instead="status"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("share", "bandwidth", ".0%"),
-    Column("first_ms", "first ms", ".1f"),
-    Column("host_ms", "host ms", ".3f"),
-    Column("queue_share", "queue", ".0%"),
+    Column(
+        "share",
+        "bandwidth",
+        ".0%",
+        note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy "
+        "bandwidth",
+    ),
+    Column(
+        "first_ms",
+        "first ms",
+        ".1f",
+        note="reading one prompt as long as the context and writing its first token",
+    ),
+    Column("host_ms", "host ms", ".3f", note="until a step returns to the host"),
+    Column(
+        "queue_share",
+        "queue",
+        ".0%",
+        note="tokens/s of a queue of prompts, reading included, as a share of the tokens/s of steps alone",
+    ),
 )
 WIDE = (
     Column("kv_heads", "key heads", "d"),
     Column("prefill_ms", "prefill ms", ".2f"),
     Column("queue_tokens_per_s", "queue tokens/s", ",.0f"),
-    Column("spread", "spread", ".1%"),
+    SPREAD,
     Column("verdict", "verdict"),
 )
 
@@ -325,7 +348,7 @@ def summarize(rows: Rows) -> Summary:
     first = rows[0]
     return Summary(
         "Generation",
-        (*COLUMNS, Column("first_is", f"{first['versus']} x", ".2f")),
+        (*COLUMNS, comparison_column(rows, ".2f")),
         rows,
         about=f"{first['precision']}, {first['kv_heads']} key heads"
         if len({r["size"] for r in rows}) == 1
@@ -335,13 +358,6 @@ def summarize(rows: Rows) -> Summary:
             for row in rows
             if row.get("first_is") is not None
         ],
-        notes=(
-            "bandwidth: the least bytes of a step (weights and filled cache) / its time, as a share of this run's "
-            "copy bandwidth; first ms: reading one prompt as long as the context and writing its first token; host "
-            "ms: until a step returns to the host; queue: tokens/s of a queue of prompts, reading included, as a "
-            "share of the tokens/s of steps alone",
-            comparison_note(rows),
-        ),
         wide=WIDE,
     )
 

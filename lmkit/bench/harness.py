@@ -222,7 +222,7 @@ class Summary:
         about: one line on the case: sizes, dtype.
         findings: sentences that the rows support, the most important first.
         tables: heading -> further Markdown for reports.
-        notes: what the columns mean.
+        notes: what the table does not say; the columns' own notes come after them.
         wide: further columns for reports; a terminal has no room for them.
     """
 
@@ -244,6 +244,11 @@ class Summary:
         """Return the columns for which some row has something to show."""
         keys = {key for row in self.rows for key, value in row.items() if value is not None}
         return [column for column in columns if column.key in keys or column.instead in keys]
+
+    def explained(self, shown: Sequence[Column]) -> list[str]:
+        """Return the notes below a table of these columns."""
+        meanings = "; ".join(f"{column.header}: {column.note}" for column in shown if column.note)
+        return [*self.notes, *([meanings] if meanings else [])]
 
     def reasons(self) -> dict[str, list[str]]:
         """Return `status: detail` -> the rows without a measurement that have it, named by their first columns."""
@@ -280,8 +285,10 @@ def terminal_text(summary: Summary) -> str:
     reasons = list(summary.reasons())
     more = len(reasons) - REASONS_SHOWN
     reasons = reasons[:REASONS_SHOWN] + ([f"and {more} more of these: see the report"] if more > 0 else [])
-    below = "".join(f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in (*reasons, *summary.notes))
-    return terminal_table(summary.rows, summary.filled(summary.columns)) + below
+    shown = summary.filled(summary.columns)
+    below = (*reasons, *summary.explained(shown))
+    lines = "".join(f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in below)
+    return terminal_table(summary.rows, shown) + lines
 
 
 def report_text(summary: Summary, environment: Mapping[str, Any], pictures: Sequence[str]) -> str:
@@ -299,7 +306,11 @@ def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2
     if summary.findings:
         parts += [f"{heading} What was found", bullets(summary.findings)]
     if columns := summary.filled((*summary.columns, *summary.wide)):
-        parts += [f"{heading} Results", markdown_table(summary.rows, columns), bullets(summary.notes)]
+        parts += [
+            f"{heading} Results",
+            markdown_table(summary.rows, columns),
+            bullets(summary.explained(columns)),
+        ]
     for title, table in summary.tables.items():
         parts += [f"{heading} {title}", table]
     if reasons := summary.reasons():

@@ -24,7 +24,14 @@ from lmkit.bench.harness import (
     time_what_fits,
 )
 from lmkit.bench.model import too_large_for_host
-from lmkit.bench.turns import compare_with_first, comparison, comparison_note, host_ms, samples_in_turns
+from lmkit.bench.turns import (
+    SPREAD,
+    compare_with_first,
+    comparison,
+    comparison_column,
+    host_ms,
+    samples_in_turns,
+)
 from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
@@ -289,17 +296,20 @@ def _speed_fields(
 
 # Rows in words
 
+_COUNTED = (
+    "counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a size"
+)
 COLUMNS = (
     Column("size", "size"),
     Column("variant", "variant"),
     Column("median_ms", "ms", ".2f", instead="status"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("mfu", "MFU", ".1%"),
-    Column("host_ms", "host ms", ".2f"),
-    Column("peak_gb", "GB", ".2f"),
+    Column("mfu", "MFU", ".1%", note=_COUNTED),
+    Column("host_ms", "host ms", ".2f", note="until a step returns, its waits included"),
+    Column("peak_gb", "GB", ".2f", note="10^9 bytes, the peak of a step"),
 )
 WIDE = (
-    Column("spread", "spread", ".1%"),
+    SPREAD,
     Column("p10_ms", "p10 ms", ".2f"),
     Column("p90_ms", "p90 ms", ".2f"),
     Column("verdict", "verdict"),
@@ -313,7 +323,7 @@ def summarize(rows: Rows) -> Summary:
         "Training step",
         (
             *COLUMNS,
-            Column("first_is", f"{first['versus']} x", ".3f"),
+            comparison_column(rows, ".3f"),
             Column("first_is_low", "95% from", ".3f"),
             Column("first_is_high", "to", ".3f"),
         ),
@@ -325,12 +335,7 @@ def summarize(rows: Rows) -> Summary:
             for size, members in grouped(rows, lambda row: str(row["size"])).items()
             if (table := class_table(members))
         },
-        notes=(
-            *mfu_notes(rows),
-            "MFU counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a "
-            "size; host ms: until a step returns, its waits included; GB (10^9): peak of a step",
-            comparison_note(rows),
-        ),
+        notes=mfu_notes(rows),
         wide=WIDE,
     )
 

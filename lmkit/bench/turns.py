@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from lmkit.bench.context import Context
 from lmkit.bench.harness import ratio_fields, without_garbage_collection
 from lmkit.measure.statistics import paired_ratio
-from lmkit.measure.tables import Rows
+from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants
 
 if TYPE_CHECKING:
     import torch
 
 HOST_STEPS = 5
+SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
 Steps = Mapping[str, Callable[[], object]]
 
 
@@ -75,9 +76,8 @@ def comparison(row: dict[str, Any], digits: int) -> str:
     )
 
 
-def comparison_note(rows: Rows) -> str:
-    """Explain the columns of the comparison."""
+def comparison_column(rows: Rows, spec: str) -> Column:
+    """Return the column of the comparison, with a note."""
     first = rows[0]["versus"]
-    return (
-        f"{first} x: how many times as fast {first} is, the median over rounds; spread: (p90 - p10) / median"
-    )
+    note = f"how many times as fast {first} is, the median over rounds"
+    return Column("first_is", f"{first} x", spec, note=note)

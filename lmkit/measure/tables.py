@@ -32,12 +32,14 @@ class Column:
         header: what stands above, with the unit: "ms", "GB (10^9)".
         spec: format spec for numbers, such as ".3f", ",d", ".1%".
         instead: key of what to show where there is no value ("status": why there is none).
+        note: what it says, for the notes below a table that shows it.
     """
 
     key: str
     header: str
     spec: str = ""
     instead: str = ""
+    note: str = ""
 
     def text(self, row: Row) -> str:
         value = row.get(self.key)

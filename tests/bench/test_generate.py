@@ -6,6 +6,7 @@ from raising import raises
 
 from lmkit.bench import generate as bench
 from lmkit.bench.generate import OwnWriter
+from lmkit.bench.harness import report_text, terminal_text
 from lmkit.bench.step import config_of
 from lmkit.errors import UsageError
 from lmkit.model.accounting import least_bytes
@@ -141,3 +142,33 @@ def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):
     bench.pictures([row | {"kv_heads": 16}, row | {"kv_heads": 4}, row | {"size": "162M", "kv_heads": 12}])
     cases = [shown["case"] for shown in drawn["percent"]]
     assert cases == ["1.3B, 64 x 2000", "1.3B, 4 key heads, 64 x 2000", "162M, 64 x 2000"]
+
+
+def test_only_columns_that_are_shown_are_explained():
+    """A CPU has no host ms, one variant nothing to be compared with, and a terminal no room for the spread."""
+    row = {
+        "size": "tiny",
+        "batch_size": 1,
+        "context": 8,
+        "variant": "lmkit",
+        "versus": "lmkit",
+        "precision": "fp32",
+    }
+    row |= {"kv_heads": 2, "median_ms": 1.0, "share": 0.5, "spread": 0.1}
+    said = terminal_text(bench.summarize([row]))
+    assert "bandwidth: the least bytes" in said
+    assert not [name for name in ("host ms", "queue", "lmkit x", "spread") if name in said]
+    both = [
+        row,
+        row
+        | {
+            "variant": "rival",
+            "first_is": 2.0,
+            "first_is_low": 1.9,
+            "first_is_high": 2.1,
+            "verdict": "faster",
+        },
+    ]
+    said = report_text(bench.summarize(both), {}, ())
+    assert "lmkit x: how many times as fast lmkit is" in said
+    assert "spread: (p90 - p10) / median" in said

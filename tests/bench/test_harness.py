@@ -217,7 +217,11 @@ def test_a_bench_that_could_measure_nothing_fails_and_says_why(tmp_path, capsys,
     assert (tmp_path / "out" / "attention_sweep_report.md").is_file()
 
 
-COLUMNS = (Column("kernel", "kernel"), Column("ms", "ms", ".2f", instead="status"), Column("gb", "GB"))
+COLUMNS = (
+    Column("kernel", "kernel"),
+    Column("ms", "ms", ".2f", instead="status", note="the median"),
+    Column("gb", "GB", note="the peak"),
+)
 
 
 def test_the_terminal_and_the_report_say_why_rows_have_no_measurement():
@@ -226,10 +230,11 @@ def test_the_terminal_and_the_report_say_why_rows_have_no_measurement():
     assert summary.measured
     lines = terminal_text(summary).splitlines()
     assert lines[0].split() == ["kernel", "ms"]  # no row has a value for the third
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         *(f"unsupported: not in {n}" for n in range(3)),
         "and 2 more of these: see the report",
         "a note",
+        "ms: the median",
     ]
     assert "- unsupported: not in 4 (k4; k4)" in report_text(summary, {}, ())
     assert Summary("x", COLUMNS, []).measured
