@@ -42,13 +42,13 @@ from lmkit.bench.ddp_variants import (
     make_training,
     parallel_of,
 )
-from lmkit.bench.harness import not_enough_memory, out_of_memory_is_a_row, without_garbage_collection
+from lmkit.bench.harness import not_enough_memory, out_of_memory_is_a_row
 from lmkit.bench.turns import host_ms
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.ranges import quietly
 from lmkit.measure.statistics import clip, median, paired_ratio, spread, union
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
 from lmkit.measure.trace import DeviceWork
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES

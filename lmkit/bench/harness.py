@@ -20,7 +20,6 @@ Importing this module is cheap: torch loads when a bench runs.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -442,16 +441,3 @@ def mfu_notes(rows: Rows) -> list[str]:
     """Return sentences that name the peaks of which the MFU is a share."""
     bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
     return [f"MFU: share of the {basis}" for basis in bases]
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off: with many models alive, its pauses exceed the differences measured."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -21,12 +21,12 @@ from lmkit.bench.ddp_variants import (
     make_training,
     parallel_of,
 )
-from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields, without_garbage_collection
+from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
 from lmkit.registry import BENCHES, STRATEGIES
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import ratio_fields, without_garbage_collection
+from lmkit.bench.harness import ratio_fields
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
 
 if TYPE_CHECKING:
     import torch

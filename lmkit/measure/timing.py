@@ -14,10 +14,12 @@ There are two clocks. On a CPU both are `perf_counter`.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -346,3 +348,16 @@ def cache_flusher(device: torch.device | str) -> Work:
 
     size = GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
     return torch.zeros(size, dtype=torch.uint8, device=device).zero_
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Switch Python's garbage collector off: with many models alive, its pauses exceed the differences measured."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

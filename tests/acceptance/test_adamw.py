@@ -10,10 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lmkit.bench.harness import without_garbage_collection
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, terminal_table
-from lmkit.measure.timing import time_variants
+from lmkit.measure.timing import time_variants, without_garbage_collection
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW, decay_groups
 from lmkit.recipe.tables import PRESETS, ModelConfig

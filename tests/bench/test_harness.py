@@ -1,6 +1,5 @@
 """The harness: folders, journals, ranks, restarts, and benches from outside."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from lmkit.bench.harness import (
     run_bench,
     terminal_text,
     time_what_fits,
-    without_garbage_collection,
 )
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
@@ -274,25 +272,6 @@ def test_variants_that_do_not_fit_together_give_way_from_the_largest():
     assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
     assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
     assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_as_it_was_after_an_error(was_on):
-    states = []
-
-    def fail() -> None:
-        with without_garbage_collection():
-            states.append(gc.isenabled())
-            raise ZeroDivisionError
-
-    (gc.enable if was_on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        states.append(gc.isenabled())
-    finally:
-        gc.enable()
-    assert states == [False, was_on]
 
 
 def test_recipes_load_no_torch():

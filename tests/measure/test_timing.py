@@ -1,3 +1,4 @@
+import gc
 import random
 import time
 from types import SimpleNamespace
@@ -6,7 +7,13 @@ import pytest
 import torch
 
 from lmkit.measure import timing
-from lmkit.measure.timing import SteadyStateClock, WallClock, cache_flusher, time_variants
+from lmkit.measure.timing import (
+    SteadyStateClock,
+    WallClock,
+    cache_flusher,
+    time_variants,
+    without_garbage_collection,
+)
 
 
 class FakeMachine:
@@ -209,3 +216,22 @@ def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):
     clock = SteadyStateClock(torch.device("cuda"), 3)
     assert clock.sample_ms(step, 1, before=[]) == 3e3
     assert clock.ahead_ms == [10e3]
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_an_error(was_on):
+    states = []
+
+    def fail() -> None:
+        with without_garbage_collection():
+            states.append(gc.isenabled())
+            raise ZeroDivisionError
+
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        states.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert states == [False, was_on]
