@@ -166,8 +166,10 @@ class Prefill:
     def read(self, packed: Tensor) -> None:
         """Put packed texts (texts, HEADER + length) into their rows."""
         key = tuple(packed.shape)
-        if not self.padded or not packed.is_cuda or key not in self._graphs:
-            self._graphs[key] = None  # seen once
+        records = self.padded and packed.is_cuda
+        if not records or key not in self._graphs:
+            if records:
+                self._graphs[key] = None  # seen once
             self._read(packed)
             return
         recorded = self._graphs[key]
