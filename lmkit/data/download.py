@@ -45,6 +45,8 @@ from lmkit.storage.inputs import open_input, read_input
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
+RETRY_WAIT_S = 1.0
+"""Pause before the second attempt, doubled before each further one."""
 _TIMEOUT_S = 60.0
 
 
@@ -100,8 +102,6 @@ def download_dataset(
     folder: str | os.PathLike[str],
     *,
     progress: Progress | None = None,
-    base_url: str | None = None,
-    retry_wait_s: float = 1.0,
 ) -> list[Path]:
     """Fetch a dataset into `folder` and return its text files: train, then valid.
 
@@ -113,8 +113,6 @@ def download_dataset(
     Args:
         dataset: a registered name, or the dataset itself.
         progress: called with (stage, bytes done, bytes in all or 0 if the server does not say).
-        base_url: replaces the dataset's own address.
-        retry_wait_s: pause before the second attempt in seconds, doubled before each further attempt.
 
     Raises:
         UsageError: no dataset has this name ("registry.unknown_name").
@@ -139,8 +137,8 @@ def download_dataset(
             if fetched == path or not _is_complete(fetched):
                 for place in (path, fetched):
                     _refuse_to_replace(place)
-                url = f"{(base_url or dataset.base_url).rstrip('/')}/{file.remote}"
-                _fetch(_Transfer(url, fetched, file.max_bytes, report), retry_wait_s)
+                url = f"{dataset.base_url.rstrip('/')}/{file.remote}"
+                _fetch(_Transfer(url, fetched, file.max_bytes, report))
             if fetched != path:
                 _unpack(fetched, path, file.max_bytes, report)
     return [folder / file.name for file in files]
@@ -177,12 +175,12 @@ def _refuse_to_replace(path: Path) -> None:
         )
 
 
-def _fetch(transfer: _Transfer, retry_wait_s: float) -> None:
+def _fetch(transfer: _Transfer) -> None:
     """Run a transfer, again after failures of the network, and finish it."""
     failure = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(retry_wait_s * 2 ** (attempt - 1))
+            time.sleep(RETRY_WAIT_S * 2 ** (attempt - 1))
         try:
             transfer.run()
             return transfer.finish()

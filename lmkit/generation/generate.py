@@ -154,11 +154,10 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         generations: number of the prompt -> its text so far, for all texts that have begun, in order.
-        finished: how many of them are complete.
     """
 
     def __init__(self, generations: dict[int, Generation], finished: int) -> None:
-        self.generations, self.finished = generations, finished
+        self.generations = generations
         super().__init__(f"interrupted: {finished} of {len(generations)} texts that have begun are complete")
 
 

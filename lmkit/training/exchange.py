@@ -73,9 +73,7 @@ class ExportResult:
         )
 
 
-def export_model(
-    source: Path, output: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
-) -> ExportResult:
+def export_model(source: Path, output: Path, *, dtype: str | None = None) -> ExportResult:
     """Write a Hugging Face folder: LlamaForCausalLM, with biases of q, k and v Qwen2ForCausalLM, with
     `qk_norm` Qwen3ForCausalLM.
 
@@ -83,7 +81,6 @@ def export_model(
         source: a run folder or a checkpoint.
         output: a new folder; it appears when it is complete.
         dtype: of the weights, "fp32", "bf16" or "fp16"; None leaves each as it is.
-        shard_bytes: largest safetensors file.
 
     Raises:
         UsageError: the output exists, the tokenizer is not the model's, or the architecture cannot express the model;
@@ -103,7 +100,7 @@ def export_model(
         **_borders(tokenizer),
     )
     with atomic_folder(output) as partial:
-        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None, shard_bytes)
+        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None)
         _write_json(partial / CONFIG, content)
         ends: dict[str, Any] = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
         template = beside(weights.tokenizer)
@@ -128,7 +125,7 @@ def export_model(
     )
 
 
-def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None, shard_bytes: int) -> int:
+def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None) -> int:
     """Write the weights, and their index if there are several files; return the bytes of all tensors."""
     specs = {
         theirs: weights.specs[ours].to(dtype or weights.specs[ours].dtype)
@@ -140,7 +137,7 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
         weight = weights.read(names[theirs])
         return to_halves(names[theirs], weight, weights.config).to(specs[theirs].dtype)
 
-    shards = list(_shards(specs, shard_bytes))
+    shards = list(_shards(specs))
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(files if len(files) > 1 else [ONE_FILE], shards, strict=True):
         write_tensors(folder / name, shard, read=read, metadata=_FOR_OTHERS)
@@ -151,12 +148,12 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
     return total
 
 
-def _shards(specs: dict[str, torch.Tensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Cut a list of tensors, in order, into parts of at most `shard_bytes`, or of one tensor."""
+def _shards(specs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Cut a list of tensors, in order, into parts of at most `SHARD_BYTES`, or of one tensor."""
     shard: dict[str, torch.Tensor] = {}
     held = 0
     for name, spec in specs.items():
-        if shard and held + spec.nbytes > shard_bytes:
+        if shard and held + spec.nbytes > SHARD_BYTES:
             yield shard
             shard, held = {}, 0
         shard[name] = spec

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import tarfile
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -45,9 +46,11 @@ def site(server):
 
 
 @pytest.fixture
-def fetch(site, tmp_path):
+def fetch(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RETRY_WAIT_S", 0)
+
     def run(dataset=DATASET, **arguments):
-        return download_dataset(dataset, tmp_path / "data", base_url=site.url, retry_wait_s=0, **arguments)
+        return download_dataset(replace(dataset, base_url=site.url), tmp_path / "data", **arguments)
 
     return run
 
@@ -156,8 +159,8 @@ def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", pauses.append)
     site.statuses = [503] * 6
     with raises(LmkitError, "download.failed", "503"):
-        download_dataset(DATASET, tmp_path, base_url=site.url, retry_wait_s=0.5)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+        download_dataset(replace(DATASET, base_url=site.url), tmp_path)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def test_another_part_than_was_asked_for_is_not_taken(fetch, site):

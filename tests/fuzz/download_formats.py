@@ -13,10 +13,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 from formats import TEXT, Files, Format, form
 from mutations import damage, damage_text
 
+import lmkit.data.download as module
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
 
 CONTENT = Random(1).randbytes(5_000) + b"text\n" * 3_000
@@ -61,11 +63,17 @@ class Handler(socketserver.StreamRequestHandler):
 server = functools.cache(Server)
 
 
+def at_once(dataset: Dataset, folder: Path) -> list[Path]:
+    """Download without pauses between attempts."""
+    with mock.patch.object(module, "RETRY_WAIT_S", 0):
+        return download_dataset(dataset, folder)
+
+
 def fetch(folder: Path, answer: Callable[[bytes], bytes] = answer, remote: str = "a.txt") -> None:
     server().answer = answer
     file = RemoteFile("a.txt", remote, 100_000)
     url = f"http://127.0.0.1:{server().server_address[1]}"
-    for path in download_dataset(Dataset(url, file, file), folder, retry_wait_s=0):
+    for path in at_once(Dataset(url, file, file), folder):
         assert path.read_bytes() == CONTENT
     assert {path.name for path in folder.iterdir()} == {".lock", "a.txt", "a.txt.sha256"}
 
@@ -118,7 +126,7 @@ def archive(folder: Path) -> Format:
         data = (folder / "a.gz").read_bytes()
         (folder / "a.gz.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  a.gz\n")
         file = RemoteFile("a.txt", "a.gz", 100_000)
-        for path in download_dataset(Dataset("http://127.0.0.1:9", file, file), folder, retry_wait_s=0):
+        for path in at_once(Dataset("http://127.0.0.1:9", file, file), folder):
             assert path.read_bytes() == gzip.decompress(data)
 
     return Format([{"a.gz": ARCHIVE}], {"a.gz": (damage, odd_archive)}, read)

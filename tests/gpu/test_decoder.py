@@ -116,7 +116,7 @@ def test_ctrl_c_keeps_what_there_is(batch_size):
     options = GenerateConfig(max_new_tokens=40, batch_size=batch_size, stop_at_end=False)
     with pytest.raises(Interrupted) as caught:
         generate(model, Tokenizer.from_merges([]), ["abc"] * 20, options, on_end=on_end)
-    assert caught.value.finished == 3
+    assert ": 3 of " in str(caught.value)
     texts_begun = caught.value.generations
     assert [texts_begun[number] for number in range(3)] == ends
     assert [len(texts_begun[number].tokens) for number in range(3)] == [40, 40, 40]
