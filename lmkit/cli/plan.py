@@ -74,27 +74,35 @@ def plan(
             "--gpu names one GPU, --all-gpus compares all",
             hint="leave one of them out",
         )
+    from lmkit.tokenizer.vocabulary import awaited_tokenizer
     from lmkit.training.plan import plan as make_plan
 
+    assumed = ""
+    if (awaited := awaited_tokenizer(loaded)) and loaded.tokenizer is not None:
+        assumed = f"\n{awaited} is not there yet: counted with tokenizer.vocab_size = {loaded.tokenizer.vocab_size:,}"
     if all_gpus:
         plans = {name: make_plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
-        return Result(_table(plans), {"gpus": {name: _fields(made) for name, made in plans.items()}})
+        return Result(
+            _table(plans) + assumed, {"gpus": {name: _fields(made) for name, made in plans.items()}}
+        )
     card = CARDS[gpu] if gpu is not None else card_here()
     made = make_plan(loaded, card, ranks=ranks)
     if gpu is not None:
-        return Result(_text(made), _fields(made))
+        return Result(_text(made) + assumed, _fields(made))
     from lmkit.training.plan_check import check as measure
     from lmkit.training.plan_check import timed_here
 
     made = timed_here(made, loaded)
     if not check:
-        return Result(_text(made), _fields(made))
+        return Result(_text(made) + assumed, _fields(made))
     found = measure(loaded, ranks=ranks)
     # The pace of a host changes within seconds, so that of the steps lies between those before and after them.
     later = timed_here(made, loaded)
     made = replace(made, host_seconds=(made.host_seconds + later.host_seconds) / 2)
     measured = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
-    return Result(f"{_text(made)}\n\n{_compared(made, found)}", {**_fields(made), "measured": measured})
+    return Result(
+        f"{_text(made)}{assumed}\n\n{_compared(made, found)}", {**_fields(made), "measured": measured}
+    )
 
 
 def _compared(made: Plan, found: Measured) -> str:

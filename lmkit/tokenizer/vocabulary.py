@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lmkit.errors import UsageError
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
@@ -23,6 +25,13 @@ def vocabulary_of(recipe: Recipe) -> int | None:
     if table.path is not None and table.path.is_file():
         return Tokenizer.load(table.path).vocab_size
     return table.vocab_size
+
+
+def awaited_tokenizer(recipe: Recipe) -> Path | None:
+    """Return the tokenizer that will say how large the vocabulary is; None: that is known already."""
+    table = recipe.tokenizer
+    decided = recipe.model is not None and recipe.model.vocab_size is not None
+    return None if decided or table is None or table.path is None or table.path.is_file() else table.path
 
 
 def required_model(recipe: Recipe, *, command: str) -> ModelConfig:

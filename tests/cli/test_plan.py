@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.tokenizer import Tokenizer
 from lmkit.training import plan_check
 from lmkit.training.plan_check import Measured
 
@@ -59,6 +60,20 @@ def test_the_table_of_all_gpus_says_what_a_reader_would_ask(capsys, arguments, s
     assert said in text
     assert max(map(len, text.splitlines())) <= 100
     assert ("tokens/s" in text) == (arguments[0] != "course_8b" and "adamw_host" not in arguments[-1])
+
+
+@pytest.mark.parametrize("gpus", [["--all-gpus"], ["--gpu", "T4"]])
+def test_a_named_tokenizer_that_is_not_there_yet_is_told(gpus, tmp_path, capsys):
+    path = tmp_path / "tokenizer.json"
+    arguments = ["plan", "quickstart", *gpus, "--set", f"tokenizer.path={path}"]
+    assert run_command_line(arguments) == 0
+    said = f"{path} is not there yet: counted with tokenizer.vocab_size = 4,096"
+    assert said in capsys.readouterr().out
+    assert run_command_line([*arguments, "--set", "model.vocab_size=300"]) == 0
+    assert "not there yet" not in capsys.readouterr().out
+    Tokenizer.from_merges([]).save(path)
+    assert run_command_line(arguments) == 0
+    assert "not there yet" not in capsys.readouterr().out
 
 
 def test_one_gpu_and_all_exclude_one_another(capsys):
