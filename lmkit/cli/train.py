@@ -51,8 +51,6 @@ def train(
         "checkpoint.resume": resume,
     }
     loaded = load_recipe(recipe, set_ or (), flags=flags)
-    if steps is not None and loaded.train is not None:
-        loaded = loaded.changed(train={"epochs": None})
     if print_recipe:
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
     from lmkit.generation import write_samples

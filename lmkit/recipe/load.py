@@ -46,8 +46,8 @@ def load_recipe(
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
     An override of `model.preset` or `model.depth` replaces what the file gives and they decide; that of
-    `optimizer.name` or `parallel.strategy` drops the file's options of another one. The recipe that lies in a run
-    folder is that folder's, wherever it is now.
+    `optimizer.name` or `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's
+    `train.epochs`. The recipe that lies in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -79,6 +79,11 @@ def load_recipe(
         chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
         if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
             raw[name] = {key: value for key, value in before.items() if key != "options"}
+    if "steps" in typed.get("train", {}):
+        before = typed if (flags or {}).get("train.steps") is not None else {}
+        for table in (raw.get("train"), before.get("train")):
+            if isinstance(table, dict):
+                table.pop("epochs", None)
     _merge(raw, typed)
     origin = [str(source)] if source is not None else []
     recipe = validate(

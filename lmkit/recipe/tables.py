@@ -203,12 +203,12 @@ class TrainConfig(Table):
 
     init_from: Path | None = None
     """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
-    steps: PositiveInt = 1000
+    steps: Annotated[PositiveInt, Only("train.epochs", among=(None,))] = 1000
     """Optimizer steps; the learning-rate schedule spans them."""
     tokens_per_parameter: Annotated[PositiveFloat, Only("model.depth")] = TOKENS_PER_PARAMETER
     """Tokens to train on for each parameter that multiplies; decides `steps`."""
     epochs: Annotated[PositiveFloat, Field(le=1e6)] | None = None
-    """Steps that see this many times as many tokens as the token file has; takes the place of `steps`."""
+    """Steps that see this many times as many tokens as the token file has."""
     max_minutes: PositiveFloat | None = None
     """Stop after this much wall-clock time; the schedule then follows the fraction of time used."""
     batch_size: PositiveInt = 32

@@ -41,5 +41,7 @@ def test_print_recipe_prints_a_recipe(command, terminal):
 
 
 def test_steps_on_the_command_line_take_the_place_of_epochs(terminal):
-    printed = json.loads(terminal("train quickstart --set train.epochs=2 --steps 7 --print-recipe --json"))
-    assert (printed["train"]["steps"], printed["train"]["epochs"]) == (7, None)
+    Path("own.toml").write_text("[train]\nepochs = 2\n")
+    for command in ("train quickstart --set train.epochs=2 --steps 7", "run own.toml --set train.steps=7"):
+        printed = json.loads(terminal(f"{command} --print-recipe --json"))
+        assert (printed["train"]["steps"], printed["train"]["epochs"]) == (7, None)

@@ -81,6 +81,8 @@ def test_what_the_user_did_not_set_is_not_said_to_be_in_vain(write, tmp_path, va
     assert vain(path, "generate.temperature=0") == {}  # the command line turns off what the file turns on
     assert vain(path, "generate.temperature=0", "generate.top_k=2") == in_vain
     assert vain(write(recipe_to_toml(load_recipe(None, ["generate.temperature=0"])))) == {}  # all defaults
+    assert vain(write("train.epochs=2\n"), "train.steps=7") == {}  # steps take the place of the file's epochs
+    assert vain(write("train.epochs=2\ntrain.steps=7\n")) == {"train.steps": "without train.epochs"}
     path = write("generate.top_k=2\ngenerate.temperature=0\n")
     assert vain(path) == in_vain
     monkeypatch.setenv("RANK", "1")  # the first rank has said it
