@@ -56,7 +56,8 @@ def plan(
     from lmkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, set_ or (), flags={"parallel.strategy": strategy})
-    if gpu is not None and gpu not in CARDS:
+    known = {name.lower(): card for name, card in CARDS.items()}
+    if gpu is not None and gpu.lower() not in known:
         raise UsageError(
             "plan.unknown_gpu",
             f"--gpu {gpu}: not known{did_you_mean(gpu, CARDS)}",
@@ -85,7 +86,7 @@ def plan(
         return Result(
             _table(plans) + assumed, {"gpus": {name: _fields(made) for name, made in plans.items()}}
         )
-    card = CARDS[gpu] if gpu is not None else card_here()
+    card = known[gpu.lower()] if gpu is not None else card_here()
     made = make_plan(loaded, card, ranks=ranks)
     if gpu is not None:
         return Result(_text(made) + assumed, _fields(made))
@@ -177,7 +178,8 @@ def _text(made: Plan) -> str:
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
         f"longest context: {made.most_context:,} tokens for {made.rows:,}",
         *(() if made.fits else (_LESS,)),
-        f"generating: {made.kv_cache / GB:.3f} GB of keys and values beside {made.generating / GB:.3f} GB of weights",
+        f"generating {made.texts:,} text{'' if made.texts == 1 else 's'} at once: {made.kv_cache / GB:,.3f} GB of keys "
+        f"and values beside {made.generating / GB:.3f} GB of weights",
         "",
         *_speed(made),
     ]

@@ -49,7 +49,8 @@ class Plan:
         memory: bytes by kind.
         usable: bytes of the card that tensors may take.
         most_rows: with this context; most_context: with these rows, a multiple of 64. 0: not even one fits.
-        kv_cache: bytes for [generate], beside the weights, which then take `generating`.
+        kv_cache: bytes for the `texts` that [generate] writes at once, as long as the context, beside the weights,
+            which then take `generating`.
         work: class of kernels -> what a step does on one rank.
         busy_seconds: of a step's work on the GPU, predicted for fused operations; None for an unknown card or dtype,
             and for an optimizer on the host.
@@ -74,6 +75,7 @@ class Plan:
     usable: int
     most_rows: int
     most_context: int
+    texts: int
     kv_cache: int
     generating: int
     work: Mapping[str, Work]
@@ -184,6 +186,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         usable=usable,
         most_rows=_most(lambda rows: memory(config, rows).peak <= usable),
         most_context=64 * _most(lambda units: memory(longer(64 * units), rows).peak <= usable, LONGEST // 64),
+        texts=recipe.generate.batch_size,
         kv_cache=_kv_cache(config, recipe),
         generating=parameters * (4 if recipe.generate.precision == "fp32" else 2)
         + (count_parameters(config).multiplying if recipe.generate.weights == "fp8" else 0),

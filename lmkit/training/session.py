@@ -99,7 +99,8 @@ class TrainResult:
             begin = "" if self.resumed_from is None else f" (resumed at step {self.resumed_from})"
             head = f"{self.folder}: {self.status} at step {self.step} of {self.steps}{begin}"
         lines = [head, f"model     {self.parameters:,} parameters"]
-        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
+        since = "" if self.resumed_from is None else f" since step {self.resumed_from}"
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s{since}"
         lines.append(f"training  {self.tokens:,} tokens in {duration(self.seconds)}{speed}")
         if self.loss is not None:
             lines.append(f"loss      {self.loss:.4f} in training")

@@ -36,6 +36,14 @@ def test_json_has_bytes_and_seconds(capsys):
     assert 0 < found["least_seconds"] < found["seconds"]
 
 
+def test_a_gpu_may_be_named_in_small_letters(capsys):
+    assert run_command_line(["plan", "quickstart", "--gpu", "t4", "--set", "generate.batch_size=3"]) == 0
+    text = capsys.readouterr().out
+    assert "on Tesla T4" in text
+    # Keys and values of 3 texts of 128 tokens: 4 layers, 4 heads of 32, bf16
+    assert f"generating 3 texts at once: {3 * 128 * 2 * 4 * 4 * 32 * 2 / 1e9:.3f} GB" in text
+
+
 def test_an_unknown_gpu_is_refused(capsys):
     assert run_command_line(["plan", "llama_1b", "--gpu", "H20"]) == 2
     error = capsys.readouterr().err
