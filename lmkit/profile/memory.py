@@ -53,7 +53,7 @@ LARGEST = (
 
 LINES = (
     Column("gib", "GiB", ".4f"),
-    Column("share", "of the peak", ".0%"),
+    Column("share", "of peak", ".0%"),
     *LARGEST[1:3],
     Column("line", "source line"),
 )
