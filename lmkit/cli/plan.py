@@ -178,8 +178,8 @@ def _text(made: Plan) -> str:
         f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
         f"longest context: {made.most_context:,} tokens for {made.rows:,}",
         *(() if made.fits else (_LESS,)),
-        f"generating {made.texts:,} text{'' if made.texts == 1 else 's'} at once: {made.kv_cache / GB:,.3f} GB of keys "
-        f"and values beside {made.generating / GB:.3f} GB of weights",
+        f"generating {made.texts:,} text{'' if made.texts == 1 else 's'} at once: {made.kv_cache / GB:,.3f} GB of "
+        f"keys and values beside {made.generating / GB:.3f} GB of weights",
         "",
         *_speed(made),
     ]

@@ -36,6 +36,10 @@ class Table(BaseModel):
         return value
 
 
+class UnregisteredName(ValueError):
+    """A name that nothing registered: a typing error, or a plugin is missing."""
+
+
 @dataclass(frozen=True)
 class RegisteredName:
     """Validate a name of a registry; an alias becomes the name.
@@ -61,7 +65,8 @@ class RegisteredName:
         name = self.registry.aliases.get(value, value)
         if name not in self.names:
             known = ", ".join(self.names)
-            raise ValueError(f'"{value}" is not one of {known}{did_you_mean(value, self.names)}')
+            near = did_you_mean(value, self.names) or ", and no --plugin FILE registers it"
+            raise UnregisteredName(f'"{value}" is not one of {known}{near}')
         return name
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, TOKENIZER
 from lmkit.recipe.tables import RunConfig
+from lmkit.recipe.values import UnregisteredName
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -59,7 +60,11 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
         if isinstance(found, int) and found > STATE_FORMAT:
             raise newer(path, "state", found, STATE_FORMAT) from None
         key = ".".join(str(part) for part in wrong[0]["loc"])
-        raise damaged(path, f"{key}: {wrong[0]['msg']}") from None
+        cause = wrong[0].get("ctx", {}).get("error")
+        if isinstance(cause, UnregisteredName):
+            hint = "the checkpoint is whole; it was made with a plugin: name its file with --plugin"
+            raise UsageError("checkpoint.unregistered", f"{path}: {key}: {cause}", hint=hint) from None
+        raise damaged(path, f"{key}: {cause or wrong[0]['msg']}") from None
 
 
 @dataclass(frozen=True)

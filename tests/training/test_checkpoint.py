@@ -12,7 +12,7 @@ import torch
 from raising import raises
 from test_checkpoint_writer import make_state
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import sha256_file
 from lmkit.training.atomic_checkpoint import (
     FORMAT,
@@ -328,6 +328,13 @@ def test_a_number_out_of_range_is_named_by_its_whole_key(key, value):
     table, _, name = key.rpartition(".")
     (content[table] if table else content)[name] = value
     with raises(LmkitError, "checkpoint.damaged", f"state.json: {key}: "):
+        parse_state(json.dumps(content).encode(), path="state.json")
+
+
+def test_a_checkpoint_of_a_missing_plugin_is_whole():
+    content = make_state(7).model_dump(mode="json")
+    content["model"]["attention"] = "from_a_plugin"
+    with raises(UsageError, "checkpoint.unregistered", "state.json: model.attention", hint="plugin"):
         parse_state(json.dumps(content).encode(), path="state.json")
 
 
