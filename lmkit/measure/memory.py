@@ -52,11 +52,9 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         torch.cuda.reset_peak_memory_stats(device)
         peak.source, peak.start_bytes = "cuda allocator", memory_in_use(device)
     else:
-        if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
-            malloc_trim(0)  # what the block takes from freed memory would not show as growth
+        peak.source, peak.start_bytes = "peak rss", memory_in_use(device)
         try:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to the present RSS: proc(5)
-            peak.source, peak.start_bytes = "peak rss", resident_memory()
         except OSError:
             peak.source, peak.start_bytes = "peak rss of the process", _peak_rss()
     try:
@@ -76,7 +74,11 @@ def memory_in_use(device: torch.device) -> int:
     """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process (RSS)."""
     import torch
 
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_memory()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
+        malloc_trim(0)  # freed memory is not in use, and what is taken from it would not show as growth
+    return resident_memory()
 
 
 def _peak_rss() -> int:
