@@ -18,6 +18,7 @@ from lmkit.storage.locks import hold_file
 PARTIAL_SUFFIX = ".lmkit-partial"  # only lmkit gives names with this ending
 DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_FSYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)  # of folders, on some network shares
 _BLOCK = 1 << 20
 
 
@@ -171,5 +172,9 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_folder(folder: str | os.PathLike[str]) -> None:
-    """Force the entries of a folder, such as a rename, to the disk."""
-    fsync_file(folder)
+    """Force the entries of a folder, such as a rename, to the disk, where the file system can."""
+    try:
+        fsync_file(folder)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise

@@ -126,10 +126,20 @@ def shard_name(rank: int, shards: int) -> str:
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
-    """List the folders with a checkpoint's name, lowest step first; [] where there is no such folder."""
-    if not folder.is_dir():
-        return []
-    found = [(_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    """List the folders with a checkpoint's name, lowest step first; [] where nothing has the name of `folder`.
+
+    Raises:
+        LmkitError: it cannot be read, as a link to a disk that is not there: its run must not begin anew.
+    """
+    try:
+        paths = [*folder.iterdir()]
+    except OSError as error:
+        if not os.path.lexists(folder):
+            return []
+        what = "is a link to nothing" if isinstance(error, FileNotFoundError) else reason(error)
+        hint = "bring back the disk that it lies on; if there are no checkpoints, delete it"
+        raise LmkitError("checkpoint.no_folder", f"{folder}: {what}", hint=hint) from error
+    found = [(_STEP_NAME.fullmatch(path.name), path) for path in paths]
     return sorted(SavedStep(int(match[1]), path) for match, path in found if match)
 
 

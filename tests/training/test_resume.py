@@ -167,6 +167,21 @@ def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_
     assert [path.name for path in folder.iterdir() if path.is_symlink()] == [f"{step_name(6)}.damaged"]
 
 
+@pytest.mark.parametrize("put", [lambda path: path.symlink_to("/nowhere/checkpoints"), Path.touch])
+def test_fault_172_a_run_whose_checkpoints_lie_on_a_lost_disk_does_not_begin_anew(put, tiny):
+    recipe = tiny()
+    train_here(recipe, stop_at_step=2)
+    folder, metrics = recipe.run.path / "checkpoints", (recipe.run.path / "metrics.jsonl").read_bytes()
+    folder.rename(folder.with_name("elsewhere"))
+    put(folder)
+    with raises(LmkitError, "checkpoint.no_folder", folder):
+        train_here(recipe)
+    assert (recipe.run.path / "metrics.jsonl").read_bytes() == metrics
+    folder.unlink()
+    folder.symlink_to(folder.with_name("elsewhere"))
+    assert train_here(recipe).resumed_from == 2
+
+
 def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(tiny, capsys):
     train_here(tiny(), stop_at_step=5)
     capsys.readouterr()
