@@ -72,12 +72,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Missing parent folders are created. A kill leaves the partial folder behind: the next writer of `path` empties it.
 
     Raises:
-        UsageError: `path` exists, and is not an empty folder ("output.exists").
+        UsageError: `path` exists, and is not an empty folder, or one that no rename can replace ("output.exists").
         LmkitError: another process is writing the same folder ("storage.file_busy").
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         hint = "choose another name, or move it away"
         raise UsageError("output.exists", f"{path}: exists already", hint=hint)
+    given, path = path, Path(os.path.realpath(path))  # a rename would not replace what a link names
+    if (is_mount := os.path.ismount(path)) or path == Path.cwd():
+        what = "is where a disk is mounted" if is_mount else "is the current folder"
+        hint = f"name a folder in it, such as {given / 'model'}"
+        raise UsageError("output.exists", f"{given}: {what}, which cannot be replaced", hint=hint)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     lock = partial / ".lock"
     partial.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,12 @@ import hashlib
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
+from raising import raises
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import atomic_path, remove_partials, sha256_file, write_atomic
 from lmkit.storage.atomic import atomic_folder
 
@@ -86,6 +88,23 @@ def test_fault_143_a_disk_without_room_is_told_with_the_final_name_and_other_err
         with pytest.raises(OSError, match=r"broken|no space") as caught, atomic_path(path):
             raise error
         assert caught.value.filename == before
+
+
+def test_fault_174_a_folder_that_no_rename_replaces_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with atomic_folder(tmp_path / "link") as partial:  # what it names is replaced
+        (partial / "file").write_text("content")
+    assert (tmp_path / "empty" / "file").read_text() == "content"
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "current").mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "mounted")
+    (tmp_path / "mounted").mkdir()
+    for place in (Path(), tmp_path / "current", tmp_path / "mounted"):
+        with raises(UsageError, "output.exists", place, hint=f"{place / 'model'}"), atomic_folder(place):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "link", "current", "mounted"}
 
 
 def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
