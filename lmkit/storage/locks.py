@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, reason
 from lmkit.storage.inputs import open_input
 
 _LONGEST_NAME = 200
@@ -22,6 +22,9 @@ def hold_file(path: Path) -> int | None:
     """Open and lock a file, creating it if it is missing.
 
     Returns the descriptor (closing it releases the lock), or None if another process holds the lock.
+
+    Raises:
+        LmkitError: the file system has no locks ("storage.no_locks").
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -30,6 +33,11 @@ def hold_file(path: Path) -> int | None:
         except BlockingIOError:
             os.close(descriptor)
             return None
+        except OSError as error:
+            os.close(descriptor)
+            what = f"{path}: cannot be locked (flock): {reason(error)}"
+            hint = "work on a disk that has locks; shares have mount options for them"
+            raise LmkitError("storage.no_locks", what, hint=hint) from error
         if _is_named(descriptor, path):
             return descriptor
         # The last holder renamed or deleted the file between our open and our lock: open the path again.
@@ -107,6 +115,7 @@ class FolderLock:
                     self.path.unlink()
                     for folder in self._made:
                         folder.rmdir()
-        os.ftruncate(self._descriptor, 0)
+        with suppress(OSError):  # the disk is lost: the error of the block says so
+            os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None

@@ -1,5 +1,7 @@
 """One writer per folder, and no lock that outlives its holder."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -9,7 +11,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError
-from lmkit.storage import FolderLock
+from lmkit.storage import FolderLock, write_atomic
 
 
 def test_one_holder_at_a_time_and_the_next_when_it_leaves(tmp_path):
@@ -96,3 +98,32 @@ def test_what_fails_before_it_wrote_anything_leaves_no_folder(tmp_path, there, f
     with pytest.raises(ZeroDivisionError):
         fail()
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
+
+
+def test_fault_175_a_share_without_locks_is_named(tmp_path, monkeypatch):
+    """As Lustre answers, unless it is mounted with them."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with raises(LmkitError, "storage.no_locks", tmp_path / ".lock"), FolderLock(tmp_path):
+        pass
+    with raises(LmkitError, "storage.no_locks", tmp_path / "file"):
+        write_atomic(tmp_path / "file", "content")
+
+
+def test_a_disk_that_was_lost_is_told_by_what_failed_first(tmp_path, monkeypatch):
+    def refuse(descriptor, length):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def fail():
+        with FolderLock(tmp_path):
+            monkeypatch.setattr(os, "ftruncate", refuse)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    monkeypatch.undo()
+    with FolderLock(tmp_path):
+        pass
