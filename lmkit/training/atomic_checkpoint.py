@@ -19,6 +19,7 @@ gives the folder its name (`publish`). A kill at any moment leaves the older che
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -68,12 +69,24 @@ class NewerFormat(LmkitError):
     """The checkpoint is whole, but in a format that this version does not know."""
 
 
+_NOT_OF_THE_FILE = (
+    *(errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
 _USE_AN_OLDER = "use an older checkpoint, or delete the damaged one"
 
 
 def damaged(path: object, what: str) -> DamagedCheckpoint:
     """Return the error that names the file and what is wrong with it."""
     return DamagedCheckpoint("checkpoint.damaged", f"{path}: {what}", hint=_USE_AN_OLDER)
+
+
+def _unread(path: Path, error: OSError) -> LmkitError:
+    """Return the error for a file that was not read: damage, unless the process or a share is at fault."""
+    if error.errno not in _NOT_OF_THE_FILE:
+        return damaged(path, reason(error))
+    hint = "checkpoints are as they were; try again when it can be read"
+    return LmkitError("checkpoint.unreadable", f"{path}: {reason(error)}", hint=hint)
 
 
 def newer(path: object, what: str, found: object, known: int) -> NewerFormat:
@@ -277,7 +290,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         what = f"{path}: missing, the checkpoint is incomplete"
         raise DamagedCheckpoint("checkpoint.incomplete", what, hint=_USE_AN_OLDER) from None
     except OSError as error:
-        raise damaged(path, reason(error)) from error
+        raise _unread(path, error) from error
     except (ValueError, RecursionError) as error:  # Python may read what it cannot write again
         raise damaged(path, str(error)) from None
     if not is_whole:
@@ -304,6 +317,7 @@ def verify(folder: Path) -> dict[str, FileEntry]:
     Raises:
         DamagedCheckpoint: naming the first file that is missing, cut or changed.
         NewerFormat: written by a later lmkit.
+        LmkitError: a file cannot be read now ("checkpoint.unreadable").
     """
     entries = read_manifest(folder)
     for name, entry in entries.items():
@@ -317,7 +331,7 @@ def verify_file(path: Path, entry: FileEntry) -> None:
         size = path.stat().st_size
         sha256 = sha256_file(path) if size == entry.bytes else ""
     except OSError as error:
-        raise damaged(path, reason(error)) from error
+        raise _unread(path, error) from error
     _compare(path, FileEntry(sha256, size), entry)
 
 
@@ -330,7 +344,7 @@ def read_verified(path: Path, entry: FileEntry) -> bytes:
         size = path.stat().st_size
         data = read_input(path) if size == entry.bytes else b""
     except OSError as error:
-        raise damaged(path, reason(error)) from error
+        raise _unread(path, error) from error
     _compare(path, FileEntry(hashlib.sha256(data).hexdigest(), size), entry)
     return data
 
@@ -353,7 +367,7 @@ def newest_valid(folder: Path) -> Choice:
     """Return the checkpoint with the highest step (clocks may go back) that verifies.
 
     Raises:
-        LmkitError: there are checkpoints, but none is good; the message names each.
+        LmkitError: there are checkpoints, but none is good; the message names each. Or the newest cannot be read now.
         NewerFormat: the newest was written by a later lmkit; an older one would silently lose its steps.
     """
     skipped: list[str] = []

@@ -200,7 +200,7 @@ class Retention:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-        self._foreign: set[int] = set()  # whole, but not of a format that we can judge
+        self._foreign: set[int] = set()  # whole or unread, and not for us to judge
 
     def remember(self, step: int, valid_loss: float | None) -> None:
         """Count this checkpoint as good: it was just written and synced."""
@@ -229,6 +229,9 @@ class Retention:
             with suppress(NewerFormat):  # which open_checkpoint raises again
                 verify(saved.path)
         except DamagedCheckpoint:
+            return False
+        except LmkitError:  # it may be whole
+            self._foreign.add(saved.step)
             return False
         try:
             self._losses[saved.step] = open_checkpoint(saved.path).state.valid_loss

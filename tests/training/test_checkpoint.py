@@ -1,5 +1,6 @@
 """Checkpoint folders: damage is noticed, an older checkpoint takes over, the right ones are deleted."""
 
+import errno
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from test_checkpoint_writer import make_state
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import sha256_file
+from lmkit.training import atomic_checkpoint
 from lmkit.training.atomic_checkpoint import (
     FORMAT,
     MANIFEST,
@@ -203,6 +205,25 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer,
     make_checkpoint(tmp_path, 3)
     prune(tmp_path)
     assert steps_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_fault_176_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(number, tmp_path, monkeypatch):
+    """Falling back would lose the steps since, and a damaged one is deleted when its time comes."""
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step)
+
+    def read(path):
+        if path.parent.name == step_name(2):
+            raise OSError(number, os.strerror(number))
+        return sha256_file(path)
+
+    monkeypatch.setattr(atomic_checkpoint, "sha256_file", read)
+    assert prune(tmp_path) == [step_name(1)]
+    assert steps_in(tmp_path) == [2, 3]
+    shutil.rmtree(tmp_path / step_name(3))
+    with raises(LmkitError, "checkpoint.unreadable", tmp_path / step_name(2)):
+        newest_valid(tmp_path)
 
 
 def test_fault_63_the_latest_is_the_one_with_the_highest_step_whatever_the_clock_said(tmp_path):
