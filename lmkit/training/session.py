@@ -173,7 +173,7 @@ def _run_rank(
         start = _prepare(recipe, ranks, stop_at_step, lambda: held.enter_context(own))
         checkpoint = start.checkpoint
         if start.done is not None:
-            for note in start.notes if ranks.is_first else ():
+            for note in (*start.notes, *start.changes) if ranks.is_first else ():
                 log.warning(note)
             return start.done if ranks.is_first else None
         sink = Fanout([])

@@ -270,7 +270,7 @@ def test_fault_61_two_runs_in_one_folder(tiny):
     train_here(recipe, stop_at_step=1)
 
 
-def test_fault_65_resuming_a_finished_run_does_nothing(tiny):
+def test_fault_65_resuming_a_finished_run_does_nothing(tiny, caplog):
     recipe = tiny()
     first = train_here(recipe)
     metrics = (recipe.run.path / "metrics.jsonl").read_bytes()
@@ -280,6 +280,9 @@ def test_fault_65_resuming_a_finished_run_does_nothing(tiny):
     assert (again.valid_loss, again.loss, again.step) == (first.valid_loss, first.loss, 10)
     assert (recipe.run.path / "metrics.jsonl").read_bytes() == metrics
     assert train_here(recipe, stop_at_step=5).status == "nothing to do"
+    assert "changed since" not in caplog.text
+    assert train_here(tiny("model.attention=reference")).status == "nothing to do"
+    assert "changed since that checkpoint: model.attention" in caplog.text
     longer = train_here(tiny("train.steps=12"))
     assert (longer.status, longer.resumed_from, longer.step) == ("finished", 10, 12)
 
