@@ -133,7 +133,7 @@ def newest_checkpoint(path: Path) -> Checkpoint:
         LmkitError: there are checkpoints, but none is good.
     """
     if not path.is_dir():
-        hint = hint_at_run(path, otherwise="name a run folder (artifacts/runs/...) or a checkpoint")
+        hint = hint_at_run(path, otherwise="name a run folder, a checkpoint or a Hugging Face folder")
         raise UsageError(
             "checkpoint.not_found", f"{path}: {'is a file' if path.exists() else 'no such folder'}", hint=hint
         )
@@ -175,7 +175,7 @@ def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:
     if trained_with not in (None, tokenizer.sha256):
         raise UsageError(
             "checkpoint.wrong_tokenizer",
-            f"{path}: is tokenizer {tokenizer.sha256}, but the model was trained with {trained_with}",
+            f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
             hint="use the tokenizer that encoded its token files",
         )
     return tokenizer

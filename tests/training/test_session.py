@@ -259,8 +259,8 @@ def test_fault_32_a_tokenizer_that_did_not_make_the_tokens_is_refused_with_both_
     def refuse(attempt: Callable[[], Any]) -> None:
         with pytest.raises(UsageError) as caught:
             attempt()
-        assert other.sha256 in caught.value.message
-        assert "a" * 64 in caught.value.message
+        assert other.sha256[:12] in caught.value.message
+        assert "a" * 12 in caught.value.message
 
     refuse(lambda: train_here(tiny("run.name=new", f'tokenizer.path="{given}"')))
     refuse(lambda: continue_prompts(tiny().run.path, tokenizer=given))
