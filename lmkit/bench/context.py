@@ -12,6 +12,7 @@ from lmkit.errors import LmkitError
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 
@@ -95,6 +96,11 @@ class Context:
     @property
     def device(self) -> torch.device:
         return self.ranks.device
+
+    def recipe_of(self, model: ModelConfig, *, lr: float = 3e-4, **train: Any) -> Recipe:
+        """Return the recipe of a training that the bench's own table describes, with AdamW."""
+        tables = {"optimizer": OptimizerConfig(lr=lr), "train": TrainConfig().changed(**train)}
+        return self.recipe.changed(model=model, **tables)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report progress; only the first rank does."""

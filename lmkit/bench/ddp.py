@@ -41,6 +41,7 @@ from lmkit.bench.ddp_variants import (
     is_sharded,
     make_training,
     parallel_of,
+    unfit,
 )
 from lmkit.bench.harness import not_enough_memory, out_of_memory_is_a_row
 from lmkit.bench.turns import host_ms
@@ -110,7 +111,7 @@ def check(recipe: Any) -> None:
 @BENCHES.register(
     "ddp",
     order=4,
-    help="Gradient synchronization: all strategies, with AdamW, and what they cost.",
+    help="Gradient synchronization: all strategies, and what they cost.",
     recipes=("bench_ddp", "bench_ddp_cpu"),
     ranks="required",
     example="lmkit bench ddp bench_ddp_cpu --nproc 2",
@@ -147,6 +148,9 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     facts: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(names):
         context.progress(f"{part}, building", number, len(names))
+        if why := unfit(name, case):
+            facts[name] = {"status": "unsupported", "detail": why}
+            continue
         parking.park()
         built = _build(name, case, ranks)
         if isinstance(built, str):
@@ -159,8 +163,8 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
         rows: Rows = []
         for name in names:
             size = 1 if name in SOLO else ranks.world_size
-            row = {"case": case.name, "variant": name, "world_size": size, "part": part, **facts[name]}
-            rows.append(row | numbers(name, case, ranks, samples) | {"rounds": options.rounds})
+            row = {"case": case.recipe.run.name, "variant": name, "world_size": size, "part": part}
+            rows.append(row | facts[name] | numbers(name, case, ranks, samples) | {"rounds": options.rounds})
         compare_with_expected(rows, case)
         return rows
 
@@ -362,13 +366,14 @@ def _slowest(rounds: Sequence[Sequence[Sample]]) -> list[float]:
 def compare_with_expected(rows: Rows, case: Case) -> None:
     """Add the peak relative to one rank's with the same weights, and the bytes that the formula expects."""
     peaks = {row["variant"]: row.get("peak_bytes") for row in rows}
+    parallel = case.recipe.parallel
     for row in rows:
         alone = peaks.get(baseline_of(row["variant"]))
         if alone and row.get("peak_bytes"):
             row["peak_overhead"] = row["peak_bytes"] / alone - 1.0
         if row.get("parameter_bytes") and row["world_size"] > 1:
             row["expected_link_bytes"] = expected_link_bytes(
-                row["variant"], row["parameter_bytes"], row["world_size"], case.parallel, case.precision
+                row["variant"], row["parameter_bytes"], row["world_size"], parallel, case.precision
             )
 
 

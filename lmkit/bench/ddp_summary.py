@@ -38,7 +38,7 @@ NOTES = (
     "(p90 - p10) / median; scaling: step time of one rank / step time of the variant, same rows per rank; "
     "exposed: step time - step time of `none`; memory: peak relative to one rank's",
     "MB sent: 10^6 bytes per rank and step; formula: 2 (W-1)/W of the gradients' bytes; for PyTorch's ZeRO also "
-    "(W-1)/W of the weights' bytes",
+    "(W-1)/W of the weights' bytes; what Muon sends besides of sharded matrices is not in it",
 )
 BUCKET_MB = re.compile(r"bucketed ([\d.e+-]+) MB")
 

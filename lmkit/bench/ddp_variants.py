@@ -13,7 +13,15 @@ from pydantic import AfterValidator
 from lmkit.bench.context import FlagNames
 from lmkit.bench.report import OLD_NAMES
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.recipe.tables import ModelConfig, ParallelConfig, PositiveInt, Table
+from lmkit.recipe.schema import CHECKS, Recipe
+from lmkit.recipe.tables import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PositiveInt,
+    Table,
+    TrainConfig,
+)
 from lmkit.recipe.values import StrategyVariant
 from lmkit.registry import STRATEGIES
 
@@ -54,10 +62,10 @@ def _todays_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RanksOptions(Table):
-    """The keys that `bench ddp` and `bench optimizer` share; the model comes from [model]."""
+    """The keys that `bench ddp` and `bench optimizer` share; the rest of the step is the recipe's."""
 
     rows: PositiveInt = 4
-    """Sequences per rank and step."""
+    """Sequences per rank and step, in one micro-batch."""
     precision: Literal["fp32", "bf16", "bf16-autocast"] = "fp32"
     """Precision of the matrix products."""
     variants: Annotated[
@@ -72,13 +80,12 @@ class RanksOptions(Table):
 
 @dataclass(frozen=True)
 class Case:
-    """A model and one rank's batch per step."""
+    """The recipe whose step is measured, its model with vocabulary, and what the bench says in place of [train]."""
 
-    name: str
+    recipe: Recipe
     model: ModelConfig
     rows: int
     precision: str
-    parallel: ParallelConfig
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,7 +102,7 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
     from lmkit.tokenizer.vocabulary import required_model
 
     model = required_model(recipe, command=f"bench {bench}")
-    return Case(recipe.run.name, model, options.rows, options.precision, recipe.parallel)
+    return Case(recipe, model, options.rows, options.precision)
 
 
 def is_sharded(name: str) -> bool:
@@ -125,13 +132,14 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     views of buckets of 25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO"; each may be `COMPILED`.
 
     Args:
-        parallel: the recipe's table; a variant whose name gives no size takes `bucket_mb` from it.
+        parallel: the recipe's table; of what names can say, a variant takes only `bucket_mb` from it.
         bench: the bench whose table names the variant, for the error.
 
     Raises:
         UsageError: no such variant.
     """
-    plain = ParallelConfig(bucket_mb=parallel.bucket_mb)
+    said = ParallelConfig.model_fields.keys() & {"strategy", "options", *OPTION.groupindex} - {"bucket_mb"}
+    plain = parallel.changed(**{key: getattr(ParallelConfig(), key) for key in said})
     name = name.removesuffix(COMPILED)
     if name in NAMED:
         return plain.changed(**NAMED[name])
@@ -186,6 +194,16 @@ def expected_link_bytes(
     return (gradients + second_half + third) * (world_size - 1) / world_size * parameter_bytes
 
 
+def unfit(name: str, case: Case) -> str:
+    """Return why a variant cannot make the recipe's update, or ""."""
+    optimizer = case.recipe.optimizer
+    if name == TORCH_ZERO and (optimizer.name != "adamw" or optimizer.cautious_decay):
+        return "updates with PyTorch's AdamW, which is not the recipe's [optimizer]"
+    parallel, train = parallel_of(name, case.recipe.parallel), TrainConfig().changed(precision=case.precision)
+    tables = {"optimizer": optimizer, "parallel": parallel, "train": train}
+    return "; ".join(mistake for check in CHECKS for mistake in check(tables))
+
+
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
     """Make the training loop of a variant: the step that `lmkit train` runs, on random tokens."""
     from lmkit.parallel.ranks import Ranks as Place
@@ -193,35 +211,40 @@ def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
 
     ranks = Place(device=ranks.device) if name in SOLO else ranks
     how: Literal["none", "block", "whole"] = "block" if name.endswith(COMPILED) else case.model.compile
-    training = TrainingStep(
-        case.model.changed(compile=how),
-        ranks,
-        case.rows * ranks.world_size,
+    train = (case.recipe.train or TrainConfig()).changed(
+        batch_size=case.rows * ranks.world_size,
+        accumulation=1,
         # PyTorch's ZeRO keeps no masters of bf16 weights.
         precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
-        parallel=parallel_of(name, case.parallel),
         cuda_graph="off",  # only some variants could be captured
-        make_optimizer=_torch_zero if name == TORCH_ZERO else None,
+    )
+    recipe = case.recipe.changed(model=case.model.changed(compile=how), train=train)
+    training = TrainingStep(
+        recipe,
+        ranks,
+        parallel=parallel_of(name, recipe.parallel),
+        make_optimizer=partial(_torch_zero, recipe.optimizer) if name == TORCH_ZERO else None,
     )
     if name == TORCH_ZERO:
         training.optimizer.register_step_post_hook(partial(_count_broadcasts, training.step.sync.traffic))
     return training
 
 
-def _torch_zero(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make PyTorch's ZeRO-1: each rank updates some whole parameters and broadcasts them after the step."""
+def _torch_zero(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make PyTorch's ZeRO-1 of AdamW: each rank updates some whole parameters and broadcasts them after the step."""
     import torch
 
     # Its package compiles deprecated TorchScript when it is imported, with a warning.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(
-        [parameter for group in groups for parameter in group["params"]],
+        groups,
         optimizer_class=torch.optim.AdamW,
         parameters_as_bucket_view=True,
         fused=True,
-        weight_decay=0.1,
-        lr=3e-4,
+        lr=table.lr,
+        betas=table.betas,
+        eps=table.eps,
     )
 
 

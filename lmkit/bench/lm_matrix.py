@@ -331,18 +331,11 @@ class Training:
         )
         _settle(ranks)
         before = memory_in_use(ranks.device)
-        self.step = TrainingStep(
-            config,
-            ranks,
-            batches,
-            precision=self._options.precision,
-            parallel=ParallelConfig(
-                strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
-            ),
-            seed=seed,
-            lr=self._options.lr,
-            cuda_graph=self._options.cuda_graph,
+        table = {key: getattr(self._options, key) for key in ("lr", "precision", "cuda_graph")}
+        parallel = ParallelConfig(
+            strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
         )
+        self.step = TrainingStep(context.recipe_of(config, **table), ranks, batches, parallel=parallel)
         self._losses.append(self.step.run().item())  # the optimizer's state exists from here on
         _settle(ranks)
         self._own_bytes = _kept_bytes(self.step, ranks, before)

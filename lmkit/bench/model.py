@@ -168,8 +168,8 @@ def _build(config: ModelConfig, precision: str, context: Context) -> TrainingSte
     from lmkit.training.setup import TrainingStep
 
     torch.compiler.reset()
-    seed = context.recipe.run.seed
-    return TrainingStep(config, context.ranks, context.options.batch_size, precision=precision, seed=seed)
+    recipe = context.recipe_of(config, batch_size=context.options.batch_size, precision=precision)
+    return TrainingStep(recipe, context.ranks)
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:

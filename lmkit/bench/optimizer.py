@@ -20,6 +20,7 @@ from lmkit.bench.ddp_variants import (
     is_sharded,
     make_training,
     parallel_of,
+    unfit,
 )
 from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields
 from lmkit.errors import UsageError
@@ -89,8 +90,15 @@ def optimizer(context: Context) -> Rows:
     rows: Rows = []
     for number, name in enumerate(names):
         context.progress("optimizer", number, len(names))
+        rows.append({"case": case.recipe.run.name, "variant": name, "world_size": ranks.world_size})
+        row = rows[-1]
+        if why := unfit(name, case):
+            row |= {"state_bytes": None, "status": "unsupported", "detail": why}
+            context.keep([row])
+            continue
         begin_account(ranks)
-        built, row = _measure_memory(name, case, context)
+        built, found = _measure_memory(name, case, context)
+        row |= found
         with without_garbage_collection():
             timing = time_variants(
                 {name: built.run},
@@ -105,13 +113,12 @@ def optimizer(context: Context) -> Rows:
         rate = row["tokens_per_s"] / ranks.world_size * flops
         row |= {"precision": case.precision, "flops_per_token": flops}
         row |= mfu_fields(rate, ranks.device, dtype, limits)
-        rows.append(row)
         context.keep([row])
         del built
     context.progress("optimizer", len(names), len(names))
     whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
-        row["state_share"] = None if whole is None else row["state_bytes"] / whole
+        row["state_share"] = row["state_bytes"] / whole if whole and row["state_bytes"] is not None else None
     return rows
 
 
@@ -153,9 +160,6 @@ def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingSt
     points["peak_bytes"] = torch.cuda.max_memory_allocated(device) - start if on_gpu else None
     built.wait_for_weights()
     return built, {
-        "case": case.name,
-        "variant": name,
-        "world_size": context.ranks.world_size,
         "parameters": sum(p.numel() for p in built.model.parameters()),
         "state_bytes": state_bytes(built.optimizer),
         **points,
@@ -166,7 +170,7 @@ def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingSt
 
 COLUMNS = (
     Column("variant", "variant"),
-    Column("step_ms", "ms/step", ".2f"),
+    Column("step_ms", "ms/step", ".2f", instead="status"),
     Column("spread", "spread", ".1%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
@@ -204,7 +208,7 @@ def findings(rows: Rows) -> list[str]:
     found = []
     whole = next((row for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
-        if not is_sharded(row["variant"]) or not is_own(row["variant"]):
+        if row["state_bytes"] is None or not is_sharded(row["variant"]) or not is_own(row["variant"]):
             continue
         said = f"{row['variant']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
         if row.get("state_share") is not None:
@@ -223,7 +227,7 @@ def findings(rows: Rows) -> list[str]:
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the state of each rank."""
     picture = grouped_bars(
-        [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows],
+        [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None],
         "state_mb",
         group="variant",
         title=f"Optimizer state on each of {rows[0]['world_size']} ranks",

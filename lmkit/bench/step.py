@@ -239,15 +239,13 @@ def _build(size: str, variant: str, context: Context, shared: dict[str, Training
     precision = _precision(variant, options)
     if variant in ABLATIONS:
         if precision not in shared:
-            shared[precision] = TrainingStep(
-                config, context.ranks, batches, precision=precision, max_skips=0, seed=seed, cuda_graph="off"
-            )
+            recipe = context.recipe_of(config, precision=precision, cuda_graph="off")
+            shared[precision] = TrainingStep(recipe, context.ranks, batches)
         return Ablated(variant, shared[precision])
     if variant in COMPILED:
-        # The default of [train]: stop at a step that is not finite.
         if precision == "fp8":
             check_fp8(context.device)
-        return TrainingStep(config, context.ranks, batches, precision=precision, max_skips=0, seed=seed)
+        return TrainingStep(context.recipe_of(config, precision=precision), context.ranks, batches)
     return RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
 
 

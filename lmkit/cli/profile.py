@@ -21,9 +21,7 @@ OutputOption = Annotated[
         "--output",
     ),
 ]
-StepsOption = Annotated[
-    int, typer.Option("--steps", min=1, max=1000, help="Training steps to record, of one micro-batch each.")
-]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")]
 ModeOption = Annotated[
     Literal["forward", "fwd+bwd", "step"],
     typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),

@@ -52,7 +52,7 @@ def table(
             "attention": model.attention,
             "context_length": model.context_length,
             "dtype": train.precision,
-            "batch_size": works["step"].batch_size,
+            "batch_size": train.batch_size,
             "status": "ok",
         }
         for mode, work in works.items():

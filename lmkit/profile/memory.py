@@ -37,7 +37,7 @@ from lmkit.profile.allocations import (
     profile_memory,
 )
 from lmkit.profile.lines import Lines, line_of
-from lmkit.profile.steps import Workload, build_step, call_of
+from lmkit.profile.steps import Workload, call_of, make_training
 from lmkit.profile.write_up import gib_key, summarize_memory
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.training.setup import TrainingStep
@@ -111,7 +111,7 @@ def _rows(work: Workload, profile: MemoryProfile) -> Rows:
         "model": model.preset or f"{model.num_layers} x {model.d_model}",
         "parameters": count_parameters(model).total,
         "context_length": model.context_length,
-        "batch_size": work.batch_size,
+        "batch_size": work.train.batch_size,
         "pass": work.mode,
         "dtype": work.train.precision,
         "attention": model.attention,
@@ -165,7 +165,7 @@ def _run(work: Workload, observer: _Observer) -> None:
     observe_ranges(observer)
     try:
         with range_(BUILD):
-            observer.step = build_step(work)
+            observer.step = make_training(work)
         call = call_of(observer.step, work.mode)
         for _ in range(work.warmup + work.steps):
             call()

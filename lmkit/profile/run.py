@@ -19,7 +19,7 @@ from lmkit.measure.ranges import nvtx_is_available
 from lmkit.measure.tables import Row, wrote
 from lmkit.measure.trace import Trace
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
-from lmkit.profile.steps import Mode, Workload, build_step, call_of
+from lmkit.profile.steps import Mode, Workload, call_of, make_training
 from lmkit.profile.summary import report_of, summarize, text_of
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
@@ -76,7 +76,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
         return _run_under_nsys(command, output, what=recipe.run.name, source=str(work), skip_steps=0)
     with work.numerics():
         trace, content = profile_work(
-            call_of(build_step(work), work.mode),
+            call_of(make_training(work), work.mode),
             steps=work.steps,
             warmup=work.warmup,
             device=work.ranks.device,

@@ -30,7 +30,7 @@ Mode = Literal["forward", "fwd+bwd", "step"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of a recipe's [model], [train] and [optimizer] on one device, on random tokens.
+    """Steps of a recipe on one device, on random tokens.
 
     Attributes:
         mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
@@ -52,11 +52,6 @@ class Workload:
         required(self.recipe.train, "train", self.recipe, command="profile")
         return cast(TrainConfig, with_precision(self.recipe, self.ranks.device).train)
 
-    @property
-    def batch_size(self) -> int:
-        """Sequences of a micro-batch."""
-        return self.train.batch_size // self.train.accumulation
-
     def numerics(self) -> AbstractContextManager[None]:
         """Set the recipe's threads and determinism while the block runs."""
         return numerics(self.recipe.run, self.ranks)
@@ -72,11 +67,12 @@ class Workload:
         return json.dumps({"recipe": recipe, "mode": self.mode, "steps": self.steps, "warmup": self.warmup})
 
     def __str__(self) -> str:
-        model = self.model
+        model, train = self.model, self.train
         name = model.preset or f"{model.num_layers} layers, d_model {model.d_model}"
         return (
-            f"{name}, {self.mode}, context {model.context_length}, batch {self.batch_size}, "
-            f"{self.train.precision}, attention {model.attention}, compile {model.compile}"
+            f"{name}, {self.mode}, context {model.context_length}, "
+            f"batch {train.accumulation} x {train.batch_size // train.accumulation}, "
+            f"{train.precision}, attention {model.attention}, compile {model.compile}"
         )
 
 
@@ -87,26 +83,17 @@ def workload_from_json(text: str) -> Workload:
     return Workload(recipe, **fields)
 
 
-def build_step(work: Workload) -> TrainingStep:
+def make_training(work: Workload) -> TrainingStep:
     """Return the model with its optimizer and endless random tokens.
 
     Raises:
         UsageError: as `required_model`, or as `lmkit train`: something does not run on the device, or the optimizer
             refuses an option.
     """
-    model, train = work.model, work.train
-    check_device(work.recipe.changed(model=model, train=train), work.ranks.device)
-    # Of a graph a profile would not show the phases.
-    return TrainingStep(
-        model,
-        work.ranks,
-        work.batch_size,
-        seed=work.recipe.run.seed,
-        optimizer=work.recipe.optimizer,
-        precision=train.precision,
-        grad_clip=train.grad_clip,
-        cuda_graph="off",
-    )
+    train = work.train.changed(cuda_graph="off")  # of a graph a profile would not show the phases
+    recipe = work.recipe.changed(model=work.model, train=train)
+    check_device(recipe, work.ranks.device)
+    return TrainingStep(recipe, work.ranks)
 
 
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
@@ -131,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     (text,) = arguments
     work = workload_from_json(text)
     with work.numerics():
-        call = call_of(build_step(work), work.mode)
+        call = call_of(make_training(work), work.mode)
         for _ in range(work.warmup):
             call()
         enable_ranges_from_environment()

@@ -16,11 +16,10 @@ from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
 from lmkit.training.graph import MEASURED, WARM_UPS
 from lmkit.training.plan import Plan, plan
 from lmkit.training.process import numerics, ranks_of
-from lmkit.training.setup import ALONE, TrainingStep
+from lmkit.training.setup import TrainingStep
 
 FEW = 10
 SHORT_S = 1.0
@@ -71,7 +70,7 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
         claim_workspaces(ranks.device)
         before = memory_in_use(ranks.device)
         try:
-            training = _training(recipe, ranks, made.config, made.train, recipe.parallel)
+            training = TrainingStep(recipe.changed(model=made.config, train=made.train), ranks)
             training.run(wait=True)
             with track_peak(ranks.device) as peak:
                 seconds = _seconds(training)
@@ -115,16 +114,15 @@ def launch(recipe: Recipe) -> float:
 def launch_among(ranks: Ranks, recipe: Recipe) -> float:
     """Do as `launch` in a process group that exists. Collective."""
     with numerics(recipe.run, ranks):
-        training = _training(
-            recipe, ranks, *miniature(plan(recipe, card_here(), ranks=ranks.world_size), recipe)
-        )
+        made = plan(recipe, card_here(), ranks=ranks.world_size)
+        training = TrainingStep(miniature(made, recipe), ranks)
         for _ in range(WARM_UPS):
             training.run(wait=True)
         return _median_seconds(ranks, training)
 
 
-def miniature(made: Plan, recipe: Recipe) -> tuple[ModelConfig, TrainConfig, ParallelConfig]:
-    """Return the tables of a step that launches the same kernels, of which each has next to nothing to do.
+def miniature(made: Plan, recipe: Recipe) -> Recipe:
+    """Return the recipe of a step that launches the same kernels, of which each has next to nothing to do.
 
     It has the recipe's layers, heads of the same size, optimizer, strategy, number of buckets and micro-batches. It
     has two groups of heads, at most two rows in a micro-batch of a rank, and `MINIATURE` tokens of vocabulary and
@@ -143,27 +141,10 @@ def miniature(made: Plan, recipe: Recipe) -> tuple[ModelConfig, TrainConfig, Par
     )
     rows = made.ranks * min(made.rows, 2)
     share = count_parameters(small).total / made.parameters
-    return (
-        small,
-        train.changed(batch_size=rows * train.accumulation, cuda_graph="off"),
-        parallel.changed(bucket_mb=parallel.bucket_mb * share),
-    )
-
-
-def _training(
-    recipe: Recipe, ranks: Ranks, config: ModelConfig, train: TrainConfig, parallel: ParallelConfig
-) -> TrainingStep:
-    """Build the step of a recipe with other tables, on random tokens."""
-    return TrainingStep(
-        config,
-        ranks,
-        train.batch_size,
-        accumulation=train.accumulation,
-        optimizer=recipe.optimizer,
-        parallel=parallel if ranks.world_size > 1 else ALONE,
-        precision=train.precision,
-        grad_clip=train.grad_clip,
-        cuda_graph=train.cuda_graph,
+    return recipe.changed(
+        model=small,
+        train=train.changed(batch_size=rows * train.accumulation, cuda_graph="off"),
+        parallel=parallel.changed(bucket_mb=parallel.bucket_mb * share),
     )
 
 

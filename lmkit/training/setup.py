@@ -1,7 +1,7 @@
 """Build what training needs from the tables of a recipe: model, optimizer, step.
 
-`build_step` is the only place that puts a training step together. `lmkit train` runs its result, and so does
-`TrainingStep`, which benches and profilers measure.
+`step_of` is the only place that makes the step of a recipe, and `build_step` the only one that puts a step together.
+`lmkit train` runs the result, and so does `TrainingStep`, which benches, profilers and `lmkit plan --check` measure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
-from lmkit.data.batches import Batch, BatchSource, RandomTokens
+from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import range_
 from lmkit.model.fp8 import check_fp8, use_fp8
@@ -34,11 +34,12 @@ from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
-from lmkit.training.run_data import Data, resolved_tables
+from lmkit.training.run_data import Data, make_batches, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Step, TrainableModel, load_batch
 
 ALONE = ParallelConfig(strategy="none")
+RANDOM = Data(None, None)
 _USUAL = TrainConfig()
 
 
@@ -140,17 +141,27 @@ def _with_parts(groups: list[dict[str, Any]], maps: Mapping[Tensor, tuple[int, .
     return split
 
 
-def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
+def step_of(
+    recipe: Recipe,
+    ranks: Ranks,
+    data: Data = RANDOM,
+    *,
+    parallel: ParallelConfig | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+) -> Step:
     """Build the step of a resolved recipe; refuse ranks with different recipes or data.
 
-    With one rank every strategy is `none`.
+    Args:
+        parallel: None: that of the recipe; with one rank every strategy is `none`.
+        make_optimizer: as in `build_step`.
     """
     model, train = resolved_tables(recipe)
     return build_step(
         model,
         ranks,
         optimizer=recipe.optimizer,
-        parallel=recipe.parallel if ranks.world_size > 1 else ALONE,
+        make_optimizer=make_optimizer,
+        parallel=parallel or (recipe.parallel if ranks.world_size > 1 else ALONE),
         precision=train.precision,
         grad_clip=train.grad_clip,
         masked=data.train is not None and data.train.mask is not None,
@@ -162,46 +173,23 @@ def step_of(recipe: Recipe, ranks: Ranks, data: Data) -> Step:
 
 
 class TrainingStep:
-    """Run the training step on batches from memory, one after the other: what benches and profilers measure.
+    """Run the step of a recipe on batches from memory, one after the other: what benches and profilers measure.
 
     Args:
-        batches: this rank's batches; or a number of sequences in the global batch, which then are random tokens.
-        accumulation: micro-batches of random tokens.
-        seed: of the initial weights and random tokens.
-        lr: constant learning rate.
-        cuda_graph: as in the table [train].
-        options: `optimizer`, `make_optimizer`, `parallel`, `precision` and `grad_clip` of `build_step`.
+        recipe: resolved; its `optimizer.lr` is constant.
+        batches: this rank's batches; None: random tokens.
+        changes: `parallel` and `make_optimizer` of `step_of`.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        ranks: Ranks,
-        batches: BatchSource | int,
-        *,
-        accumulation: int = 1,
-        seed: int = 0,
-        lr: float = 3e-4,
-        cuda_graph: Literal["auto", "on", "off"] = "auto",
-        **options: Any,
+        self, recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None, **changes: Any
     ) -> None:
-        torch.manual_seed(seed)
-        self.step = build_step(config, ranks, cuda_graph=cuda_graph, **options)
+        torch.manual_seed(recipe.run.seed)
+        self.step = step_of(recipe, ranks, **changes)
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self._device = ranks.device
-        if isinstance(batches, int):
-            assert config.vocab_size is not None
-            batches = RandomTokens(
-                config.vocab_size,
-                batch_size=batches,
-                context_length=config.context_length,
-                seed=seed,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                accumulation=accumulation,
-            )
-        self._batches = batches
-        self._lr = lr
+        self._batches = make_batches(recipe, RANDOM, ranks) if batches is None else batches
+        self._lr = recipe.optimizer.lr
         self._done = 0
         self._batch: Batch | None = None
 
@@ -229,10 +217,12 @@ class TrainingStep:
         return self.step.accumulate(*(self._batch or self._next_batch()))
 
     def forward(self) -> Tensor:
-        """Run a forward pass with loss, without a graph, on the current batch; return the loss."""
+        """Run forward passes with loss, without a graph, on the current batch; return the last micro-batch's loss."""
         inputs, targets = self._batch or self._next_batch()
         with torch.no_grad(), range_("forward"), autocast(self._device, self.step.precision):
-            return self.step.call.loss(inputs[0], targets[0])
+            for ids, wanted in zip(inputs, targets, strict=True):
+                loss = self.step.call.loss(ids, wanted)
+        return loss
 
     def forward_backward(self) -> Tensor:
         """Run forward and backward on the current batch and drop the gradients; return the loss."""

@@ -19,12 +19,14 @@ from lmkit.measure.limits import Limits
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
+from lmkit.recipe.tables import OptimizerConfig
 
 MODEL = {"vocab_size": 64, "context_length": 16, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2}
 NAMES = (
     *("one rank", "none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "zero1"),
     *("one rank bf16", "zero1 bf16", TORCH_ZERO, "bucketed bf16 wire", "bucketed 0.05 MB"),
 )
+MUON = ("bucketed", "torch_ddp", "torch_fsdp", TORCH_ZERO)
 
 
 class Kept:
@@ -70,7 +72,20 @@ def broadcast_by_zero(case: Case, ranks: Ranks) -> dict[str, float]:
         built.optimizer.step()
     sent = sum(call.kwargs["tensor"].nbytes for call in broadcast.call_args_list)
     held = sum(parameter.nbytes for parameter in built.model.parameters())
-    return {"sent": sent, "parameter_bytes": held, **vars(traffic)}
+    keys = ("weight_decay", "betas", "lr")
+    updates = [[group[key] for key in keys] for group in built.optimizer.param_groups]
+    return {"sent": sent, "parameter_bytes": held, "updates": updates, **vars(traffic)}
+
+
+def with_muon(ranks: Ranks) -> dict[str, Any]:
+    """Rows of both benches for an optimizer that not every variant can take."""
+    contexts = {name: context_of(name, ranks, [], rounds=1, variants=MUON) for name in ("ddp", "optimizer")}
+    for context in contexts.values():
+        context.recipe = context.recipe.changed(optimizer=OptimizerConfig(name="muon"))
+    case = case_of(contexts["ddp"].recipe, contexts["ddp"].options, "ddp")
+    names = {name: type(make_training(name, case, ranks).optimizer).__name__ for name in MUON[:2]}
+    ladder = ddp.measure(case, MUON, contexts["ddp"], part="ladder")
+    return {"ddp": ladder, "optimizer": optimizer(contexts["optimizer"]), "names": names}
 
 
 def trained_in_turns(case: Case, ranks: Ranks) -> dict[str, Any]:
@@ -120,6 +135,7 @@ def measure_all() -> dict[str, Any]:
             "gradients_left": sum(parameter.grad is not None for parameter in bucketed.model.parameters()),
             "broadcast": broadcast_by_zero(case, ranks),
             "turns": trained_in_turns(case, ranks),
+            "muon": with_muon(ranks),
             "parked": ddp.measure(case, ("fsdp", "naive"), parked, part="ladder"),
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),

@@ -14,9 +14,9 @@ def crowded_rank(*arguments: Any) -> Any:
     """Rank 1 alone runs out of memory in reference x flat, while rank 0 waits for its gradients."""
 
     class Crowded(setup.TrainingStep):
-        def __init__(self, config, ranks, batches, **options) -> None:
-            super().__init__(config, ranks, batches, **options)
-            full = (config.attention, options["parallel"].strategy) == ("reference", "flat")
+        def __init__(self, recipe: Any, ranks: Any, batches: Any, *, parallel: Any) -> None:
+            super().__init__(recipe, ranks, batches, parallel=parallel)
+            full = (recipe.model.attention, parallel.strategy) == ("reference", "flat")
             self._is_full = ranks.rank == 1 and full
 
         def run(self, **options: Any) -> torch.Tensor:

@@ -29,11 +29,12 @@ from lmkit.parallel.collectives import Averager
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
 TINY = ModelConfig(vocab_size=64, context_length=50, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 PARALLEL = ParallelConfig()
-CASE = Case("tiny", TINY, 2, "fp32", PARALLEL)
+CASE = Case(Recipe(parallel=PARALLEL), TINY, 2, "fp32")
 STAYS = Parking(torch.device("cpu"), is_used=False)
 
 
@@ -111,6 +112,18 @@ def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
     assert seen["payload_bytes"] == seen["sent"] == seen["parameter_bytes"]
     assert seen["calls"] == 2, "one from each rank"
     assert seen["link_bytes"] == 0.5 * seen["sent"]
+    assert seen["updates"] == [[decay, (0.9, 0.95), 1e-3] for decay in (0.1, 0.0)]  # those of the recipe
+
+
+@pytest.mark.parametrize("bench", ["ddp", "optimizer"])
+def test_fault_177_the_optimizer_of_the_recipe_makes_the_steps(measured, bench):
+    """A variant that cannot take it is a row that says why."""
+    rows = measured["muon"][bench]
+    assert [row.get("status", "ok") for row in rows] == ["ok", "ok", "unsupported", "unsupported"]
+    assert measured["muon"]["names"] == {"bucketed": "Muon", "torch_ddp": "Muon"}
+    summary, _ = result_files(bench, rows, {})
+    reasons = [reason for reason in summary.reasons() if reason.startswith("unsupported: ")]
+    assert ["muon" in reason or "AdamW" in reason for reason in reasons] == [True, True]
 
 
 def test_ranks_agree_on_what_fits_and_when_time_is_up(measured):

@@ -108,10 +108,10 @@ def test_a_kernel_that_one_rank_refuses_leaves_no_rank_behind(tmp_path):
 
 def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch):
     class Crowded(setup.TrainingStep):
-        def __init__(self, config, *args, **kwargs):
-            if config.attention == "reference":
+        def __init__(self, recipe, *args, **changes):
+            if recipe.model.attention == "reference":
                 raise FULL
-            super().__init__(config, *args, **kwargs)
+            super().__init__(recipe, *args, **changes)
 
     monkeypatch.setattr(setup, "TrainingStep", Crowded)
     result = run_bench("lm_matrix", kernels=["reference", "sdpa"], **SMALL)

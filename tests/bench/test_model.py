@@ -9,12 +9,12 @@ from raising import raises
 from lmkit.bench import model as bench
 from lmkit.bench.context import Journal
 from lmkit.bench.model import findings
-from lmkit.data.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import PRESETS, ModelConfig
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import PRESETS, ModelConfig, TrainConfig
 from lmkit.training import setup
 from lmkit.training.setup import TrainingStep
 
@@ -112,7 +112,7 @@ def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monk
 
 
 def test_a_step_moves_the_weights_and_the_other_modes_do_not():
-    step = TrainingStep(TINY, Ranks(), RandomTokens(64, batch_size=2, context_length=8, seed=0))
+    step = TrainingStep(Recipe(model=TINY, train=TrainConfig(batch_size=2)), Ranks())
     before = step.model.lm_head.weight.detach().clone()
     step.forward()
     step.forward_backward()

@@ -22,6 +22,8 @@ from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.model.operations import Operations
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import TrainConfig
 from lmkit.training.setup import TrainingStep
 
 QUICK = {"sizes": ("tiny",), "precision": "fp32", "rounds": 2, "steps_per_sample": 1, "profiled_steps": 1}
@@ -116,9 +118,9 @@ def test_a_rival_that_does_not_move_its_weights_is_wrong(run_bench, monkeypatch)
 def test_ours_is_the_step_that_train_runs(run_bench, monkeypatch, variant, compiled):
     built = []
 
-    def build(config, ranks, batches, **options):
-        built.append((config, options["precision"]))
-        return TrainingStep(config.model_copy(update={"compile": "none"}), ranks, batches, **options)
+    def build(recipe, ranks, batches):
+        built.append((recipe.model, recipe.train.precision))
+        return TrainingStep(recipe.changed(model={"compile": "none"}), ranks, batches)
 
     monkeypatch.setattr("lmkit.training.setup.TrainingStep", build)
     run_bench("step", **{**EAGER, "variants": (variant,), "attention": "vectorized", "precision": "bf16"})
@@ -147,7 +149,8 @@ for method in METHODS.values():
 @pytest.mark.parametrize("variant", ABLATIONS)
 def test_an_ablation_takes_out_what_it_says_and_puts_it_back(monkeypatch, variant):
     batches = bench.FewBatches((batch()[:, None],))
-    training = TrainingStep(config_of("tiny", variant, "vectorized"), Ranks(), batches, precision="fp32")
+    recipe = Recipe(model=config_of("tiny", variant, "vectorized"), train=TrainConfig())
+    training = TrainingStep(recipe, Ranks(), batches)
     training.model.operations = whole = Counted()
     attention = [block.attn.attention for block in training.model.layers]
     attended, waited = [], []
@@ -176,9 +179,9 @@ def test_an_ablation_takes_out_what_it_says_and_puts_it_back(monkeypatch, varian
 def test_ablations_share_weights_but_those_of_another_precision(run_bench, monkeypatch):
     built = []
 
-    def build(config, ranks, batches, **options):
-        built.append((options["precision"], options.get("cuda_graph", "auto")))
-        return TrainingStep(config, ranks, batches, **options)
+    def build(recipe, ranks, batches):
+        built.append((recipe.train.precision, recipe.train.cuda_graph))
+        return TrainingStep(recipe, ranks, batches)
 
     monkeypatch.setattr("lmkit.training.setup.TrainingStep", build)
     variants = ("lmkit", "lmkit:no_graph", "lmkit:plain", "lmkit:autocast", "lmkit:none")

@@ -18,6 +18,7 @@ from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
+from lmkit.recipe.schema import Recipe
 from lmkit.training.plan import Plan, plan
 from lmkit.training.plan_check import measure_among
 from lmkit.training.process import ranks_of
@@ -73,7 +74,8 @@ def test_the_peak_is_within_5_percent(size, fields):
     )
     batches = FewBatches(tuple(random.batch(number) for number in range(2)))
     ranks = Ranks(device=torch.device("cuda", 0))
-    step = TrainingStep(made.config, ranks, batches, precision=precision, cuda_graph="off")
+    train = made.train.changed(cuda_graph="off")
+    step = TrainingStep(Recipe(model=made.config, train=train), ranks, batches)
     for _ in range(3):
         step.run(wait=True)
     with track_peak(device) as peak:

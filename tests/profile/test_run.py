@@ -14,7 +14,7 @@ from lmkit.optim import Muon
 from lmkit.profile import run as profiling
 from lmkit.profile.nsys import NsysRun
 from lmkit.profile.run import CommandFailed, choose_engine, run_command, run_memory, run_recording, run_steps
-from lmkit.profile.steps import Workload, build_step, main, workload_from_json
+from lmkit.profile.steps import Workload, main, make_training, workload_from_json
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep
@@ -78,7 +78,7 @@ def test_fault_168_the_optimizer_of_the_recipe_makes_the_steps():
     train = TrainConfig(batch_size=2, grad_clip=0.25)
     recipe = RECIPE.model_copy(update={"optimizer": optimizer, "train": train})
     work = workload_from_json(Workload(recipe).as_json())
-    step = build_step(work)
+    step = make_training(work)
     assert isinstance(step.optimizer, Muon)
     assert step.optimizer.momentum == 0.5
     assert step.step._max_norm == 0.25
@@ -94,12 +94,12 @@ def test_fault_168_the_optimizer_of_the_recipe_makes_the_steps():
 )
 def test_fault_168_what_does_not_train_is_not_profiled(changes, code):
     with raises(UsageError, code):
-        build_step(Workload(RECIPE.model_copy(update=changes)))
+        make_training(Workload(RECIPE.model_copy(update=changes)))
 
 
 def test_ranges_that_are_off_are_far_below_half_a_percent_of_a_step():
     """Both are measured here, so the machine's speed cancels; the least of 40 times counts."""
-    step = build_step(WORK)
+    step = make_training(WORK)
     opened = []
     observe_ranges(lambda name, opens: opened.append(name) if opens else None)
     step.run()
@@ -158,7 +158,7 @@ def test_the_threads_of_the_recipe_are_obeyed(tmp_path, monkeypatch):
 
 def test_a_model_without_vocabulary_is_refused():
     with raises(UsageError, "recipe.no_vocabulary", "model.vocab_size"):
-        build_step(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
+        make_training(Workload(Recipe(model=ModelConfig(), train=TrainConfig())))
 
 
 @pytest.mark.skipif(profiling.find_nsys() is None, reason="nsys (Nsight Systems) is not installed")

@@ -326,17 +326,17 @@ def test_a_miniature_calls_the_same_operations(monkeypatch: pytest.MonkeyPatch, 
     small = load_recipe("quickstart", [*SMALL, *keys])
     made = plan(small, H200)
     counts = []
-    tables = [(made.config, made.train), miniature(made, small)[:2]]
-    for config, train in tables:
-        step = plan_check._training(small, Ranks(), config, train, small.parallel)
-        assert isinstance(step, TrainingStep)
+    recipes = [small.changed(model=made.config, train=made.train), miniature(made, small)]
+    for each in recipes:
+        step = TrainingStep(each, Ranks())
         step.run()
         with Calls() as calls:
             step.run()
         counts.append(calls.counts)
     assert counts[0] == counts[1]
     assert counts[0].total() > 100
-    assert count_parameters(tables[1][0]).total < made.parameters / 2
+    assert recipes[1].model is not None
+    assert count_parameters(recipes[1].model).total < made.parameters / 2
 
 
 def test_the_host_is_timed_with_as_many_ranks_as_this_machine_has_gpus(monkeypatch):

@@ -10,10 +10,10 @@ from raising import raises
 from run_folders import losses, train_here
 
 import lmkit.training
-from lmkit.data.batches import RandomTokens
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import SCHEDULES
 from lmkit.training import build_step
 from lmkit.training.session import plan
@@ -40,21 +40,12 @@ def test_benches_run_the_step_that_train_runs(tiny):
     recipe = tiny("optimizer.schedule=constant", "optimizer.warmup_steps=0", "data.source=random", *SMALL)
     recipe = recipe.changed(train={"grad_clip": 0.05})
     train_here(recipe, stop_at_step=3)
-    step = TrainingStep(
-        recipe.model,
-        Ranks(),
-        RandomTokens(64, batch_size=8, context_length=8, seed=0, accumulation=2),
-        optimizer=recipe.optimizer,
-        grad_clip=0.05,
-        lr=recipe.optimizer.lr,
-    )
+    step = TrainingStep(recipe, Ranks())
     assert [step.run().item() for _ in range(3)] == [loss for _, loss in losses(recipe)]
 
 
 def test_passes_alone_leave_the_weights_and_drop_the_gradients():
-    step = TrainingStep(
-        CONFIG, Ranks(), RandomTokens(64, batch_size=4, context_length=8, seed=0), precision="bf16"
-    )
+    step = TrainingStep(Recipe(model=CONFIG, train=TrainConfig(batch_size=4, precision="bf16")), Ranks())
     before = step.model.lm_head.weight.clone()
     assert torch.isfinite(step.forward_backward())
     assert torch.isfinite(step.forward())
