@@ -39,8 +39,8 @@ def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
     rows, columns = matrices.shape[-2:]
     x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
     x = x.mT.contiguous() if rows > columns else x  # the Gram matrix has the shorter side
-    # A matrix of zeros stays zero.
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    # Zeros stay zeros. Elements below 1e-22 have squares of 0 in float32: their norm would be too small.
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-15)
     for _ in range(iterations):
         gram = x @ x.mT  # (batch, short, short)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

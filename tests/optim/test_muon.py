@@ -44,6 +44,13 @@ def test_zeros_stay_zero():
     assert not orthogonalize(torch.zeros(2, 3, 4)).any()
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e-24, 1e-37, 1e-42])
+def test_fault_178_a_momentum_that_fades_away_stays_finite(scale):
+    torch.manual_seed(0)
+    # Without gradients a momentum of 1 is 1e-24 after 1080 steps. The norm of such elements is 0 in float32.
+    assert orthogonalize(scale * torch.randn(3, 8, 16)).abs().max() < 1.21
+
+
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_cpus_with_bf16_multiply_in_it(monkeypatch, has_bf16):
     monkeypatch.setattr("lmkit.optim.muon.has_bf16", lambda device: has_bf16)
