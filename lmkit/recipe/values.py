@@ -119,7 +119,8 @@ StrategyVariant = Annotated[str, AfterValidator(RegisteredName(STRATEGIES, with_
 _LARGEST = 1_000_000_000  # the product of two counts, in bytes of int64, has 63 bits
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-Int64 = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+LARGEST_INT64 = (1 << 63) - 1
+Int64 = Annotated[int, Field(ge=0, le=LARGEST_INT64)]
 """A seed, or a number of tokens."""
 # Other floats are 0 or infinite in float32, or become so in a product.
 PositiveFloat = Annotated[float, Field(ge=1e-30, le=1e30)]

@@ -88,6 +88,11 @@ def test_fault_108_samples_differ_by_their_seeds(run, terminal):
 
 def test_seeds_make_runs_side_by_side(run, terminal):
     terminal.refuses("run fish.toml --seeds 2", code="run.seeds_in_a_run", says=[str(run)])
+    large = f"--set run.seed={2**63 - 1} --set run.name=large"
+    terminal.refuses(
+        f"run fish.toml --seeds 2 {large}", code="run.large_seed", says=["fish.toml", "run.seed"]
+    )
+    assert not run.with_name("large").exists()
     terminal("run fish.toml --seeds 2 --set run.name=school --set run.seed=4")
     found = [
         json.loads((run.parent / "school" / name / "training.json").read_text())
