@@ -73,7 +73,7 @@ def test_fault_32_another_tokenizer_at_the_terminal(refuses):
     mine, other = (Tokenizer.load(name).sha256 for name in ("tok.json", "other.json"))
     Path("other.toml").write_text(RECIPE + 'tokenizer.path="other.json"\n')
     refuses(2, "train other.toml --name new", mine, other)
-    refuses(2, "generate runs/run --tokenizer other.json", mine, other)
+    refuses(2, "generate runs/run --tokenizer other.json", mine[:12], other[:12])
 
 
 def test_fault_33_a_cut_token_file_at_the_terminal(refuses):

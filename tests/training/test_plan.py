@@ -42,14 +42,14 @@ FORMER_TEXT = [
 ]  # as it was measured
 UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attention"]
 RECIPES = [
-    ("quickstart", [], 0.0774, 1.44),
+    ("quickstart", [], 0.0774, 1.31),
     ("quickstart", NARROW, 0.0691, 1.45),
     ("text_files", FORMER_TEXT, 0.0311, 1.26),
     ("chat", [], 0.1844, 1.56),
     ("finetune", [], 0.1137, 1.50),
     ("speedrun", FORMER_SPEEDRUN, 1.5534, 17.60),
     ("tinystories", FORMER_STORIES, 3.5002, 10.70),
-    ("tinystories", [], 6.0638, 18.40),
+    ("tinystories", [], 6.0638, 18.90),
     ("profile", [], 10.0877, 23.81),
     ("llama_1b", [], 60.6628, 459.93),
     ("llama_1b", UNTIED, 28.9057, 544.26),
@@ -67,6 +67,12 @@ RECIPES = [
 ]
 """Recipe, keys -> GB of a step without a CUDA graph, ms of one that `train.cuda_graph = "auto"` makes (one H200,
 torch 2.11, 2026-11-27)."""
+
+
+@pytest.fixture(autouse=True)
+def no_quickstart(tmp_path, monkeypatch):
+    """`chat` and `finetune` name the tokenizer of the quickstart's run; they were measured without one."""
+    monkeypatch.chdir(tmp_path)
 
 
 def recipe(shape: tuple[int, ...], batch_size: int, *more: str) -> Recipe:
