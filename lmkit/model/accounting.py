@@ -297,7 +297,7 @@ _KERNELS_OF_A_BLOCK = 32
 _KERNELS_OF_MATRICES = 48
 """Kernels of a block's passes and its part of the update, and those with which Muon orthogonalizes its matrices.
 
-They and the seconds of ranks were fitted to 42 captured steps (`artifacts/h200/fsdp`)."""
+They and the seconds of ranks were fitted to 38 steps (`artifacts/h200/fsdp`)."""
 _HOST_S = {"alone": (3.2e-3, 1.24e-3), "whole": (5.0e-3, 2.0e-3), "gathered": (2.6e-3, 3.05e-3)}
 """(seconds a step, seconds a block) in which the host of an H200 launches kernels without a
 graph: of one rank, of several that hold whole weights, of several that gather weights."""
