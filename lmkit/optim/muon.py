@@ -239,10 +239,8 @@ class Muon(AdamW):
                     first = max(start, before)
                     stop = min(start + rows * columns, shard.begin + where.stop)
                     if first < stop:
-                        own, in_matrix = (
-                            slice(first - before, stop - before),
-                            slice(first - start, stop - start),
-                        )
+                        own = slice(first - before, stop - before)
+                        in_matrix = slice(first - start, stop - start)
                         kind = rows, columns, id(group_of[param])
                         by_kind.setdefault(kind, []).append((matrix, param, own, in_matrix))
         for (rows, columns, which), alike in by_kind.items():

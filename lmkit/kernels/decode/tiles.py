@@ -20,8 +20,7 @@ class Tile(NamedTuple):
 
 
 # Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
-# where a row is short enough for one warp, which needs to wait for no other warp, then for a width of 4096, where
-# whole rows are loaded at once.
+# where a row is short enough for one warp, which needs to wait for no other warp, then for widths from 4096 on.
 SINGLE_ROW = {
     "qkv": Tile(8, 2048, 8, 1),
     "output": Tile(2, 2048, 2, 1),
