@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 END_OF_TEXT = "<|endoftext|>"
-"""The special token that ends every document."""
-END_OF_TEXT_OF_LLAMA = "<|end_of_text|>"
-"""Its name in the vocabulary of Llama 3."""
+"""The special token that ends a text, in tokenizers that lmkit trains."""
 NUM_BYTES = 256
 """The first tokens of every vocabulary: one per byte."""
 MAX_TOKEN_BYTES = 256

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.recipe.vocabulary import END_OF_TEXT, END_OF_TEXT_OF_LLAMA, NUM_BYTES
+from lmkit.errors import UsageError
+from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, NormalizingEncoder, is_utf8, new_encoder
+from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 _STREAM_BYTES = 1 << 16
@@ -36,10 +38,11 @@ class Tokenizer:
         pattern: finds words: a name of `lmkit.tokenizer.pretokenize.PATTERNS`.
         whole_words: whether a word that is in `vocab` is one token even if no merges make it (Llama 3).
         nfc: whether text is put into Unicode's normal form C first (Qwen2).
+        marks: which special tokens begin and end a text; by default those with a conventional name.
 
     Raises:
-        ValueError: a byte, a merged token or an id of the prefix or suffix is missing in `vocab`, or a special token
-            is empty or given twice.
+        ValueError: a byte, a merged token or an id of the prefix or suffix is missing in `vocab`, a special token
+            is empty or given twice, or a mark is not a special token.
 
     >>> vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
     >>> tokenizer = Tokenizer(vocab=vocab, merges=[(b"h", b"e"), (b"he", b"l")], special_tokens=["<|endoftext|>"])
@@ -60,6 +63,7 @@ class Tokenizer:
         pattern: str = "gpt2",
         whole_words: bool = False,
         nfc: bool = False,
+        marks: Marks = NO_MARKS,
     ) -> None:
         if "" in special_tokens or len(set(special_tokens)) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
@@ -78,6 +82,8 @@ class Tokenizer:
             if token_id not in self.vocab:
                 raise ValueError(f"prefix or suffix: {token_id} is not a token id of this vocabulary")
         self.pattern, self.whole_words, self.nfc = pattern, whole_words, nfc
+        self.marks = resolve_marks(marks, self.special_ids)
+        """The special tokens that begin and end a text, and the ids at which generation stops."""
         special = set(self.special_ids.values())
         whole = {token: i for i, token in reversed(self.vocab.items()) if i not in special}
         self.merge_table = MergeTable(
@@ -101,19 +107,55 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.
-        names = ("vocab", "merges", "special_tokens", "prefix", "suffix", "pattern", "whole_words", "nfc")
+        names = (
+            "vocab",
+            "merges",
+            "special_tokens",
+            "prefix",
+            "suffix",
+            "pattern",
+            "whole_words",
+            "nfc",
+            "marks",
+        )
         return functools.partial(Tokenizer, **{name: getattr(self, name) for name in names}), ()
 
     @property
     def end_of_text_id(self) -> int | None:
-        """The id of `<|endoftext|>`, or of Llama 3's `<|end_of_text|>`, which ends every document; None if the
-        tokenizer lacks both."""
-        return self.special_ids.get(END_OF_TEXT, self.special_ids.get(END_OF_TEXT_OF_LLAMA))
+        """The id that ends a document; None if the tokenizer has no such token."""
+        return None if self.marks.end is None else self.special_ids[self.marks.end]
+
+    @property
+    def start_id(self) -> int | None:
+        """The id before the first token of a text: the prefix, else the begin-of-text token that the files name, else
+        the end-of-text token of the text before. None if the tokenizer has none of them."""
+        if self.prefix:
+            return self.prefix[0]
+        return self.end_of_text_id if self.marks.begin is None else self.special_ids[self.marks.begin]
+
+    def with_end_of_text(self, token: str) -> Tokenizer:
+        """Return this tokenizer with another special token that ends a text.
+
+        Raises:
+            UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
+        """
+        if token not in self.special_ids:
+            raise UsageError(
+                "tokenizer.end_of_text",
+                f"{token!r} is not a special token, so that it cannot end a text",
+                hint=f"special tokens: {', '.join(self.special_tokens) or 'none'}",
+            )
+        make, _ = self.__reduce__()
+        return make(marks=self.marks._replace(end=token, stops=()))
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of the content of `tokenizer.json` as `save` writes it: equal tokenizers have equal hashes."""
-        return hashlib.sha256(files.to_json(self).encode()).hexdigest()
+        """Hash of the content of `tokenizer.json` as `save` writes it, and of the end-of-text token if it has no
+        conventional name: equal tokenizers have equal hashes."""
+        content = files.to_json(self)
+        if self.marks.end != resolve_marks(NO_MARKS, self.special_ids).end:
+            content += f"\0{self.marks.end}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
     # ---- encoding
 
@@ -229,7 +271,14 @@ class Tokenizer:
 
         Exception: characters that are letters in one version of Unicode and unassigned in another. `regex` and
         `tokenizers` each bring their own version.
+
+        Where the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
+        `generation_config.json` beside it do.
+
+        Raises:
+            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks").
         """
+        write_marks(Path(path), self.marks, self.special_ids)
         write_atomic(path, files.to_json(self))
 
     @classmethod
@@ -237,14 +286,16 @@ class Tokenizer:
         """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
         knows.
 
-        Post-processors that put tokens around a text become `prefix` and `suffix`. Truncation and padding are
-        ignored, with a warning.
+        Post-processors that put tokens around a text become `prefix` and `suffix`. The files beside a
+        `tokenizer.json` name the tokens that begin and end a text. Truncation and padding are ignored, with a
+        warning.
 
         Raises:
             UsageError: no such file, or a field with which Hugging Face's ids would differ from lmkit's.
             LmkitError: the file is damaged.
         """
-        return cls._from_file(files.load_json(Path(path)), path)
+        path = Path(path)
+        return cls._from_file({**files.load_json(path), "marks": read_marks(path)}, path)
 
     def save_gpt2(self, folder: str | Path) -> None:
         """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.

@@ -1,0 +1,125 @@
+"""Find the special tokens that begin and end a text, in the files of a tokenizer.
+
+A `tokenizer.json` does not name them. Hugging Face folders do, beside it: `tokenizer_config.json` has `bos_token` and
+`eos_token`; `generation_config.json`, or `config.json`, has the ids at which generation stops.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.recipe.run_folder import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from lmkit.storage import write_atomic
+from lmkit.storage.json_files import read_object
+
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""Where no file names the token that ends a text, the first of these that the vocabulary has: the names of GPT-2,
+Llama 3, Llama 2, Gemma and DeepSeek."""
+_CONFIG = "config.json"
+
+
+class Marks(NamedTuple):
+    """What the files beside a tokenizer say; None and (): nothing.
+
+    Attributes:
+        begin, end: the special tokens that begin and end a text.
+        stops: ids at which generation stops.
+    """
+
+    begin: str | None = None
+    end: str | None = None
+    stops: tuple[int, ...] = ()
+
+
+NO_MARKS = Marks()
+
+
+def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
+    """Return the marks of a tokenizer with these special tokens.
+
+    `said.end` ends a text, else the first of `said.stops` that is a special token, else that with the first of
+    `END_NAMES`. The end-of-text id is the first of the `stops` of the result.
+
+    Raises:
+        ValueError: `said.end` is not a special token.
+
+    >>> resolve_marks(NO_MARKS, {"<s>": 0, "</s>": 1})
+    Marks(begin=None, end='</s>', stops=(1,))
+    >>> resolve_marks(Marks(stops=(5, 0)), {"<s>": 0, "</s>": 1})
+    Marks(begin=None, end='<s>', stops=(0, 5))
+    """
+    if said.end is not None and said.end not in special_ids:
+        raise ValueError(f"{said.end!r} ends a text, but is not a special token")
+    texts = {token_id: text for text, token_id in special_ids.items()}
+    end = said.end or next((texts[stop] for stop in said.stops if stop in texts), None)
+    end = end or next((name for name in END_NAMES if name in special_ids), None)
+    begin = said.begin if said.begin in special_ids else None
+    first = () if end is None else (special_ids[end],)
+    return Marks(begin, end, tuple(dict.fromkeys((*first, *said.stops))))
+
+
+def read_marks(path: Path) -> Marks:
+    """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
+
+    Raises:
+        LmkitError: a file is damaged ("tokenizer.damaged_marks").
+    """
+    if path.name != TOKENIZER:
+        return Marks()
+    named = _read(path.with_name(TOKENIZER_CONFIG))
+    generation = _read(path.with_name(GENERATION_CONFIG))
+    ids = generation if "eos_token_id" in generation else _read(path.with_name(_CONFIG))
+    return Marks(_text(named, "bos_token"), _text(named, "eos_token"), _ids(ids.get("eos_token_id")))
+
+
+def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
+    """Write the marks of a tokenizer into the files beside it, unless these say the same already. Other keys stay.
+
+    Raises:
+        UsageError: the tokenizer has another name than tokenizer.json, beside which nothing can say so
+            ("tokenizer.marks").
+    """
+    try:
+        if resolve_marks(read_marks(path), special_ids) == marks:
+            return
+    except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
+        pass
+    if path.name != TOKENIZER:
+        raise UsageError(
+            "tokenizer.marks",
+            f"{path}: beside a file of this name nothing can say that {json.dumps(marks.end)} ends a text",
+            hint=f"name the file {TOKENIZER}: {TOKENIZER_CONFIG} beside it says so",
+        )
+    _update(path.with_name(TOKENIZER_CONFIG), {"bos_token": marks.begin, "eos_token": marks.end})
+    _update(path.with_name(GENERATION_CONFIG), {"eos_token_id": list(marks.stops) or None})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        hint = "copy or download it again; it names the tokens that begin and end a text"
+        raise LmkitError("tokenizer.damaged_marks", f"{path}: {why}", hint=hint) from None
+
+
+def _update(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomic(path, json.dumps({**_read(path), **content}, indent=1, ensure_ascii=False) + "\n")
+
+
+def _text(content: Mapping[str, Any], key: str) -> str | None:
+    """Return a token, which older files describe as an object."""
+    token = content.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) and token else None
+
+
+def _ids(found: Any) -> tuple[int, ...]:
+    ids = found if isinstance(found, list) else [found]
+    return tuple(number for number in ids if type(number) is int)
