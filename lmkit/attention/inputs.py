@@ -83,13 +83,14 @@ def check_first(q: Tensor, k: Tensor, first: Tensor, causal: bool) -> None:
         raise ValueError(f"first {tuple(first.shape)} does not fit queries {tuple(q.shape)}")
 
 
-def first_in_document(ids: Tensor, token: int | None) -> Tensor | None:
-    """Return the first token that each of `ids` (batch, seq) sees if every `token` begins a document: (batch, seq)
-    int32; None without such a token."""
-    if token is None:
-        return None
-    places = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
-    return torch.where(ids == token, places, 0).cummax(dim=1).values
+def first_in_document(begins: Tensor) -> Tensor:
+    """Return the first token that each token sees if documents do not see one another: (batch, seq) int32.
+
+    Args:
+        begins: (batch, seq), whether a document begins at a token.
+    """
+    places = torch.arange(begins.shape[1], device=begins.device, dtype=torch.int32)
+    return torch.where(begins, places, 0).cummax(dim=1).values
 
 
 def latest(*firsts: Tensor | None) -> Tensor | None:

@@ -57,9 +57,9 @@ class Job:
 
 
 def closed_text(path: str) -> bytes:
-    """Return a text with the end of its last document, which `lmkit data encode` adds if it is missing."""
+    """Return a text that ends with the end of its last document, as `lmkit data encode` reads it."""
     data, end = read_input(path), END_OF_TEXT.encode()
-    return data if not data or data.rstrip().endswith(end) else data + end
+    return data.rstrip() if not data or data.rstrip().endswith(end) else data + end
 
 
 def _documents(data: bytes) -> list[str]:

@@ -11,6 +11,7 @@ from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import (
     Commands,
     ErrorsOption,
+    FieldOption,
     ForceOption,
     PluginOption,
     SourcesArgument,
@@ -75,19 +76,32 @@ def encode(
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json: lmkit tokenizer train makes one.")],
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
+    field: FieldOption = "text",
+    separator: Annotated[
+        str | None,
+        option(
+            "What ends a document in text files; default: the end-of-text token, as the tokenizer writes it."
+        ),
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        option("Special token that ends every document; default: what the tokenizer's files say."),
+    ] = None,
     force: ForceOption = False,
 ) -> Result:
     """Encode text files into a token file."""
     from lmkit.data.encoding import encode_corpus
-    from lmkit.tokenizer import Tokenizer
+    from lmkit.tokenizer.vocabulary import tokenizer_at
 
     with progress_on_stderr() as progress:
         meta = encode_corpus(
             sources,
             output,
-            Tokenizer.load(tokenizer),
+            tokenizer_at(tokenizer, end_of_text),
             workers=workers or 0,
             errors=errors,
+            field=field,
+            separator=separator,
             force=force,
             progress=progress,
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.options import Commands, DeviceOption, PluginOption, option
+from lmkit.cli.options import Commands, DeviceOption, FieldOption, PluginOption, option
 from lmkit.errors import UsageError
 
 app = Commands()
@@ -25,8 +25,9 @@ def evaluate(
         Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
     ] = None,
     text: Annotated[
-        Path | None, option("Text or .jsonl file to evaluate on; the model's tokenizer encodes it.")
+        Path | None, option("Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.")
     ] = None,
+    field: FieldOption = "text",
     by_document: Annotated[
         bool, typer.Option("--by-document", help="Evaluate each document by itself.")
     ] = False,
@@ -64,4 +65,4 @@ def evaluate(
     from lmkit.training import judging
 
     judge = judging.evaluate_documents if by_document else judging.evaluate_run
-    return judge(run, tokens=tokens, text=text, device=device)
+    return judge(run, tokens=tokens, text=text, field=field, device=device)

@@ -93,7 +93,7 @@ SourcesArgument = Annotated[
     list[Path],
     typer.Argument(
         help="Text files or pipes, one or more, compressed if they end in .gz; "
-        'each line of a .jsonl file has a document under "text".'
+        "each JSON object of a .jsonl, .ndjson or .json file has a document under --field."
     ),
 ]
 WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]
@@ -101,6 +101,9 @@ ErrorsOption = Annotated[
     Literal["strict", "replace"],
     typer.Option(help="At bytes that are not UTF-8: stop, or read them as U+FFFD."),
 ]
+
+
+FieldOption = Annotated[str, typer.Option(help="Key of a JSON object that holds the text.")]
 
 
 class Group(TyperGroup):

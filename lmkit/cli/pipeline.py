@@ -29,7 +29,7 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import (
-    CHAT_TEMPLATE,
+    BESIDE_TOKENIZER,
     CHECKPOINTS,
     ENVIRONMENT,
     METRICS,
@@ -39,13 +39,13 @@ from lmkit.recipe.run_folder import (
     TOKENIZER,
 )
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.vocabulary import end_of_text_of
 
 log = logging.getLogger("lmkit")
 
@@ -55,7 +55,7 @@ DATA_STAGES = ("corpus", "tokenizer", "encode")
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)
 # Files that the stages write.
 MADE = (
-    *("corpus/train.*", "corpus/valid.*", TOKENIZER, CHAT_TEMPLATE, "tokens/train.*", "tokens/valid.*"),
+    *("corpus/train.*", "corpus/valid.*", TOKENIZER, *BESIDE_TOKENIZER, "tokens/train.*", "tokens/valid.*"),
     *(METRICS, "loss.png", ENVIRONMENT, "training.json", "evaluation.json", STORIES),
 )
 OTHERWISE = (
@@ -155,12 +155,11 @@ class Pipeline:
         self.tokenizer = required(recipe.tokenizer, "tokenizer", recipe, command="run")
         required(recipe.model, "model", recipe, command="run")
         required(recipe.train, "train", recipe, command="run")
-        can_start = self.tokenizer.path is not None or END_OF_TEXT in self.tokenizer.special_tokens
-        if "" in recipe.generate.prompts and not can_start:  # noticed before the training, not after it
+        if self.tokenizer.path is None and end_of_text_of(recipe) is None:  # noticed before the work
             raise UsageError(
-                "generate.no_start",
-                f"generate.prompts: an empty prompt needs {END_OF_TEXT}, which tokenizer.special_tokens lacks",
-                hint="""add it there, or give a prompt: --set 'generate.prompts=["Once upon a time"]'""",
+                "tokenizer.no_end_of_text",
+                f"{recipe.origin}: tokenizer.special_tokens has no token that ends a document",
+                hint="name one of them: tokenizer.end_of_text, or add <|endoftext|>",
             )
         names = list(STAGES)
         if from_stage is not None and from_stage not in names:
@@ -172,6 +171,8 @@ class Pipeline:
         self.folder = recipe.run.path
         self.checkpoints = self.folder / CHECKPOINTS
         self.record = StageRecord(self.folder, recipe, reads_sources=not skip_data)
+        self.mark = self.record.mark
+        """What ends a document in text files."""
         self.tell_ranks: Callable[[str], None] = lambda word: None
         self.lock = FolderLock(self.folder)
 
@@ -377,7 +378,7 @@ class Pipeline:
             for number in itertools.count(1)
             if not (path := self.folder / (name + (f"-{number}" if number > 1 else ""))).exists()
         )
-        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, CHAT_TEMPLATE, METRICS)
+        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, *BESIDE_TOKENIZER, METRICS)
         copied = [file for file in files if (self.folder / file).is_file()]
         try:
             for file in copied:

@@ -17,11 +17,13 @@ from lmkit.cli import first_edition
 from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
-from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECORD
+from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD
 from lmkit.recipe.schema import Recipe
+from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import write_atomic
 from lmkit.storage.atomic import noted_digest
 from lmkit.storage.json_files import read_object
+from lmkit.tokenizer.vocabulary import end_of_text_of
 
 Outputs = dict[str, list[Path]]
 """What a stage made: role -> files."""
@@ -53,6 +55,7 @@ class StageRecord:
 
     Attributes:
         content: key of the recipe -> hashes of the files that it names now.
+        mark: what ends a document in text files; None: nothing does.
         damage: what is wrong with the record; None if nothing is.
     """
 
@@ -61,6 +64,7 @@ class StageRecord:
         self._hashes: dict[str, list[Any]] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._values, self._defaults = _values(recipe)
+        self.mark = self._values["corpus.separator"]
         self.load()
         if reads_sources:
             self.content = self._contents(recipe)
@@ -224,13 +228,26 @@ class StageRecord:
         )
 
 
+def _mark_of(recipe: Recipe) -> str | None:
+    """Return what ends a document in text files."""
+    corpus, table = recipe.corpus, recipe.tokenizer
+    if corpus is not None and corpus.separator is not None:
+        return corpus.separator
+    if corpus is not None and corpus.source not in ("synth", "files", "chat"):
+        return END_OF_TEXT
+    path = None if table is None else table.path
+    if path is not None and not path.is_file():  # refused elsewhere; or the run has its own
+        return END_OF_TEXT
+    return end_of_text_of(recipe)
+
+
 def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
-    """Return the files that a key of the recipe names; with a tokenizer the chat template beside it."""
+    """Return the files that a key of the recipe names; with a tokenizer those beside it that say more."""
     table, key = dotted.split(".")
     value = getattr(getattr(recipe, table), key)
     if isinstance(value, Path):
-        template = value.parent / CHAT_TEMPLATE
-        return [value, template] if template.is_file() else [value]
+        beside = [value.parent / name for name in BESIDE_TOKENIZER]
+        return [value, *(path for path in beside if path.is_file())]
     return list(value or ())
 
 
@@ -244,6 +261,7 @@ def _values(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
             into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
     for dotted in (*NO_EFFECT, *FILES):
         values.pop(dotted, None)
+    values["corpus.separator"], defaults["corpus.separator"] = _mark_of(recipe), END_OF_TEXT
     return values, defaults
 
 

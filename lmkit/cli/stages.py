@@ -18,13 +18,14 @@ from lmkit.cli.stage_record import Outputs
 from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import mask_path, open_tokens, sidecar_path
+from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
 from lmkit.measure.tables import size_of, statement
-from lmkit.recipe.run_folder import CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
+from lmkit.recipe.run_folder import BESIDE_TOKENIZER, CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 from lmkit.tokenizer.chat import read_template, template_for
+from lmkit.tokenizer.vocabulary import tokenizer_at
 
 if TYPE_CHECKING:
     from lmkit.cli.pipeline import Pipeline
@@ -33,34 +34,39 @@ log = logging.getLogger("lmkit")
 
 
 def _make_corpus(run: Pipeline) -> Outputs:
-    files = prepare_corpus(run.corpus, run.folder / "corpus", progress=run.progress)
+    files = prepare_corpus(run.corpus, run.folder / "corpus", mark=run.mark, progress=run.progress)
     return {"train": list(files.train), "valid": list(files.valid)}
 
 
 def _make_tokenizer(run: Pipeline) -> Outputs:
     table = run.tokenizer
     if table.path is not None:
-        tokenizer = Tokenizer.load(table.path)
+        tokenizer = tokenizer_at(table.path, table.end_of_text)
     else:
         tokenizer = train_tokenizer(
             run.record.outputs("corpus")["train"],
             vocab_size=table.vocab_size,
             special_tokens=table.special_tokens,
+            end_of_text=table.end_of_text,
+            separator=run.mark,
             max_token_bytes=table.max_token_bytes,
             workers=table.workers,
             errors=run.corpus.errors,
             progress=run.progress,
         )
     run.refuse_to_replace_tokenizer(tokenizer)
-    path, beside = run.folder / TOKENIZER, run.folder / CHAT_TEMPLATE
-    template = template_for(table, source=run.corpus.source)
-    if template is None:
-        beside.unlink(missing_ok=True)
-    else:
+    path = run.folder / TOKENIZER
+    template = template_for(table, tokenizer, source=run.corpus.source)
+    if template is not None:
         template.check(tokenizer, table.path or path)
-        template.save(beside)
+    for name in BESIDE_TOKENIZER:  # of the tokenizer before
+        (run.folder / name).unlink(missing_ok=True)
+    if template is not None:
+        template.save(run.folder / CHAT_TEMPLATE)
     tokenizer.save(path)
-    return {"tokenizer": [path, beside][: 1 if template is None else 2]}
+    return {
+        "tokenizer": [path, *(run.folder / name for name in BESIDE_TOKENIZER if (run.folder / name).exists())]
+    }
 
 
 def _encode(run: Pipeline) -> Outputs:
@@ -73,12 +79,18 @@ def _encode(run: Pipeline) -> Outputs:
         if run.corpus.source == "chat":
             template = read_template(run.folder / CHAT_TEMPLATE)
             encode_chat(sources, path, tokenizer, template, progress=run.progress)
-            outputs[part] = [path, sidecar_path(path), mask_path(path)]
-            continue
-        encode_corpus(
-            sources, path, tokenizer, workers=workers, errors=errors, force=True, progress=run.progress
-        )
-        outputs[part] = [path, sidecar_path(path)]
+        else:
+            encode_corpus(
+                sources,
+                path,
+                tokenizer,
+                workers=workers,
+                errors=errors,
+                separator=run.mark,
+                force=True,
+                progress=run.progress,
+            )
+        outputs[part] = [part for part in parts_of(path) if part.exists()]
     return outputs
 
 

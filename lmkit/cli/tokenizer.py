@@ -15,6 +15,7 @@ from lmkit.cli.console import Result, progress_on_stderr, show, write
 from lmkit.cli.options import (
     Commands,
     ErrorsOption,
+    FieldOption,
     ForceOption,
     JsonOption,
     SourcesArgument,
@@ -50,6 +51,7 @@ def train(
     max_token_bytes: Annotated[int | None, option("No merge makes a longer token. Default: 256.")] = None,
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
+    field: FieldOption = "text",
     force: ForceOption = False,
 ) -> Result:
     """Train byte-level BPE on text files."""
@@ -65,16 +67,25 @@ def train(
     _check_output(output, force=force)
     refuse_replacing([output], sources)
     from lmkit.data.corpora import plain_text_files
-    from lmkit.tokenizer import train_tokenizer
+    from lmkit.tokenizer import END_OF_TEXT, train_tokenizer
 
+    mark = next(iter(table.special_tokens), END_OF_TEXT)  # between documents nothing is merged
     with (
         progress_on_stderr() as progress,
-        plain_text_files(sources, output.parent, errors=errors, progress=progress) as texts,
+        plain_text_files(
+            sources,
+            output.parent,
+            errors=errors,
+            field=field,
+            mark=mark,
+            progress=progress,
+        ) as texts,
     ):
         tokenizer = train_tokenizer(
             texts,
             vocab_size=table.vocab_size,
             special_tokens=table.special_tokens,
+            separator=mark,
             max_token_bytes=table.max_token_bytes,
             workers=workers or 0,
             errors=errors,

@@ -6,17 +6,21 @@ global batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from lmkit.data.token_files import TokenFile
 from lmkit.errors import UsageError
+from lmkit.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+_TOKENS_AT_ONCE = 1 << 24
 
 
 class BatchSource(Protocol):
@@ -61,23 +65,51 @@ class Sampler:
         stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
         rows = self.batch_size // self.world_size
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
-        return self._sliced(self._windows(raw[self.rank * rows : (self.rank + 1) * rows]))
-
-    def _sliced(self, windows: np.ndarray) -> Batch:
-        """Return the windows (rows, context_length + 1) of this rank, tokens as of `marked`, as `batch` does."""
-        windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
-        return inputs_of(windows[..., :-1]), targets_of(windows[..., 1:])
+        return self._rows(raw[self.rank * rows : (self.rank + 1) * rows])
 
     def _numbers_per_row(self) -> int:
         raise NotImplementedError
 
-    def _windows(self, raw: np.ndarray) -> np.ndarray:
-        """Turn random uint64 (rows, numbers per row) into tokens (rows, context_length + 1) as of `marked`."""
+    def _rows(self, raw: np.ndarray) -> Batch:
+        """Turn the random uint64 (rows, numbers per row) of this rank into its batch."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
-class TokenBatches(Sampler):
+class FileSampler(Sampler):
+    """Draw windows of a token file.
+
+    Args:
+        tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
+        mask: of a `TokenFile`: targets that do not count are -1.
+        borders: positions at which documents begin; the input before each of them is given as its complement, for a
+            model with `separate_documents`. None: no input is.
+
+    Raises:
+        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short"), or ranks x
+            accumulation does not divide the batch ("batches.indivisible").
+    """
+
+    tokens: np.ndarray = field(kw_only=False)
+    mask: np.ndarray | None = None
+    borders: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.tokens, self.context_length)
+
+    def _cut(self, starts: Sequence[int]) -> Batch:
+        """Return the windows that begin at these positions, as `batch` does."""
+        ends = self.context_length + 1
+        windows = np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts])
+        inputs, targets = inputs_of(windows[:, :-1]), targets_of(windows[:, 1:])
+        mark_documents(inputs, starts, self.borders)
+        shape = (self.accumulation, -1, self.context_length)
+        return inputs.reshape(shape), targets.reshape(shape)
+
+
+@dataclass(kw_only=True, eq=False)
+class TokenBatches(FileSampler):
     """Sample windows from a token file.
 
         >>> batches = TokenBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
@@ -93,26 +125,18 @@ class TokenBatches(Sampler):
     same for every split.
 
     Args:
-        tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
+        tokens, mask, borders: as of `FileSampler`, also what it raises.
         batch_size: windows in the global batch of one optimizer step.
         context_length: tokens that the model sees; a target is the token that follows.
         seed: decides the batches, together with the step.
         rank, world_size, accumulation: the slices of the global batch to return.
         document_starts: positions at which a window may start; None allows every position.
-        mask: of a `TokenFile`: targets that do not count are -1.
-
-    Raises:
-        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short"), or ranks x
-            accumulation does not divide the batch ("batches.indivisible").
     """
 
-    tokens: np.ndarray = field(kw_only=False)
     document_starts: np.ndarray | None = None
-    mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_length(self.tokens, self.context_length)
         if self.document_starts is not None:
             # A window must not reach beyond the end of the file.
             last = len(self.tokens) - self.context_length - 1
@@ -127,13 +151,12 @@ class TokenBatches(Sampler):
     def _numbers_per_row(self) -> int:
         return 1
 
-    def _windows(self, raw: np.ndarray) -> np.ndarray:
+    def _rows(self, raw: np.ndarray) -> Batch:
         if self.document_starts is None:
             starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
         else:
             starts = self.document_starts[raw[:, 0] % np.uint64(len(self.document_starts))]
-        ends = self.context_length + 1
-        return np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts.astype(np.int64)])
+        return self._cut(starts.astype(np.int64).tolist())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -145,8 +168,10 @@ class RandomTokens(Sampler):
     def _numbers_per_row(self) -> int:
         return self.context_length + 1
 
-    def _windows(self, raw: np.ndarray) -> np.ndarray:
-        return (raw % np.uint64(self.vocab_size)).astype(np.int64)
+    def _rows(self, raw: np.ndarray) -> Batch:
+        windows = torch.from_numpy((raw % np.uint64(self.vocab_size)).astype(np.int64))
+        windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
+        return windows[..., :-1].contiguous(), windows[..., 1:].contiguous()
 
 
 def evaluation_windows(
@@ -156,34 +181,39 @@ def evaluation_windows(
     max_batches: int | None = None,
     *,
     mask: np.ndarray | None = None,
+    borders: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Yield (inputs, targets), each int64 (rows, context_length), that cover the file once, in order.
 
     Windows do not overlap, and every token but the first is a target exactly once. The last full batch may have
     fewer rows, and the rest of the file comes as one shorter row: weight losses by the number of targets.
-    `max_batches` limits the number of batches. `mask` is that of a `TokenFile`: targets that do not count are -1.
+    `max_batches` limits the number of batches. `mask` and `borders` are as of `FileSampler`.
 
     Raises:
         UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short").
     """
     check_length(tokens, context_length)
-    return islice(_consecutive_windows(tokens, mask, context_length, batch_size), max_batches)
+    return islice(_consecutive_windows(tokens, mask, borders, context_length, batch_size), max_batches)
 
 
 def _consecutive_windows(
-    tokens: np.ndarray, mask: np.ndarray | None, context_length: int, batch_size: int
+    tokens: np.ndarray,
+    mask: np.ndarray | None,
+    borders: np.ndarray | None,
+    context_length: int,
+    batch_size: int,
 ) -> Iterator[Batch]:
-    num_windows = (len(tokens) - 1) // context_length
-    for first in range(0, num_windows, batch_size):
-        last = min(first + batch_size, num_windows)
-        span = marked(tokens, mask, first * context_length, last * context_length + 1)
-        yield (
-            inputs_of(span[:-1].reshape(-1, context_length)),
-            targets_of(span[1:].reshape(-1, context_length)),
-        )
-    rest = marked(tokens, mask, num_windows * context_length, len(tokens))
-    if len(rest) > 1:
-        yield inputs_of(rest[None, :-1]), targets_of(rest[None, 1:])
+    def rows(first: int, last: int, length: int) -> Batch:
+        span = marked(tokens, mask, first, last + 1)
+        inputs, targets = inputs_of(span[:-1].reshape(-1, length)), targets_of(span[1:].reshape(-1, length))
+        mark_documents(inputs, range(first, last, length), borders)
+        return inputs, targets
+
+    whole = (len(tokens) - 1) // context_length * context_length
+    for first in range(0, whole, batch_size * context_length):
+        yield rows(first, min(first + batch_size * context_length, whole), context_length)
+    if rest := len(tokens) - 1 - whole:
+        yield rows(whole, len(tokens) - 1, rest)
 
 
 def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
@@ -197,6 +227,49 @@ def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) ->
 
 def inputs_of(marked: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.maximum(marked, ~marked))
+
+
+def document_starts(file: TokenFile, tokenizer: Path | None) -> np.ndarray:
+    """Return the positions at which the documents of a token file begin.
+
+    Args:
+        tokenizer: the file of its tokenizer; it is read for a file of format 1 only.
+
+    Raises:
+        UsageError: nothing tells ("tokens.no_documents").
+    """
+    if file.documents is not None:
+        return file.documents
+    end = None
+    if file.meta.format == 1 and file.mask is None and tokenizer is not None and tokenizer.exists():
+        end = Tokenizer.load(tokenizer).end_of_text_id
+    if end is None:  # in conversations, the end-of-text token may end a message, too
+        raise UsageError(
+            "tokens.no_documents",
+            f"{_name(file.tokens)}: no .documents beside it says where its documents begin",
+            hint='copy it, too, or encode the text again; or use data.sampling = "windows"',
+        )
+    parts = [np.zeros(1, np.int64)]
+    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
+        parts.append(first + 1 + np.flatnonzero(file.tokens[first : first + _TOKENS_AT_ONCE] == end))
+    starts = np.concatenate(parts)
+    return starts[starts < len(file.tokens)]
+
+
+def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
+    """Replace by its complement each input before which a document ends, in place.
+
+    Args:
+        inputs: (rows, length)
+        starts: the position of the first input of each row.
+        borders: positions at which documents begin, ascending.
+    """
+    if borders is None:
+        return
+    for row, start in zip(inputs.numpy(), starts, strict=True):
+        low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
+        before = borders[low:high].astype(np.int64) - 1 - start
+        row[before] = ~row[before]
 
 
 def targets_of(marked: np.ndarray) -> torch.Tensor:

@@ -27,8 +27,8 @@ def encode_chat(
 ) -> TokenMeta:
     """Encode conversations, a JSON line each, into one token file with its mask.
 
-    The assistant's words count, with the token that ends its turn. `<|endoftext|>` ends every conversation, unless it
-    ends its last message.
+    The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
+    unless it ends its last message. A conversation is a document.
 
     Args:
         output: the token file; it is replaced.
@@ -41,7 +41,7 @@ def encode_chat(
     end_of_text = tokenizer.end_of_text_id
     closing = [] if end_of_text in (None, tokenizer.special_ids[template.end]) else [end_of_text]
     sizes = [path.stat().st_size for path in sources]
-    done = conversations = num_bytes = counted_bytes = 0
+    done = num_bytes = counted_bytes = 0
     digest = hashlib.sha256()
     with TokenFileWriter(
         output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256, masked=True
@@ -50,13 +50,15 @@ def encode_chat(
             with opened(path) as (source, stream):
                 for number, record in json_records(stream, path, CorpusConfig()):
                     messages = messages_of(record, f"{path}, line {number}")
-                    for ids, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
-                        text = tokenizer.decode_bytes(ids)
-                        num_bytes += len(text)
-                        counted_bytes += len(text) * counts
+                    documents = [0]
+                    for part, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
+                        ids, text = np.array(part, np.int64), tokenizer.decode_bytes(part)
+                        size_of_text = len(text) - tokenizer.bytes_of_specials(ids)
+                        num_bytes += size_of_text
+                        counted_bytes += size_of_text * counts
                         digest.update(b"%d %d " % (len(text), counts) + text)
-                        writer.append(np.array(ids, np.int64), counts=counts)
-                    conversations += 1
+                        writer.append(ids, counts=counts, documents=documents if part else ())
+                        documents = documents if not part else []
                     if progress is not None:
                         progress("encode", done + source.tell(), sum(sizes))
             done += size
@@ -64,7 +66,6 @@ def encode_chat(
             hint = "conversations to learn from, and to hold out, need messages of the role assistant"
             raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
         return writer.finish(
-            num_documents=conversations,
             num_bytes=num_bytes,
             source_sha256=digest.hexdigest(),
             counted_bytes=counted_bytes,

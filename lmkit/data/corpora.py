@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import mmap
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -30,11 +31,13 @@ from lmkit.storage.outputs import refuse_too_large
 from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
+from lmkit.tokenizer.marks import no_end_of_text
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_END_OF_DOCUMENT = END_OF_TEXT.encode()
+_TAIL_BYTES = 4096  # the end of a file, which is searched for its last mark
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
+_LINE_BREAK = re.compile(rb"(\r?\n)?")
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
@@ -44,7 +47,7 @@ log = logging.getLogger("lmkit")
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Text files, UTF-8; documents end with `<|endoftext|>`. Conversations are JSON lines."""
+    """Text files, UTF-8, whose documents end with a mark. Conversations are JSON lines."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
@@ -55,7 +58,9 @@ def as_paths(paths: PathOrPaths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
 
 
-def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | None = None) -> CorpusFiles:
+def prepare_corpus(
+    table: CorpusConfig, folder: Path, *, mark: str | None = END_OF_TEXT, progress: Progress | None = None
+) -> CorpusFiles:
     """Make or find the text that a recipe names.
 
         >>> from lmkit.recipe.tables import CorpusConfig
@@ -65,19 +70,24 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
 
     - `synth`: writes `size_mb` of stories to `folder`, and `valid_fraction` of that from another seed.
     - `files`: uses text files where they are if `valid` names files, too. Otherwise `folder` gets `train.txt` and
-      `valid.txt`: the last documents, at least `valid_fraction` of the bytes, are held out. A text with one document
-      (a book without `<|endoftext|>`) is cut at the end of a line instead, or between two characters if it has one
-      line. Files ending in `.jsonl` hold one document a line, under the key `table.field`. Files ending in `.gz`
-      are decompressed, and pipes are read once: their text is written to `folder`.
-    - `chat`: the same of conversations, JSON lines of messages: `folder` gets `train.jsonl` and `valid.jsonl`.
+      `valid.txt`: the last documents are held out, as near to `valid_fraction` of the bytes as documents allow. If
+      that is less than half of it, or more than one and a half of it and than a tenth of the text, a document is cut
+      at the end of a line instead, or else between two characters. Files ending in `.jsonl`, `.ndjson` or `.json`
+      hold JSON objects, with a document under the key `table.field` of each. Files ending in `.gz` are decompressed,
+      and pipes are read once: their text is written to `folder`.
+    - `chat`: the same of conversations, JSON lines of messages: `folder` gets `train.jsonl` and `valid.jsonl`. No
+      conversation is cut.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
+
+    Args:
+        mark: ends a document in text files; None: each file is one document.
 
     Everything is streamed, and a file appears under its name when it is complete. Text files that stay
     where they are are not read here: their reader reports invalid UTF-8.
 
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
-            ("corpus.too_short"); a line of a `.jsonl` file has no such field ("corpus.no_field").
+            ("corpus.too_short"); a JSON object has no such field ("corpus.no_field").
         LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
             JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
             ("corpus.damaged_gzip").
@@ -86,21 +96,23 @@ def prepare_corpus(table: CorpusConfig, folder: Path, *, progress: Progress | No
     train, valid = folder / f"train{suffix}", folder / f"valid{suffix}"
     if table.source == "synth":
         size = table.size_mb
-        write_stories(train, size_mb=size, seed=table.seed, progress=progress)
-        write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED)
+        end = mark or END_OF_TEXT
+        write_stories(train, size_mb=size, seed=table.seed, end=end, progress=progress)
+        write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED, end=end)
     elif table.source not in ("files", "chat"):
         train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
             _check_files(key, paths)
         if table.valid:
+            _warn_of_shared(table)
             return CorpusFiles(
-                _plain_text("corpus.train", table.train, table, train, progress),
-                _plain_text("corpus.valid", table.valid, table, valid, progress),
+                _plain_text("corpus.train", table.train, table, train, mark, progress),
+                _plain_text("corpus.valid", table.valid, table, valid, mark, progress),
             )
         with atomic_path(train) as partial:
-            _join("corpus.train", table.train, table, partial, progress)
-            _hold_out(partial, valid, table)
+            _join("corpus.train", table.train, table, partial, mark, progress)
+            _hold_out(partial, valid, table, mark)
     return CorpusFiles((train,), (valid,))
 
 
@@ -116,15 +128,20 @@ def plain_text_files(
     folder: Path | None = None,
     *,
     errors: ErrorMode = "strict",
+    field: str = "text",
+    mark: str | None = END_OF_TEXT,
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
     """Yield text files for the given files.
 
-    A `.jsonl` file becomes a text file of its documents (key "text"); so do `.gz` files, decompressed, and pipes.
+    A file of JSON objects (`.jsonl`, `.ndjson`, `.json`) becomes a text file of its documents; so do `.gz` files,
+    decompressed, and pipes.
 
     Args:
         paths: one path or several.
         folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
+        field: the key of a JSON object that holds the text.
+        mark: ends a document in text files.
 
     Raises:
         UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
@@ -142,17 +159,19 @@ def plain_text_files(
             if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")
                 with naming(f"the text of {path}, in {made}"):
-                    _join("sources", [path], CorpusConfig(errors=errors), texts[number], progress)
+                    table = CorpusConfig(errors=errors, field=field)
+                    _join("sources", [path], table, texts[number], mark, progress)
         yield texts
 
 
 def _is_converted(path: Path) -> bool:
     """Return whether a file must be made into a text file: JSON lines, a compressed file, a pipe."""
-    return path.suffix == ".gz" or _holds_json(path) or path.is_fifo()
+    return path.suffix.lower() == ".gz" or holds_json(path) or path.is_fifo()
 
 
-def _holds_json(path: Path) -> bool:
-    return path.name.removesuffix(".gz").endswith(".jsonl")
+def holds_json(path: Path) -> bool:
+    """Return whether the name of a file says that it holds JSON objects, a document each."""
+    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson", ".json"))
 
 
 def _check_files(key: str, paths: Sequence[Path]) -> None:
@@ -180,73 +199,108 @@ def _empty(key: str, paths: Sequence[Path]) -> UsageError:
 
 
 def _plain_text(
-    key: str, paths: tuple[Path, ...], table: CorpusConfig, joined: Path, progress: Progress | None
+    key: str,
+    paths: tuple[Path, ...],
+    table: CorpusConfig,
+    joined: Path,
+    mark: str | None,
+    progress: Progress | None,
 ) -> tuple[Path, ...]:
     """Return the files themselves if all are text, else one text file made of them."""
     if table.source == "files" and not any(map(_is_converted, paths)):
         return paths
     with atomic_path(joined) as partial:
-        _join(key, paths, table, partial, progress)
+        _join(key, paths, table, partial, mark, progress)
     return (joined,)
 
 
-def _hold_out(train: Path, valid: Path, table: CorpusConfig) -> None:
+def _warn_of_shared(table: CorpusConfig) -> None:
+    """Warn of files that are read both for training and for evaluation."""
+    shared = [path for path in table.valid if any(path.samefile(other) for other in table.train)]
+    for path in shared:
+        log.warning(
+            "%s: is in corpus.train and in corpus.valid: the held-out loss is of text that was learned", path
+        )
+
+
+def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -> None:
     """Move the end of `train` to `valid`."""
     with open(train, "r+b") as file, atomic_path(valid) as partial, open(partial, "wb") as held_out:
-        cut = _find_cut(file, table)
+        cut = _find_cut(file, table, mark)
         file.seek(cut)
         shutil.copyfileobj(file, held_out)
         file.truncate(cut)
 
 
-def _find_cut(file: BinaryIO, table: CorpusConfig) -> int:
-    """Return the offset at which the held-out part begins: between documents, else lines, else characters."""
+def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
+    """Return the offset at which the held-out part begins: between documents, else lines, else characters; the first
+    of them that is near the wanted offset."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         size = len(text)
-        wanted = max(1, int(size * (1 - table.valid_fraction)))
-        ends = (_END_OF_DOCUMENT + b"\n", _END_OF_DOCUMENT) if table.source == "files" else ()
-        for mark in (*ends, b"\n"):
-            before = text.rfind(mark, 0, wanted)
-            after = text.find(mark, max(0, wanted - len(mark) + 1))
-            if before >= 0:
-                return before + len(mark)
-            # A mark at the end of the file, even before a line break, leaves nothing to hold out.
-            if 0 <= after < size - 1 - len(mark):
-                return after + len(mark)
+        # White space at the end is no text to hold out.
+        last = next((i for i in range(size, 0, -1) if text[i - 1] not in b" \t\r\n"), 0)
+        wanted = max(1, min(int(size * (1 - table.valid_fraction)), last - 1))
+
+        def is_near(cut: int) -> bool:
+            held, asked = size - cut, size - wanted
+            return 2 * held >= asked and (2 * held <= 3 * asked or 10 * held <= size) and 2 * cut >= wanted
+
+        for end in [b"\n"] if table.source == "chat" or mark is None else [mark.encode(), b"\n"]:
+            before = text.rfind(end, 0, wanted)
+            after = text.find(end, max(0, wanted - len(end) + 1))
+            # A line break behind a document is no part of the next one.
+            found = (place + len(end) for place in (before, after) if place >= 0)
+            cuts = [cut if end == b"\n" else _LINE_BREAK.match(text, cut).end() for cut in found]  # type: ignore[union-attr]
+            if near := [cut for cut in cuts if cut < last and is_near(cut)]:
+                return min(near, key=lambda cut: abs(cut - wanted))
         if table.source == "chat":
-            wanted = 0  # one conversation
+            wanted = 0  # no conversation is cut
         while 0 < wanted < size and text[wanted] & 0xC0 == 0x80:  # UTF-8 continuation byte
             wanted -= 1
-    if not 0 < wanted < size:
+    if not 0 < wanted < last:
         raise UsageError(
             "corpus.too_short",
-            f"corpus.train: {table.train[0]} is too short to hold out a part",
-            hint="name a file of its own in corpus.valid",
+            f"corpus.train: {table.train[0]}: no part of about {table.valid_fraction:.3g} of it can be held out",
+            hint="name a file of its own in corpus.valid, or another corpus.valid_fraction",
         )
     return wanted
 
 
 def _join(
-    key: str, paths: Sequence[Path], table: CorpusConfig, target: Path, progress: Progress | None
+    key: str,
+    paths: Sequence[Path],
+    table: CorpusConfig,
+    target: Path,
+    mark: str | None,
+    progress: Progress | None,
 ) -> None:
-    """Write the text of all files, with `<|endoftext|>` between files and after each JSON document."""
+    """Write the text of all files, with `mark` between files and after each JSON document."""
     sizes = [0 if path.is_fifo() else text_file_status(path).st_size for path in paths]
-    done = written = 0
+    end, done, written = (mark or "").encode(), 0, 0
     with open(target, "wb") as file:
-        for path, size in zip(paths, sizes, strict=True):
+        for number, (path, size) in enumerate(zip(paths, sizes, strict=True), 1):
             ending = b""
             with opened(path) as (source, stream):
-                make_pieces = _json_documents if _holds_json(path) else _text_pieces
                 if table.source == "chat":
-                    make_pieces = _conversations
-                for piece in make_pieces(stream, path, table):
+                    pieces = _conversations(stream, path, table)
+                elif holds_json(path):
+                    if mark is None:
+                        raise no_end_of_text(path)
+                    pieces = _json_documents(stream, path, table, end)
+                else:
+                    pieces = _text_pieces(stream, path, table)
+                for piece in pieces:
                     written += file.write(piece)
-                    ending = (ending + piece)[-len(_END_OF_DOCUMENT) - 1 :]
+                    ending = (ending + piece)[-_TAIL_BYTES:]
                     if progress is not None and source.seekable():
                         progress("corpus", done + source.tell(), sum(sizes))
             done += size
-            if table.source != "chat" and len(paths) > 1 and ending and _END_OF_DOCUMENT not in ending:
-                file.write(_END_OF_DOCUMENT + b"\n")  # two files are two documents
+            if table.source == "chat" or number == len(paths) or not ending:
+                continue
+            if mark is None:
+                raise no_end_of_text(path)
+            if not ending.rstrip().endswith(end):  # two files are two documents
+                file.write(end)
     if not written:
         raise _empty(key, paths)
 
@@ -262,7 +316,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
         hint = "give the path of a text file"
         raise UsageError("text.unreadable", f"{path}: {reason(error)}", hint=hint) from error
     with file:
-        if path.suffix != ".gz":
+        if path.suffix.lower() != ".gz":
             yield file, file
             return
         try:
@@ -289,17 +343,26 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
         yield valid_utf8(Chunk(0, offset, len(data), data), path, table.errors)
 
 
-def _json_documents(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
-    """Yield a document with its end mark for every line that is not blank."""
+def _json_documents(
+    stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig, end: bytes
+) -> Iterator[bytes]:
+    """Yield a document with its mark for every JSON object that has text."""
+    marked = 0
     for number, record in json_records(stream, path, table):
         document = record.get(table.field) if isinstance(record, dict) else None
         if not isinstance(document, str):
+            keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
             raise UsageError(
                 "corpus.no_field",
-                f'{path}, line {number}: no text under "{table.field}"',
-                hint="a recipe names the key that holds the text: corpus.field",
+                f'{path}, line {number}: no text under "{table.field}" (it has: {keys[:80]})',
+                hint="name the key that holds the text: corpus.field in a recipe, or --field",
             )
-        yield document.encode() + _END_OF_DOCUMENT + b"\n"
+        data = document.encode()
+        marked += end in data
+        if data:
+            yield data + end
+    if marked:
+        log.warning("%s: %d documents hold %s, which ends a document", path, marked, end.decode())
 
 
 def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
@@ -312,12 +375,31 @@ def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusC
 def json_records(
     stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every line that is not blank.
+    """Yield the number and the content of every line that is not blank; of a file that holds one JSON array, of every
+    item.
 
     Raises:
         LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
             UTF-8; it is an error or becomes U+FFFD, as `errors` says.
     """
+    if path.name.lower().removesuffix(".gz").endswith(".json"):
+        data = stream.read(_LONGEST_LINE + 1)
+        if len(data) > _LONGEST_LINE:
+            message = f"{path}: larger than {_LONGEST_LINE:,} bytes"
+            raise LmkitError("corpus.long_line", message, hint="write JSON lines, and name the file .jsonl")
+        text = valid_utf8(Chunk(0, 0, len(data), data), path, table.errors).decode().removeprefix("\ufeff")
+        whole = None
+        with suppress(ValueError, RecursionError):
+            whole = json.loads(text)
+        if whole is not None:
+            for number, record in enumerate(whole if isinstance(whole, list) else [whole], 1):
+                where = f"{path}, item {number}"
+                yield (
+                    number,
+                    _without_halves(record, where, table.errors) if _SURROGATE.search(text) else record,
+                )
+            return
+        stream = io.BytesIO(data)  # JSON lines
     read = number = 0
     while line := stream.readline(_LONGEST_LINE + 1):
         number += 1

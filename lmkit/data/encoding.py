@@ -7,22 +7,26 @@ for any number of workers.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from lmkit.data.corpora import PathOrPaths, as_paths, plain_text_files
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, sidecar_path
+from lmkit.data.corpora import PathOrPaths, as_paths, holds_json, plain_text_files
+from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
-from lmkit.tokenizer.engine import Encoder, share_out
+from lmkit.tokenizer.engine import share_out
+from lmkit.tokenizer.marks import no_end_of_text
+from lmkit.tokenizer.pretokenize import SpecialTokens
 
-_END = END_OF_TEXT.encode()
+_log = logging.getLogger("lmkit")
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
 
 
@@ -33,6 +37,8 @@ def encode_corpus(
     *,
     workers: int = 0,
     errors: ErrorMode = "strict",
+    field: str = "text",
+    separator: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> TokenMeta:
@@ -41,95 +47,161 @@ def encode_corpus(
         >>> encode_corpus("stories.txt", "tokens.npy", tokenizer)        # doctest: +SKIP
         >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
 
-    Documents end with `<|endoftext|>`. A source without it at its end (trailing white space is ignored) gets one, so
-    that its last document does not run into the next source. A tokenizer without that token adds none. The prefix and
-    suffix of the tokenizer stand around every document, the end-of-text token after them. A source that
-    ends in `.jsonl` holds one document a line, under the key "text".
+    A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
+    each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
+    stand around every document, unless its text has them already. Nothing else is added: the other ids are those of
+    the text. A source that ends in `.jsonl`, `.ndjson` or `.json` holds documents under a key of JSON objects.
 
     Args:
         sources: one path or several.
         output: the token file; ends in `.npy`.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
+        field: the key of a JSON object that holds the text.
+        separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it.
         force: overwrite `output`.
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `output` exists
             ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
-            ("output.replaces_source").
+            ("output.replaces_source"); there are several documents, and the tokenizer has no end-of-text token
+            ("tokenizer.no_end_of_text").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output = Path(output)
     paths = as_paths(sources)
     _check_output(output, paths, force=force)
-    with plain_text_files(paths, output.parent, errors=errors, progress=progress) as texts:
-        files = TextFiles(texts, tokenizer.specials, errors)
-        return _encode(files, output, tokenizer, workers or usable_cpus(), progress)
+    end = tokenizer.marks.end
+    if end is None and (separator is not None or len(paths) > 1 or any(map(holds_json, paths))):
+        raise no_end_of_text(paths[0])
+    mark = separator or end
+    with plain_text_files(
+        paths, output.parent, errors=errors, field=field, mark=mark, progress=progress
+    ) as texts:
+        ends = {} if mark is None or end is None else {mark: tokenizer.special_ids[end]}
+        specials = SpecialTokens(tokenizer.special_ids | ends)
+        files = TextFiles(texts, specials, errors)
+        return _Encoding(files, specials, tokenizer, mark).write(output, workers or usable_cpus(), progress)
 
 
-def _encode(
-    files: TextFiles, output: Path, tokenizer: Tokenizer, workers: int, progress: Progress | None
-) -> TokenMeta:
-    end_of_text = tokenizer.end_of_text_id
-    num_documents = done_bytes = 0
-    begins = True  # whether the next token begins a document
-    digest = hashlib.sha256()
-    with TokenFileWriter(
-        output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
-    ) as writer:
+class _Encoded(NamedTuple):
+    """A chunk's ids, without prefixes and suffixes, the bytes of its text, and how often it has `END_OF_TEXT` as
+    ordinary text."""
 
-        def chunks() -> Iterator[Chunk]:
-            for source, size in enumerate(files.sizes):
-                tail = b""
-                for chunk in files.chunks(source):
-                    digest.update(chunk.data)
-                    tail = (tail + chunk.data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
-                    yield chunk
-                if end_of_text is not None and size and not tail.rstrip().endswith(_END):
-                    yield Chunk(source, size, 0, _END)
-                elif end_of_text is None and size and tokenizer.suffix:
-                    yield Chunk(source, size, 0, b"")  # the end of the only document
+    ids: np.ndarray
+    num_bytes: int
+    unknown_marks: int
 
-        def encode(encoder: Encoder) -> Callable[[Chunk], np.ndarray]:
-            return lambda chunk: encoder.encode(files.text_of(chunk), tokenizer.specials)
 
-        def write(chunk: Chunk, ids: np.ndarray) -> None:
-            nonlocal num_documents, done_bytes, begins
-            if tokenizer.prefix or tokenizer.suffix:
+class _Encoding:
+    """Text files on their way into a token file.
+
+    Args:
+        specials: the tokenizer's, and `mark`.
+        mark: ends a document; None: each file is one document.
+    """
+
+    def __init__(
+        self, files: TextFiles, specials: SpecialTokens, tokenizer: Tokenizer, mark: str | None
+    ) -> None:
+        self._files, self._specials, self._tokenizer = files, specials, tokenizer
+        self._mark = b"" if mark is None else mark.encode()
+        # Another spelling of the end-of-text token than the tokenizer's is no text either.
+        self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
+        self._unknown = b"" if END_OF_TEXT in specials.ids else END_OF_TEXT.encode()
+        self._digest = hashlib.sha256()
+
+    def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
+        tokenizer, files = self._tokenizer, self._files
+        num_bytes = done_bytes = unknown_marks = 0
+        begins = True  # whether the next token begins a document
+        with TokenFileWriter(
+            output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+        ) as writer:
+
+            def write(chunk: Chunk, encoded: _Encoded) -> None:
+                nonlocal num_bytes, done_bytes, unknown_marks, begins
                 begins = begins or chunk.offset == 0
-                writer.append(_framed(ids, tokenizer, begins))
-                if len(ids):
-                    begins = bool(ids[-1] == end_of_text)
-                elif end_of_text is None:
-                    writer.append(np.array(tokenizer.suffix, np.int32))
-            else:
-                writer.append(ids)
-            num_documents += int(np.count_nonzero(ids == end_of_text)) if end_of_text is not None else 0
-            done_bytes += chunk.num_bytes
-            if progress is not None:
-                progress("encode", done_bytes, files.num_bytes)
+                ids, documents, begins = _framed(encoded.ids, tokenizer, begins)
+                writer.append(ids, documents=documents)
+                num_bytes += encoded.num_bytes
+                unknown_marks += encoded.unknown_marks
+                done_bytes += chunk.num_bytes
+                if progress is not None:
+                    progress("encode", done_bytes, files.num_bytes)
 
-        share_out(chunks(), [encode(tokenizer.new_encoder()) for _ in range(workers)], write)
-        return writer.finish(
-            num_documents=num_documents if end_of_text is not None else len(files.paths),
-            num_bytes=files.num_bytes,
-            source_sha256=digest.hexdigest(),
-        )
+            share_out(self._chunks(), [self._encoder() for _ in range(workers)], write)
+            if tokenizer.marks.end is None and not begins:  # the end of the only document
+                writer.append(np.array(tokenizer.suffix, np.int32))
+            if unknown_marks:
+                _log.warning(
+                    "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
+                    'say so: corpus.separator = "%s", or --separator',
+                    *(files.paths[0], unknown_marks, END_OF_TEXT, END_OF_TEXT),
+                )
+            return writer.finish(num_bytes=num_bytes, source_sha256=self._digest.hexdigest())
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of all files, each file with a mark at its end and no white space behind it."""
+        for source, size in enumerate(self._files.sizes):
+            tail, last = b"", None
+            for chunk in self._files.chunks(source):
+                self._digest.update(chunk.data)
+                if last is not None:
+                    yield last
+                tail, last = (tail + chunk.data)[-_TAIL_BYTES:], chunk
+            if last is None:
+                continue
+            is_blank = not self._mark.strip()
+            ended = bool(self._mark) and (tail if is_blank else tail.rstrip()).endswith(self._mark)
+            yield last._replace(data=last.data.rstrip()) if ended and not is_blank else last
+            if self._mark and not ended:
+                yield Chunk(source, size, 0, self._mark)
+
+    def _encoder(self) -> Callable[[Chunk], _Encoded]:
+        encoder, tokenizer = self._tokenizer.new_encoder(), self._tokenizer
+
+        def encode(chunk: Chunk) -> _Encoded:
+            text = self._files.text_of(chunk)
+            ids = encoder.encode(text, self._specials)
+            no_text = tokenizer.bytes_of_specials(ids)
+            if self._longer:
+                no_text += self._longer * text.count(self._mark)
+            unknown_marks = text.count(self._unknown) if self._unknown else 0
+            return _Encoded(ids, len(text) - no_text, unknown_marks)
+
+        return encode
 
 
-def _framed(ids: np.ndarray, tokenizer: Tokenizer, begins: bool) -> np.ndarray:
-    """Put the prefix before the documents that begin in a chunk, and the suffix before each end-of-text token."""
-    ends = np.flatnonzero(ids == tokenizer.end_of_text_id)
+def _framed(ids: np.ndarray, tokenizer: Tokenizer, begins: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Put prefix and suffix around the documents of a chunk.
+
+    Args:
+        begins: whether the first id begins a document.
+
+    Returns:
+        ids, the indices at which documents begin, and whether the id after the last one begins a document.
+    """
+    if not len(ids):
+        return ids, np.empty(0, np.int64), begins
+    end = tokenizer.end_of_text_id
+    ends = np.empty(0, np.int64) if end is None else np.flatnonzero(ids == end)
     starts = np.concatenate(([0] if begins else [], ends + 1)).astype(np.int64)
+    begins = bool(len(ends)) and int(ends[-1]) == len(ids) - 1
     starts = starts[starts < len(ids)]
-    places = np.concatenate(
-        (np.repeat(starts, len(tokenizer.prefix)), np.repeat(ends, len(tokenizer.suffix)))
-    )
-    added = np.concatenate(
-        (np.tile(tokenizer.prefix, len(starts)), np.tile(tokenizer.suffix, len(ends)))
-    ).astype(np.int32)
-    return np.insert(ids, places, added)
+    prefix, suffix = tokenizer.prefix, tokenizer.suffix
+    if suffix[-1:] == (end,):  # the end-of-text token ends every document anyway
+        suffix = suffix[:-1]
+    if not (prefix or suffix):
+        return ids, starts, begins
+    bare = [at for at in starts.tolist() if tuple(ids[at : at + len(prefix)].tolist()) != prefix]
+    open_ = [at for at in ends.tolist() if tuple(ids[max(at - len(suffix), 0) : at].tolist()) != suffix]
+    places = np.concatenate((np.repeat(bare, len(prefix)), np.repeat(open_, len(suffix)))).astype(np.int64)
+    added = np.concatenate((np.tile(prefix, len(bare)), np.tile(suffix, len(open_)))).astype(np.int32)
+    # A document begins with its prefix: it moves by what is inserted before it.
+    moved = starts + np.searchsorted(np.sort(places), starts, side="left")
+    return np.insert(ids, places, added), moved, begins
 
 
 def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None:
@@ -141,4 +213,4 @@ def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None
             hint=f"name it {output.with_suffix('.npy')}",
         )
     refuse_existing(output, force=force)
-    refuse_replacing((output, sidecar_path(output)), sources)
+    refuse_replacing(parts_of(output), sources)

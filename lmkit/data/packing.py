@@ -1,14 +1,14 @@
 """Pack documents into rows without waste: an epoch has every token once as a target, and no padding.
 
-A document begins with the end-of-text token that ends the one before it, as an input; its own end-of-text token is
-its last target. So n tokens take n places. Documents are drawn without replacement, shuffled anew in every epoch,
-and epochs follow one another without a gap: row g of a run is places g T to (g + 1) T of an endless stream, with T
-the context length. Nothing is kept between steps.
+A document begins with the token before it in the file as an input, usually the end-of-text token of another one; its
+own end-of-text token is its last target. So n tokens take n places. Documents are drawn without replacement, shuffled
+anew in every epoch, and epochs follow one another without a gap: row g of a run is places g T to (g + 1) T of an
+endless stream, with T the context length. Nothing is kept between steps.
 
 A stream is made in blocks of `BLOCK` documents. The rows of a block are filled best fit: by one document or two that
 fit exactly, or else by the longest that fits. Where none fits, a document is cut, and what is left of it begins the
-next row. So a document without its beginning is always the first of its row: every other one begins with an
-end-of-text token, by which the model tells documents apart (`model.document_token`).
+next row. The first input of every document, and of every part of one, is given as its complement, by which the model
+tells documents apart (`model.separate_documents`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from lmkit.data.batches import Batch, Sampler, inputs_of, marked, targets_of
+from lmkit.data.batches import Batch, Sampler, marked, targets_of
 
 BLOCK = 2048
 """Documents that are packed together: enough to find exact fits, few enough to be packed in between steps."""
@@ -40,15 +41,13 @@ class PackedBatches(Sampler):
     """Batches of packed documents.
 
     Args:
-        tokens: as of `TokenBatches`.
+        tokens: as of `TokenBatches`. The last one also stands before the first document.
         document_starts: positions at which documents begin, 0 first; the last document ends with the file.
-        end_of_text: the id that stands before the first document.
         mask: of a `TokenFile`: targets that do not count are -1.
     """
 
     tokens: np.ndarray = field(kw_only=False)
     document_starts: np.ndarray
-    end_of_text: int
     mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -75,14 +74,16 @@ class PackedBatches(Sampler):
         shape = (self.accumulation, count // self.accumulation, self.context_length)
         parts = [self._read(piece) for row in range(first, first + count) for piece in self.pieces(row)]
         inputs, targets = (np.concatenate(side).reshape(shape) for side in zip(*parts, strict=True))
-        return inputs_of(inputs), targets_of(targets)
+        return torch.from_numpy(inputs), targets_of(targets)
 
     def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs and targets of a piece, as of `marked`."""
+        """Return the inputs of a piece, the first as its complement, and its targets as of `marked`."""
         tokens = marked(self.tokens, self.mask, max(piece.start - 1, 0), piece.end)
         if piece.start == 0:
-            tokens = np.insert(tokens, 0, self.end_of_text)
-        return tokens[:-1], tokens[1:]
+            tokens = np.insert(tokens, 0, int(self.tokens[-1]))
+        inputs = np.maximum(tokens[:-1], ~tokens[:-1])
+        inputs[0] = ~inputs[0]
+        return inputs, tokens[1:]
 
     def pieces(self, row: int) -> list[Piece]:
         """Return the documents, and parts of them, of a row of the stream."""

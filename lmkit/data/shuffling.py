@@ -10,16 +10,16 @@ that sees a small text three times overfits sooner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from lmkit.data.batches import Batch, Sampler, check_length, marked
+from lmkit.data.batches import Batch, FileSampler
 
 
 @dataclass(kw_only=True, eq=False)
-class ShuffledBatches(Sampler):
+class ShuffledBatches(FileSampler):
     """Batches of shuffled windows.
 
         >>> batches = ShuffledBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
@@ -27,22 +27,14 @@ class ShuffledBatches(Sampler):
         >>> set(np.diff(starts).tolist())
         {8}
 
-    Args:
-        tokens, mask: as of `TokenBatches`.
+    Arguments and errors are those of `FileSampler`.
 
     Attributes:
         per_epoch: windows of an epoch.
-
-    Raises:
-        UsageError: as of `TokenBatches`.
     """
-
-    tokens: np.ndarray = field(kw_only=False)
-    mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_length(self.tokens, self.context_length)
         # As many windows as fit after each of the first T tokens; the windows of an epoch may thus end anywhere.
         self.per_epoch = max(1, len(self.tokens) // self.context_length - 1)
         self._order = lru_cache(maxsize=2)(self._drawn)  # of one object, not of the class: orders are large
@@ -51,9 +43,7 @@ class ShuffledBatches(Sampler):
         """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
         count = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * count
-        starts = map(self.start, range(first, first + count))
-        ends = self.context_length + 1
-        return self._sliced(np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts]))
+        return self._cut([self.start(row) for row in range(first, first + count)])
 
     def start(self, row: int) -> int:
         """Return the position of the first token of a row of the stream."""

@@ -392,15 +392,16 @@ def write_stories(
     *,
     size_mb: float,
     seed: int,
+    end: str = END_OF_TEXT,
     force: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Write stories until the file holds at least `size_mb` * 10^6 bytes, each ending with `<|endoftext|>`.
+    """Write stories until the file holds at least `size_mb` * 10^6 bytes, each followed by `end`.
 
         >>> write_stories("stories.txt", size_mb=20, seed=0)  # doctest: +SKIP
 
     The last story is whole. A longer corpus of the same seed begins with the shorter one. Memory does not depend on
-    the size. The file is ASCII and appears when it is complete.
+    the size. The stories are ASCII; the file appears when it is complete.
 
     Args:
         force: replace a file that exists.
@@ -416,9 +417,9 @@ def write_stories(
     refuse_too_large(Path(path), size_mb * 1e6)
     wanted = int(size_mb * 1_000_000)
     written = reported = 0
-    with atomic_path(path) as partial, open(partial, "w", encoding="ascii", newline="") as file:
+    with atomic_path(path) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
         for story in generate_stories(seed):
-            written += file.write(story) + file.write(END_OF_TEXT + "\n")
+            written += file.write(story) + file.write(end)
             if progress is not None and (written >= reported + _PROGRESS_EVERY or written >= wanted):
                 progress("stories", min(written, wanted), wanted)
                 reported = written

@@ -1,7 +1,8 @@
 """Read and write token files: a flat array of token ids in a `.npy` file, described by a `.json` file.
 
-The array is memory-mapped, so that a corpus larger than RAM can be sampled. The `.npy` file gets its name last: a
-token file never lies under its final name without its description, or half written.
+A `.documents` file beside it holds the position at which each document begins, as little-endian uint64. The arrays
+are memory-mapped, so that a corpus larger than RAM can be sampled. The `.npy` file gets its name last: a token file
+never lies under its final name without its description, or half written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,8 @@ from lmkit.storage import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, refuse_irregular
 from lmkit.storage.json_files import read_object
 
-FORMAT = 1
+FORMAT = 2
+"""1 has no `.documents`, and its `num_bytes` counts the letters of special tokens."""
 _MAX_SIDECAR_BYTES = 1 << 16
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -48,7 +50,7 @@ class TokenMeta:
     """The description of a token file, as its `.json` file holds it.
 
     Attributes:
-        num_bytes: size of the text.
+        num_bytes: size of the text; special tokens have none. In format 1 they count.
         source_sha256: SHA-256 of the text files, concatenated.
         counted_tokens, counted_bytes: tokens that count as targets, and their text; None: all of them.
     """
@@ -72,11 +74,14 @@ class TokenFile:
         tokens: a read-only memory map, one-dimensional, uint16 or uint32.
         mask: a memory map with a bit for each token, the highest bit of a byte first: whether it counts as a target.
             None: all count.
+        documents: a read-only memory map of the positions at which documents begin, uint64, ascending. None: not
+            known, in a file of format 1 or without its `.documents`.
     """
 
     tokens: np.ndarray
     meta: TokenMeta
     mask: np.ndarray | None = None
+    documents: np.ndarray | None = None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -94,12 +99,22 @@ def mask_path(path: Path) -> Path:
     return path.with_suffix(".mask")
 
 
+def documents_path(path: Path) -> Path:
+    """Return the path of the positions of documents: tokens.npy -> tokens.documents."""
+    return path.with_suffix(".documents")
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """Return all files of which a token file may consist, `path` first."""
+    return path, sidecar_path(path), documents_path(path), mask_path(path)
+
+
 class TokenFileWriter:
     """Write a token file piece by piece.
 
         >>> with TokenFileWriter(path, vocab_size=300, tokenizer_sha256=digest) as writer:  # doctest: +SKIP
-        ...     writer.append(ids)
-        ...     writer.finish(num_documents=1, num_bytes=5, source_sha256=digest_of_text)
+        ...     writer.append(ids, documents=[0])
+        ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
 
     If the `with` block fails or ends without `finish`, no file is left.
 
@@ -119,7 +134,7 @@ class TokenFileWriter:
         self._vocab_size = vocab_size
         self._tokenizer_sha256 = tokenizer_sha256
         self._dtype = token_dtype(vocab_size)
-        self._num_tokens = 0
+        self._num_tokens = self._num_documents = 0
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
         self._masked = masked
@@ -143,15 +158,24 @@ class TokenFileWriter:
             if self._masked:
                 partial = stack.enter_context(atomic_path(mask_path(self._path)))
                 self._mask_file = stack.enter_context(open(partial, "wb"))
+            partial = stack.enter_context(atomic_path(documents_path(self._path)))
+            self._documents_file = stack.enter_context(open(partial, "wb"))
             self._write_header()
             yield self
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
-            self._path.unlink(missing_ok=True)  # old ids must not meet the new description
+            for old in (self._path, documents_path(self._path)):  # must not meet the new description
+                old.unlink(missing_ok=True)
             write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
 
-    def append(self, ids: np.ndarray, *, counts: bool = True) -> None:
-        """Add ids at the end; `counts`: whether they count as targets.
+    def append(
+        self, ids: np.ndarray, *, counts: bool = True, documents: Sequence[int] | np.ndarray = ()
+    ) -> None:
+        """Add ids at the end.
+
+        Args:
+            counts: whether they count as targets.
+            documents: indices of `ids` at which documents begin, ascending.
 
         Raises:
             ValueError: an id is negative or beyond the vocabulary.
@@ -159,6 +183,8 @@ class TokenFileWriter:
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
             raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)
+        self._documents_file.write((np.asarray(documents, "<u8") + np.uint64(self._num_tokens)).data)
+        self._num_documents += len(documents)
         self._num_tokens += len(ids)
         self._begin_write_back()
         if self._masked:
@@ -167,10 +193,9 @@ class TokenFileWriter:
             if len(self._counts) == _COUNTS_AT_ONCE:
                 self._write_mask()
 
-    def finish(
-        self, *, num_documents: int, num_bytes: int, source_sha256: str, counted_bytes: int | None = None
-    ) -> TokenMeta:
+    def finish(self, *, num_bytes: int, source_sha256: str, counted_bytes: int | None = None) -> TokenMeta:
         """Complete the file; it appears when the `with` block ends."""
+        self._documents_file.flush()
         if self._masked:
             self._write_mask(is_last=True)
         header_end = self._write_header()
@@ -179,7 +204,7 @@ class TokenFileWriter:
             tokenizer_sha256=self._tokenizer_sha256,
             vocab_size=self._vocab_size,
             num_tokens=self._num_tokens,
-            num_documents=num_documents,
+            num_documents=self._num_documents,
             num_bytes=num_bytes,
             source_sha256=source_sha256,
             format=FORMAT,
@@ -266,10 +291,11 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
+    documents = None if meta.format == 1 else _map_documents(path, meta)
     _check_ids(path, tokens, meta.vocab_size)
     if mask is not None:
         _check_mask(path, mask, meta)
-    return TokenFile(tokens, meta, mask)
+    return TokenFile(tokens, meta, mask, documents)
 
 
 def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitError:
@@ -303,7 +329,7 @@ def _read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     sidecar = sidecar_path(path)
     content = _read_object(path)
-    if content.get("format", FORMAT) != FORMAT:
+    if content.get("format", FORMAT) not in range(1, FORMAT + 1):
         raise LmkitError(
             "tokens.newer_format",
             f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
@@ -359,6 +385,23 @@ def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:
     if size != -(-meta.num_tokens // 8):
         raise _damaged(path, f"{mask}: {size} bytes for {meta.num_tokens} tokens")
     return np.memmap(mask, np.uint8, "r")
+
+
+def _map_documents(path: Path, meta: TokenMeta) -> np.ndarray | None:
+    beside = documents_path(path)
+    if not beside.is_file():  # few read it, and they ask for it
+        return None
+    size = beside.stat().st_size
+    if size != 8 * meta.num_documents:
+        raise _damaged(path, f"{beside}: {size} bytes for {meta.num_documents} documents")
+    if not size:
+        return np.empty(0, "<u8")
+    starts = np.memmap(beside, "<u8", "r")
+    if int(starts[-1]) >= meta.num_tokens or not bool((starts[1:] > starts[:-1]).all()):
+        raise _damaged(
+            path, f"{beside}: not the ascending positions of documents in {meta.num_tokens} tokens"
+        )
+    return starts
 
 
 def _check_mask(path: Path, mask: np.ndarray, meta: TokenMeta) -> None:

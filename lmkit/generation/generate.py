@@ -388,15 +388,16 @@ class PromptIds(Sequence[list[int]]):
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
         if not prompt:
-            if self._tokenizer.end_of_text_id is None:
+            if self._tokenizer.start_id is None:
                 raise UsageError(
                     "generate.empty_prompt",
-                    "generate.prompts: an empty prompt starts from end-of-text, which this tokenizer does not have",
+                    "generate.prompts: an empty prompt needs a token that begins or ends a text, and there is none",
                     hint="give a prompt",
                 )
-            return [self._tokenizer.end_of_text_id]
-        text = self._tokenizer.encode(prompt, allowed_special=self._allowed, add_special_tokens=False)
-        ids = [*self._tokenizer.prefix, *text]  # no suffix: the text goes on
+            return [*self._tokenizer.prefix] or [self._tokenizer.start_id]
+        ids = self._tokenizer.encode(prompt, allowed_special=self._allowed, add_special_tokens=False)
+        prefix = [*self._tokenizer.prefix]  # no suffix: the text goes on
+        ids = ids if ids[: len(prefix)] == prefix else prefix + ids
         if len(ids) > self._room:
             log.warning(
                 "the prompt has %d tokens: only the last %d fit into the context", len(ids), self._room

@@ -338,13 +338,16 @@ class TransformerLM(nn.Module):
     def hidden_states(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
+        With `separate_documents`, a document begins at an id that is given as its complement, ~id.
+
         Raises:
             ValueError: the sequence is longer than the context.
         """
         operations = self.operations
+        ids, first = self._first(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            given = self._given(self.rope(ids.shape[1]), ids, x, self._first(ids))
+            given = self._given(self.rope(ids.shape[1]), ids, x, first)
             x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
@@ -353,17 +356,20 @@ class TransformerLM(nn.Module):
         _, normed = self.ln_final(x, delta, operations)
         return normed
 
-    def _first(self, ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the first token that each of `ids` (batch, seq) sees, as `Given` holds it.
+    def _first(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """Return the ids without the marks of documents, and the first token that each of them sees, as `Given` holds
+        it: (batch, seq).
 
         RoPE needs nothing: attention depends on the distance of two positions only, and those of a document are as
         far apart as if it stood alone.
         """
-        config = self.config
-        documents = first_in_document(ids, config.document_token)
-        return documents, latest(
-            documents, first_in_window(config.attention_window, ids.shape[1], ids.device)
-        )
+        documents = None
+        if self.config.separate_documents:
+            begins = ids < 0
+            documents = first_in_document(begins)
+            ids = torch.where(begins, ~ids, ids)
+        window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
+        return ids, (documents, latest(documents, window))
 
     def _given(
         self,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lmkit.recipe.values import AttentionName, Count, Only, OperationsName, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.values import AttentionName, Only, OperationsName, PositiveFloat, PositiveInt, Table
 from lmkit.registry import ATTENTION
 
 OWN = "own"
@@ -82,9 +82,9 @@ class ModelConfig(Table):
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"
     """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
-    document_token: Count | None = None
-    """A token sees nothing before the last document token; generation reads whole prompts nevertheless.
-    `data.sampling = "packed"` sets it to the end-of-text token, which ends every document."""
+    separate_documents: bool = False
+    """In training and evaluation a token sees its own document only; generation reads whole prompts nevertheless.
+    `data.sampling = "packed"` sets it."""
     zero_init: bool = False
     """Start the matrices that write to the residual stream from zeros: each block begins as the identity."""
     norm_eps: Annotated[PositiveFloat, Field(lt=1)] = 1e-5
@@ -103,6 +103,15 @@ class ModelConfig(Table):
     """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
     compile: Literal["none", "block", "whole"] = "none"
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _today_s_name(cls, data: Any) -> Any:
+        """Read checkpoints of older versions, which told documents apart by the id of a token."""
+        if isinstance(data, dict) and "document_token" in data:
+            data = {**data, "separate_documents": data["document_token"] is not None}
+            del data["document_token"]
+        return data
 
     @model_validator(mode="after")
     def _one_dial(self) -> ModelConfig:
@@ -132,8 +141,8 @@ class ModelConfig(Table):
 
     @model_validator(mode="after")
     def _kernel_takes_windows(self) -> ModelConfig:
-        for key in ("attention_window", "document_token"):
-            if getattr(self, key) is not None and not ATTENTION.facts(self.attention).windows:
+        for key in ("attention_window", "separate_documents"):
+            if getattr(self, key) not in (None, False) and not ATTENTION.facts(self.attention).windows:
                 raise ValueError(
                     f'{key}: attention = "{self.attention}" takes none; use {kernels_with_first()}'
                 )

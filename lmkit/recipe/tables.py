@@ -79,18 +79,22 @@ class CorpusConfig(Table):
     seed: Annotated[Int64, Only("corpus.source", among=("synth",))] = 0
     """Seed of the generator."""
     train: tuple[Path, ...] = ()
-    """Text files, or JSON lines files that end in `.jsonl`; compressed (`.gz`) or a pipe, too (`files`, `chat`)."""
+    """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`) or a pipe,
+    too (`files`, `chat`)."""
     valid: tuple[Path, ...] = ()
-    """Held-out files (`files`, `chat`); if empty, the last `valid_fraction` of the documents is held out."""
+    """Held-out files (`files`, `chat`); if empty, about `valid_fraction` of the text, its last documents."""
     valid_fraction: Annotated[
         float,
         Field(gt=0, lt=1),
         Only("corpus.source", among=("synth", "files", "chat")),
         Only("corpus.valid", among=((),)),
     ] = 0.05
-    """The part of the documents that is held out."""
+    """The part of the text that is held out."""
     field: Annotated[str, Only("corpus.source", among=("files",))] = "text"
-    """The key of a JSON line that holds the text."""
+    """The key of a JSON object that holds the text."""
+    separator: Annotated[str | None, Field(min_length=1), Only("corpus.source", but=("chat",))] = None
+    """What ends a document in text files; default: the tokenizer's end-of-text token, as its file writes it, or
+    `<|endoftext|>` in downloads."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: stop and name the byte offset, or replace it by U+FFFD."""
 
@@ -113,21 +117,26 @@ class TokenizerConfig(Table):
     vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)] = 10_000
     """256 bytes + merges + special tokens."""
     special_tokens: Annotated[tuple[str, ...], TRAINED] = (END_OF_TEXT,)
-    """Never split, never merged across; `<|endoftext|>` ends every document."""
+    """Never split, never merged across."""
     max_token_bytes: Annotated[PositiveInt, TRAINED] = MAX_TOKEN_BYTES
     """No merge makes a longer token: one endless word would otherwise become tokens as long as the corpus."""
     workers: Annotated[Workers, TRAINED] = 0
     """Threads for training; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None
     """Use this tokenizer.json instead of training one."""
+    end_of_text: str | None = None
+    """The special token that ends every document; default: what the files beside `path` say, else a conventional name
+    such as `<|endoftext|>` or `</s>`."""
     chat_template: Literal["plain", "chatml", "llama3"] | None = None
     """What stands around the messages of `corpus.source = "chat"`; default: the chat_template.json beside `path`, or
-    `plain`, which needs no special token but `<|endoftext|>`."""
+    `plain`, which needs no special token but that at the end of a text."""
 
     @model_validator(mode="after")
     def _room_for_bytes_and_specials(self) -> TokenizerConfig:
         if len(set(self.special_tokens)) != len(self.special_tokens) or "" in self.special_tokens:
             raise ValueError("special_tokens must be distinct and not empty")
+        if self.path is None and self.end_of_text not in (None, *self.special_tokens):
+            raise ValueError(f"end_of_text {self.end_of_text!r} is not in special_tokens")
         minimum = NUM_BYTES + len(self.special_tokens)
         if self.vocab_size < minimum:
             raise ValueError(

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ class ChatTemplate:
             raise UsageError(
                 "chat.no_end",
                 f"{path}: has no special token {json.dumps(self.end)}, with which the chat template ends a message",
-                hint='choose another: tokenizer.chat_template = "plain" needs <|endoftext|> only',
+                hint='choose another: tokenizer.chat_template = "plain" needs an end-of-text token only',
             )
         for role in ROLES:
             *_, (last, _) = tokenizer.specials.split(self.head(role).encode())
@@ -201,12 +201,19 @@ def beside(tokenizer: Path | None) -> ChatTemplate | None:
     return None if path is None or not path.is_file() else read_template(path)
 
 
-def template_for(table: TokenizerConfig, *, source: str) -> ChatTemplate | None:
+def template_for(table: TokenizerConfig, tokenizer: Tokenizer, *, source: str) -> ChatTemplate | None:
     """Return the template that a recipe names, else the one beside its tokenizer, else `plain` if the corpus is
     conversations; None for other corpora."""
     if table.chat_template is not None:
-        return TEMPLATES[table.chat_template]
-    return beside(table.path) or (TEMPLATES["plain"] if source == "chat" else None)
+        return named_template(table.chat_template, tokenizer)
+    return beside(table.path) or (named_template("plain", tokenizer) if source == "chat" else None)
+
+
+def named_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return one of `TEMPLATES`. In `plain`, the end-of-text token of the tokenizer ends a message."""
+    template = TEMPLATES[name]
+    end = tokenizer.marks.end
+    return replace(template, after=end) if name == "plain" and end is not None else template
 
 
 def read_template(path: Path) -> ChatTemplate:

@@ -62,6 +62,15 @@ def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
     return Marks(begin, end, tuple(dict.fromkeys((*first, *said.stops))))
 
 
+def no_end_of_text(where: object) -> UsageError:
+    """Return the error for a tokenizer without a token that ends a document."""
+    return UsageError(
+        "tokenizer.no_end_of_text",
+        f"{where}: holds documents, and the tokenizer has no token that ends one",
+        hint="name one of its special tokens: tokenizer.end_of_text in a recipe, or --end-of-text",
+    )
+
+
 def read_marks(path: Path) -> Marks:
     """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
 

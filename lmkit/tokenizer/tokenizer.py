@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lmkit.errors import UsageError
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
@@ -263,6 +265,21 @@ class Tokenizer:
             return self.vocab[operator.index(token_id)]
         except (KeyError, TypeError):
             raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
+
+    def bytes_of_specials(self, ids: np.ndarray) -> int:
+        """Return how many bytes the special tokens among `ids` (n,) are written with: they are no text."""
+        sizes = self._special_sizes
+        if not self.special_ids or not len(ids) or int(ids.max()) < sizes[0]:
+            return 0
+        return int(sizes[1][ids].sum())
+
+    @functools.cached_property
+    def _special_sizes(self) -> tuple[int, np.ndarray]:
+        """The lowest special id, and id -> bytes of the special token, 0 for ordinary ones."""
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for text, token_id in self.special_ids.items():
+            sizes[token_id] = len(text.encode())
+        return min(self.special_ids.values(), default=0), sizes
 
     # ---- files
 

@@ -31,6 +31,8 @@ def train_tokenizer(
     *,
     vocab_size: int,
     special_tokens: str | Sequence[str] | None = (END_OF_TEXT,),
+    end_of_text: str | None = None,
+    separator: str | None = None,
     max_token_bytes: int = MAX_TOKEN_BYTES,
     workers: int = 0,
     errors: ErrorMode = "strict",
@@ -47,6 +49,8 @@ def train_tokenizer(
         vocab_size: 256 bytes + merges + special tokens. The result is smaller, with a warning, if the corpus has too
             few pairs to merge.
         special_tokens: None means no special tokens.
+        end_of_text: the special token that ends a text; None: that with a conventional name, see `Tokenizer.marks`.
+        separator: ends a document in the files, and is no text, either; None: only special tokens do.
         max_token_bytes: no merge makes a longer token.
         workers: threads that count words; 0 means one per usable CPU.
         errors: text that is not UTF-8 stops the training ("strict") or is read as U+FFFD ("replace").
@@ -74,7 +78,7 @@ def train_tokenizer(
             f"{len(special_tokens)})",
             hint=f"use at least {least}" if vocab_size < least else f"use at most {MAX_VOCABULARY}",
         )
-    specials = SpecialTokens(dict.fromkeys(special_tokens, 0))
+    specials = SpecialTokens(dict.fromkeys((*special_tokens, *filter(None, [separator])), 0))
     words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
@@ -95,7 +99,8 @@ def train_tokenizer(
             reached,
             vocab_size,
         )
-    return Tokenizer.from_merges(merges, special_tokens)
+    tokenizer = Tokenizer.from_merges(merges, special_tokens)
+    return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
 
 def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from lmkit.errors import UsageError
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.vocabulary import END_OF_TEXT
+from lmkit.tokenizer.marks import NO_MARKS, resolve_marks
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 
@@ -25,6 +27,31 @@ def vocabulary_of(recipe: Recipe) -> int | None:
     if table.path is not None and table.path.is_file():
         return Tokenizer.load(table.path).vocab_size
     return table.vocab_size
+
+
+def end_of_text_of(recipe: Recipe) -> str | None:
+    """Return the token that ends a document in the tokenizer of a recipe; None if it has none.
+
+    Raises:
+        UsageError, LmkitError: as `tokenizer_at`.
+    """
+    table = recipe.tokenizer
+    if table is not None and table.end_of_text is not None:
+        return table.end_of_text
+    if table is None or table.path is None:
+        special_tokens = (END_OF_TEXT,) if table is None else table.special_tokens
+        return resolve_marks(NO_MARKS, dict.fromkeys(special_tokens, 0)).end
+    return Tokenizer.load(table.path).marks.end
+
+
+def tokenizer_at(path: Path, end_of_text: str | None) -> Tokenizer:
+    """Return the tokenizer of a file, with another special token that ends a text if that is given.
+
+    Raises:
+        UsageError, LmkitError: as `Tokenizer.load` and `Tokenizer.with_end_of_text`.
+    """
+    tokenizer = Tokenizer.load(path)
+    return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
 
 def awaited_tokenizer(recipe: Recipe) -> Path | None:

@@ -13,7 +13,7 @@ from lmkit.data.corpora import json_records, opened
 from lmkit.errors import UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.judging import first_id, open_trained, refuse_pipe_of_ranks
+from lmkit.training.judging import first_id, open_trained, refuse_not_finite, refuse_pipe_of_ranks
 from lmkit.training.likelihood import Scored, log_likelihoods
 
 _HINT = 'each line is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; or "answer": "4"'
@@ -100,7 +100,9 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
                 raise UsageError("evaluate.long_choice", message, hint=hint)
             texts.append(Scored(scored.ids[-trained.config.context_length - 1 :], scored.num_scored))
     with trained.loaded(device) as (model, ranks):
-        sums = iter(log_likelihoods(model, texts, ranks, precision=trained.precision))
+        found_sums = log_likelihoods(model, texts, ranks, precision=trained.precision)
+    refuse_not_finite(found_sums, trained.path, file)
+    sums = iter(found_sums)
     answers = []
     for question in questions:
         found = [next(sums) for _ in question.choices]

@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lmkit.data.batches import evaluation_windows
+from lmkit.data.batches import document_starts, evaluation_windows
 from lmkit.data.token_files import TokenFile
 from lmkit.measure.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.precision import autocast
 
 
@@ -30,6 +32,7 @@ class HeldOut:
         context_length: longest window.
         rows: windows per batch.
         mask: of a `TokenFile`: the tokens that count; None: all.
+        borders: positions at which documents begin that do not see one another; None: they do.
     """
 
     tokens: np.ndarray
@@ -37,16 +40,25 @@ class HeldOut:
     context_length: int
     rows: int
     mask: np.ndarray | None = None
+    borders: np.ndarray | None = None
 
 
-def held_out_of(file: TokenFile, *, context_length: int, rows: int) -> HeldOut:
-    """Return a token file as held-out data."""
+def held_out_of(
+    file: TokenFile, model: ModelConfig, *, context_length: int, rows: int, tokenizer: Path | None
+) -> HeldOut:
+    """Return a token file as held-out data of a model.
+
+    Args:
+        tokenizer: as of `document_starts`, which is asked for a model with `separate_documents`.
+    """
     meta = file.meta
     num_bytes, num_tokens = meta.num_bytes, meta.num_tokens
     if meta.counted_tokens is not None:
         num_bytes, num_tokens = meta.counted_bytes or 0, meta.counted_tokens
-    bytes_per_token = num_bytes / num_tokens if num_bytes else None
-    return HeldOut(file.tokens, bytes_per_token, context_length, rows, file.mask)
+    # Format 1 counted the letters of special tokens as text.
+    bytes_per_token = num_bytes / num_tokens if num_bytes and meta.format > 1 else None
+    borders = document_starts(file, tokenizer) if model.separate_documents else None
+    return HeldOut(file.tokens, bytes_per_token, context_length, rows, file.mask, borders)
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,12 @@ def evaluate(
     """
     ranks = ranks or Ranks.current()
     windows = evaluation_windows(
-        held_out.tokens, held_out.context_length, held_out.rows, max_batches, mask=held_out.mask
+        held_out.tokens,
+        held_out.context_length,
+        held_out.rows,
+        max_batches,
+        mask=held_out.mask,
+        borders=held_out.borders,
     )
     nats, tokens = 0.0, 0
     was_training = model.training

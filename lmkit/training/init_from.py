@@ -17,7 +17,7 @@ FREE = (
     *("preset", "depth", "context_length", "attention", "operations", "compile"),
     *("activation_checkpointing", "activation_gb"),
     "zero_init",  # of weights that are loaded
-    "document_token",  # a single document is computed the same with and without it
+    "separate_documents",  # a single document is computed the same with and without it
 )
 """Keys of [model] that may differ: weights of one model compute the same under all their values."""
 

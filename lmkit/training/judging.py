@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmkit.data.batches import check_length
+from lmkit.data.batches import check_length, document_starts
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import LmkitError, UsageError
@@ -37,7 +37,7 @@ from lmkit.training.run_data import refuse_changed_file
 # For a text named on the command line, where no option replaces invalid bytes or names another key.
 _HINTS_OF_TEXT = {
     "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
-    "corpus.no_field": 'every line must hold its text under "text"',
+    "corpus.no_field": "name the key that holds the text: --field",
     "tokens.too_short": "use a longer text",
 }
 _SHOWN = 40
@@ -147,32 +147,41 @@ def _rows(config: ModelConfig) -> int:
 
 
 def evaluate_run(
-    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
+    path: Path,
+    *,
+    tokens: Path | None = None,
+    text: Path | None = None,
+    field: str = "text",
+    device: str = "auto",
 ) -> EvaluateResult:
     """Evaluate a trained model in the precision it was trained in, on consecutive windows of its context's length.
 
     Args:
         path: a run folder, whose newest good checkpoint counts; a checkpoint folder; or a Hugging Face folder.
         tokens: a token file; None: the run's own held-out file.
-        text: a text file instead, which the model's tokenizer encodes.
+        text: a text file instead, or JSON objects, which the model's tokenizer encodes.
+        field: the key of a JSON object that holds the text.
 
     Raises:
         UsageError: there is no model or no token file, or the file was made with another tokenizer.
         LmkitError: something is damaged.
     """
     trained = open_trained(path)
-    with _opened_text(trained, tokens, text) as (file, name), trained.loaded(device) as (model, ranks):
+    with _opened_text(trained, tokens, text, field) as (file, name), trained.loaded(device) as (model, ranks):
         check_length(file.tokens, 1)
         length = min(trained.config.context_length, len(file.tokens) - 1)
-        held_out = held_out_of(file, context_length=length, rows=trained.rows)
+        held_out = held_out_of(
+            file, trained.config, context_length=length, rows=trained.rows, tokenizer=trained.tokenizer
+        )
         evaluation = evaluate(model, held_out, ranks, precision=trained.precision)
     assert evaluation is not None
+    refuse_not_finite([evaluation.loss], trained.path, name)
     return EvaluateResult(str(trained.path), trained.step, name, **asdict(evaluation))
 
 
 @contextmanager
 def _opened_text(
-    trained: TrainedModel, tokens: Path | None, text: Path | None
+    trained: TrainedModel, tokens: Path | None, text: Path | None, field: str
 ) -> Iterator[tuple[TokenFile, str]]:
     """Yield the token file to judge on, and the name of what the user named."""
     if text is None:
@@ -197,7 +206,7 @@ def _opened_text(
     with tempfile.TemporaryDirectory() as made:
         encoded = Path(made, "text.npy")
         try:
-            encode_corpus(text, encoded, trained.open_tokenizer())
+            encode_corpus(text, encoded, trained.open_tokenizer(), field=field)
             yield open_tokens(encoded), str(text)
         except LmkitError as error:
             message = error.message.replace(str(encoded), str(text))
@@ -212,6 +221,21 @@ def refuse_pipe_of_ranks(path: Path, option: str) -> None:
             "evaluate.pipe_of_ranks",
             f"{option} {path}: a pipe, of which each rank would read a part",
             hint="evaluate on one rank, or write the text to a file first",
+        )
+
+
+def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
+    """Refuse log-likelihoods or losses that are no numbers, before anything is concluded from them.
+
+    Raises:
+        LmkitError: names the model and the text ("evaluate.not_finite").
+    """
+    wrong = [value for value in nats if not math.isfinite(value)]
+    if wrong:
+        raise LmkitError(
+            "evaluate.not_finite",
+            f"{model}: {len(wrong)} of {len(nats)} losses on {text} are not finite ({wrong[0]})",
+            hint="its weights are not finite, or no token of the text counts",
         )
 
 
@@ -264,34 +288,41 @@ class DocumentsResult:
 
 
 def evaluate_documents(
-    path: Path, *, tokens: Path | None = None, text: Path | None = None, device: str = "auto"
+    path: Path,
+    *,
+    tokens: Path | None = None,
+    text: Path | None = None,
+    field: str = "text",
+    device: str = "auto",
 ) -> DocumentsResult:
     """Evaluate a trained model on each document by itself; arguments and errors are those of `evaluate_run`.
 
-    A document is what stands between two end-of-text tokens. It is read from its beginning, as the first after
-    end-of-text, in windows (`windows_of`); its own end-of-text is not scored.
+    A document is read from its beginning, behind `Tokenizer.start_id`, in windows (`windows_of`); its own end-of-text
+    token is not scored.
     """
     trained = open_trained(path)
-    with _opened_text(trained, tokens, text) as (file, name):
+    with _opened_text(trained, tokens, text, field) as (file, name):
         if file.mask is not None:
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.open_tokenizer()
         start = first_id(tokenizer, trained.path)
-        documents = list(_documents(file.tokens, tokenizer))
-        windows = [list(windows_of(start, ids, trained.config.context_length)) for ids, _ in documents]
+        documents = list(_documents(file, tokenizer, trained.tokenizer))
+        windows = [list(windows_of(start, ids, trained.config.context_length)) for ids, _, _ in documents]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
-            nats = iter(log_likelihoods(model, flat, ranks, precision=trained.precision))
+            found = log_likelihoods(model, flat, ranks, precision=trained.precision)
+        refuse_not_finite(found, trained.path, name)
+        nats = iter(found)
         losses = [-math.fsum(next(nats) for _ in some) for some in windows]
     if not documents:
         raise UsageError("text.empty", f"{name}: holds no document", hint="name a text with words in it")
     scores = []
-    for number, ((ids, data), loss) in enumerate(zip(documents, losses, strict=True), 1):
+    for number, ((ids, num_bytes, data), loss) in enumerate(zip(documents, losses, strict=True), 1):
         begins = " ".join(data[: 4 * _SHOWN].decode("utf-8", "replace").split())[:_SHOWN]
-        figures = _figures(loss, len(ids), len(data))
-        scores.append(DocumentScore(number, len(data), **figures, begins=begins))
-    num_bytes = sum(len(data) for _, data in documents)
+        figures = _figures(loss, len(ids), num_bytes)
+        scores.append(DocumentScore(number, num_bytes, **figures, begins=begins))
+    num_bytes = sum(size for _, size, _ in documents)
     together = _figures(math.fsum(losses), sum(score.tokens for score in scores), num_bytes)
     return DocumentsResult(str(trained.path), trained.step, name, tuple(scores), **together)
 
@@ -300,33 +331,34 @@ def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
     return asdict(summarise(nats / tokens, tokens, num_bytes / tokens))
 
 
-def _documents(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bytes]]:
-    """Yield the ids of each document, without prefix, suffix and end-of-text, and its bytes; no blank ones.
-
-    The newline after end-of-text, which separates documents in a corpus, belongs to no document.
-    """
-    mark, first = tokenizer.end_of_text_id, 0
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    ends = [] if mark is None else np.flatnonzero(tokens == mark).tolist()
-    for end in (*ends, len(tokens)):
-        ids = tokens[first:end]
-        before, after = len(tokenizer.prefix), len(tokenizer.suffix)
-        ids = ids[before : len(ids) - after].astype(np.int64)
-        if first > 0 and ids[:1].tolist() == newline:
-            ids = ids[1:]
+def _documents(
+    file: TokenFile, tokenizer: Tokenizer, path: Path | None
+) -> Iterator[tuple[np.ndarray, int, bytes]]:
+    """Yield the ids of each document, without prefix, suffix and end-of-text, the bytes of its text, and the letters
+    of all its tokens; no document without text."""
+    end, prefix, suffix = tokenizer.end_of_text_id, tokenizer.prefix, tokenizer.suffix
+    starts = document_starts(file, path).tolist()
+    for first, last in zip(starts, [*starts[1:], len(file.tokens)], strict=True):
+        ids = file.tokens[first:last].astype(np.int64)
+        if len(ids) and ids[-1] == end:
+            ids = ids[:-1]
+        if suffix and tuple(ids[-len(suffix) :].tolist()) == suffix:
+            ids = ids[: -len(suffix)]
+        if prefix and tuple(ids[: len(prefix)].tolist()) == prefix:
+            ids = ids[len(prefix) :]
         data = tokenizer.decode_bytes(ids.tolist())
-        if data.strip():
-            yield ids, data
-        first = end + 1
+        num_bytes = len(data) - tokenizer.bytes_of_specials(ids)
+        if num_bytes and data.strip():
+            yield ids, num_bytes, data
 
 
 def first_id(tokenizer: Tokenizer, path: Path) -> int:
-    """Return the id that stands before a text: the first of the tokenizer's prefix, else end-of-text."""
-    start: Sequence[int | None] = (*tokenizer.prefix, tokenizer.end_of_text_id)
-    if start[0] is None:
+    """Return `Tokenizer.start_id`, which stands before a text."""
+    start = tokenizer.start_id
+    if start is None:
         raise UsageError(
             "evaluate.no_start",
             f"{path}: its tokenizer has no token that begins a text",
             hint="evaluate without --by-document; of a choice, ask a question",
         )
-    return start[0]
+    return start

@@ -202,7 +202,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         if known
         else None,
         host_seconds=host,
-        documents=recipe.data.sampling == "packed" or config.document_token is not None,
+        documents=recipe.data.sampling == "packed" or config.separate_documents,
         on_host=updates.on_host,
     )
 

@@ -137,7 +137,6 @@ def miniature(made: Plan, recipe: Recipe) -> Recipe:
         num_kv_heads=2,
         d_model=heads * config.head_dim,
         d_ff=2 * heads * config.head_dim,
-        document_token=None if config.document_token is None else 0,
     )
     rows = made.ranks * min(made.rows, 2)
     share = count_parameters(small).total / made.parameters

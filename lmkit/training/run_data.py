@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length
+from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length, document_starts
 from lmkit.data.packing import PackedBatches
 from lmkit.data.shuffling import ShuffledBatches
-from lmkit.data.token_files import TokenFile, mask_path, open_tokens, sidecar_path
+from lmkit.data.token_files import TokenFile, open_tokens, parts_of
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
@@ -24,8 +22,6 @@ from lmkit.storage.atomic import noted_digest
 from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.state import DataIdentity
-
-_TOKENS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def open_data(recipe: Recipe) -> Data:
     train_path, valid_path = token_paths(recipe)
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
-    ours, tokenizer = train.meta.tokenizer_sha256, _tokenizer_path(recipe)
+    ours, tokenizer = train.meta.tokenizer_sha256, tokenizer_path(recipe)
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
         raise UsageError(
             "data.other_tokenizer",
@@ -77,7 +73,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe without its tables or its token files; reads none of these."""
     required(recipe.model, "model", recipe, command="train")
     table = required(recipe.train, "train", recipe, command="train")
-    tokenizer = _tokenizer_path(recipe)
+    tokenizer = tokenizer_path(recipe)
     if table.sample_interval and not tokenizer.exists():
         raise UsageError(
             "train.no_tokenizer",
@@ -130,7 +126,7 @@ def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
     made, noted = made_files(tokens.parent.parent)
-    for path in (tokens, sidecar_path(tokens), mask_path(tokens)):
+    for path in parts_of(tokens):
         if path not in made:
             continue
         is_there = path.is_file()
@@ -168,7 +164,8 @@ def token_paths(recipe: Recipe) -> tuple[Path, Path]:
     return recipe.data.train or token_file(folder, "train"), recipe.data.valid or token_file(folder, "valid")
 
 
-def _tokenizer_path(recipe: Recipe) -> Path:
+def tokenizer_path(recipe: Recipe) -> Path:
+    """Return the tokenizer that a recipe names, or that of the run folder; it need not exist."""
     given = recipe.tokenizer.path if recipe.tokenizer is not None else None
     return given or recipe.run.path / TOKENIZER
 
@@ -186,8 +183,8 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     recipe = _count_epochs(recipe, data)
     if data.train is None:
         return recipe
-    if recipe.data.sampling == "packed" and model.document_token is None:
-        recipe = recipe.changed(model={"document_token": _end_of_text(recipe)})
+    if recipe.data.sampling == "packed" and not model.separate_documents:
+        recipe = recipe.changed(model={"separate_documents": True})
     needed = data.train.meta.vocab_size
     if model.vocab_size is None:
         return recipe.changed(model={"vocab_size": needed})
@@ -232,46 +229,17 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
         assert model.vocab_size is not None
         return RandomTokens(model.vocab_size, **shared)
     shared["mask"] = data.train.mask
-    if recipe.data.sampling == "shuffled":
-        return ShuffledBatches(data.train.tokens, **shared)
+    tokens, sampling = data.train.tokens, recipe.data.sampling
     starts = None
-    if recipe.data.sampling == "packed":
-        assert model.document_token is not None
-        starts = _document_starts(data.train, model.document_token)
-        return PackedBatches(
-            data.train.tokens, **shared, document_starts=starts, end_of_text=model.document_token
-        )
-    if recipe.data.sampling == "documents":
-        starts = _document_starts(data.train, _end_of_text(recipe))
-    return TokenBatches(data.train.tokens, **shared, document_starts=starts)
-
-
-def _end_of_text(recipe: Recipe) -> int:
-    """Return the end-of-text token of the run's tokenizer."""
-    path = _tokenizer_path(recipe)
-    if not path.exists():
-        raise UsageError(
-            "data.no_document_end",
-            f'{path}: missing; data.sampling = "{recipe.data.sampling}" needs its end-of-text token',
-            hint='name it with --set tokenizer.path=..., or use sampling = "windows"',
-        )
-    tokenizer = Tokenizer.load(path)
-    if tokenizer.end_of_text_id is None:
-        raise UsageError(
-            "data.no_document_end",
-            f"{path}: has no end-of-text token, which ends a document",
-            hint='use data.sampling = "windows"',
-        )
-    return tokenizer.end_of_text_id
-
-
-def _document_starts(file: TokenFile, end_of_text: int) -> np.ndarray:
-    """Return position 0 and the positions after every end-of-text token."""
-    starts = [np.zeros(1, dtype=np.int64)]
-    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
-        block = file.tokens[first : first + _TOKENS_AT_ONCE]
-        starts.append(first + 1 + np.flatnonzero(block == end_of_text))
-    return np.concatenate(starts)
+    if sampling in ("documents", "packed") or model.separate_documents:
+        starts = document_starts(data.train, tokenizer_path(recipe))
+    if sampling == "packed":
+        assert starts is not None
+        return PackedBatches(tokens, **shared, document_starts=starts)
+    shared["borders"] = starts if model.separate_documents else None
+    if sampling == "shuffled":
+        return ShuffledBatches(tokens, **shared)
+    return TokenBatches(tokens, **shared, document_starts=starts if sampling == "documents" else None)
 
 
 def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:

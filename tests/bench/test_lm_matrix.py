@@ -162,7 +162,7 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
     path = tmp_path / "train.npy"
     with TokenFileWriter(path, vocab_size=300, tokenizer_sha256="a" * 64) as writer:
         writer.append(np.full(1000, 299))
-        writer.finish(num_documents=1, num_bytes=1000, source_sha256="b" * 64)
+        writer.finish(num_bytes=1000, source_sha256="b" * 64)
     result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(path), vocab_size=300, **SMALL)
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
     with raises(UsageError, "bench.small_vocabulary", "bench.lm_matrix.vocab_size", path, hint="300"):

@@ -150,7 +150,7 @@ def test_a_run_on_conversations_keeps_its_template_and_its_mask(talk, terminal):
         "after": "<|endoftext|>",
     }
     meta = json.loads((talk / "tokens/valid.json").read_text())
-    assert meta["counted_bytes"] == len("red fish<|endoftext|>") * meta["num_documents"]
+    assert meta["counted_bytes"] == len("red fish") * meta["num_documents"]
     found = json.loads(terminal("data", "inspect", talk / "tokens/valid.npy", "--json"))
     assert found["counted_tokens"] == meta["counted_tokens"]
     assert (talk / "stories.txt").read_text().startswith("user:\nfish?<|endoftext|>assistant:\n")

@@ -29,7 +29,7 @@ def test_fault_108_evaluate_reads_a_text(run, terminal):
     ("name", "text", "code", "word"),
     [
         ("bad.txt", b"one fish\xff two fish\n" * 50, "text.not_utf8", "UTF-8"),
-        ("bad.jsonl", b'{"story": "one fish"}\n', "corpus.no_field", '"text"'),
+        ("bad.jsonl", b'{"story": "one fish"}\n', "corpus.no_field", "--field"),
         ("empty.txt", b"", "text.empty", "text"),
     ],
 )

@@ -132,14 +132,12 @@ def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(recipe
     assert (elsewhere / "weights").read_bytes() == b"precious"
 
 
-def test_an_empty_prompt_without_end_of_text_is_refused_up_front(tmp_path):
+def test_a_tokenizer_without_end_of_text_is_refused_up_front(tmp_path):
     where, other = f'run.folder="{tmp_path}"', 'tokenizer.special_tokens=["<x>"]'
-    for prompts in ([], ['generate.prompts=["Once", ""]']):
-        refused("generate.no_start", load_recipe("quickstart", [where, other, *prompts]))
-    given = tmp_path / "tokenizer.json"  # may have it
-    given.write_text("{}")
-    for fine in ('generate.prompts=["Once"]', f'tokenizer.path="{given}"'):
-        pipeline.plan(load_recipe("quickstart", [where, other, fine]))
+    refused("tokenizer.no_end_of_text", load_recipe("quickstart", [where, other]))
+    named = load_recipe("quickstart", [where, other, 'tokenizer.end_of_text="<x>"'])
+    assert pipeline.Pipeline(named, progress=print).mark == "<x>"
+    pipeline.plan(named)
 
 
 def test_fp8_weights_that_cannot_be_used_are_refused_before_the_training(recipe):

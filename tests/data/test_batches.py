@@ -37,7 +37,7 @@ def shuffled_batches(tokens, **changes):
 def packed_batches(tokens, **changes):
     ends = np.cumsum(1 + np.arange(300) * 37 % 59)
     bounds = np.concatenate([[0], ends[ends < len(tokens)], [len(tokens)]])
-    return PackedBatches(tokens, **SETTINGS | changes, document_starts=bounds, end_of_text=999)
+    return PackedBatches(tokens, **SETTINGS | changes, document_starts=bounds)
 
 
 every_source = pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer.chunks import TextFiles
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
-MARK = "<|endoftext|>\n"
+MARK = "<|endoftext|>"
 
 
 @pytest.fixture
@@ -46,12 +46,11 @@ def split(tmp_path):
     return split
 
 
-@pytest.mark.parametrize("end", [MARK, "<|endoftext|>"])
+@pytest.mark.parametrize("end", [MARK, MARK + "\n", MARK + "\r\n"])
 def test_holds_out_the_last_documents(write, split, end):
     documents = [f"document {number}\nwith two lines{end}".encode() for number in range(20)]
     path = write("text.txt", b"".join(documents))
-    # A border right after the wanted byte is not skipped; a border right before it is taken.
-    for fraction, held_out in ((0.1, 2), (0.11, 3), (0.09, 2), (0.0001, 1), (0.999, 19)):
+    for fraction, held_out in ((0.1, 2), (0.12, 2), (0.13, 3), (0.08, 2), (0.0001, 1), (0.999, 19)):
         train, valid = split(path, valid_fraction=fraction)
         assert valid == b"".join(documents[-held_out:])
         assert train + valid == b"".join(documents)
@@ -64,11 +63,28 @@ def test_a_book_is_cut_at_a_line(write, split):
     train, valid = split(write("book.txt", b"".join(lines) + MARK.encode()), valid_fraction=0.1)
     assert train.endswith(b"\n")
     assert valid.endswith(b"line 099\n" + MARK.encode())
-    assert 0.1 * 914 <= len(valid) <= 0.1 * 914 + 9
+    assert 0.1 * 913 - 9 <= len(valid) <= 0.1 * 913 + 9
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "short" + MARK + "a line\n" * 1000,
+        "a line\n" * 1000 + MARK + "short",
+        "a line\n" * 500 + MARK + "a line\n" * 500,
+        (("a line\r\n" * 9 + MARK + "\r\n") * 100) + "a line\n" * 900,
+        "no line " * 1000,
+    ],
+)
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.5])
+def test_about_as_much_is_held_out_as_was_asked_for(write, split, text, fraction):
+    train, valid = split(write("text.txt", text), valid_fraction=fraction)
+    assert train + valid == text.encode()
+    assert fraction / 2 <= len(valid) / len(text) <= max(1.5 * fraction, 0.1)
 
 
 def test_a_last_line_of_one_character_can_be_held_out(write, split):
-    train, valid = split(write("book.txt", "first\n2\n"), valid_fraction=0.9)
+    train, valid = split(write("book.txt", "first\n2\n"), valid_fraction=0.2)
     assert (train, valid) == (b"first\n", b"2\n")
 
 
@@ -95,12 +111,15 @@ def test_several_files_are_several_documents(write, split):
         write("empty.txt", ""),
         write("c.txt", "third<|endoftext|>"),
         write("d.jsonl", '{"text": "fourth"}'),
-        write("e.txt", f"fifth{MARK}!"),
-        write("f.txt", "sixth"),
-        valid_fraction=0.1,
+        write("e.txt", f"fifth{MARK}\r\n"),
+        write("f.txt", f"sixth{MARK}!"),
+        write("g.txt", "seventh"),
+        valid_fraction=0.07,
     )
-    assert train == (f"first{MARK}second{MARK}third<|endoftext|>fourth{MARK}fifth{MARK}!{MARK}".encode())
-    assert valid == f"sixth{MARK}".encode()
+    assert (
+        train == f"first{MARK}second{MARK}third{MARK}fourth{MARK}fifth{MARK}\r\nsixth{MARK}!{MARK}".encode()
+    )
+    assert valid == b"seventh"
 
 
 def test_progress_counts_the_bytes_of_all_files(write, tmp_path):
@@ -144,7 +163,7 @@ def test_text_and_json_lines_are_joined(write, tmp_path):
 
 def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
     lines = b'{"text": "a\xffb\\ud83d\\ude00"}\n{"text": "c\\ud800d"}\n{"text": "e"}\n'
-    train, valid = split(write("x.jsonl", lines), errors="replace", valid_fraction=0.05)
+    train, valid = split(write("x.jsonl", lines), errors="replace", valid_fraction=0.3)
     assert train.decode() == f"a\ufffdb\U0001f600{MARK}c\ufffdd{MARK}"
     assert valid.decode() == f"e{MARK}"
 
@@ -258,7 +277,7 @@ def test_fault_107_compressed_files_and_pipes_become_text(write, pipe, tmp_path)
     )
     table = CorpusConfig(source="files", train=train, valid=(pipe("v", b"five"),))
     files = prepare_corpus(table, tmp_path / "corpus", progress=lambda *report: None)
-    assert files.train[0].read_text() == f"one \u00e9{MARK}two{MARK}three{MARK}four{MARK}"
+    assert files.train[0].read_text() == f"one \u00e9{MARK}two{MARK}three{MARK}four"
     assert files.valid == (tmp_path / "corpus" / "valid.txt",)  # not the pipe
     assert files.valid[0].read_text() == "five"
 

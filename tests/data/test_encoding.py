@@ -28,7 +28,7 @@ def story():
     )
     sentences = [f"{p} saw {t}. {q} didn't, and it cost {i}€!" for i, (p, t, q) in
                  enumerate(itertools.product(people, things, people))]  # fmt: skip
-    return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}\n" for i in range(len(sentences)))
+    return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}" for i in range(len(sentences)))
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def tokens(path):
 
 def test_one_path_or_several_and_json_lines_are_taken(tmp_path, corpus, story, tokenizer):
     lines = tmp_path / "corpus.jsonl"
-    lines.write_text("\n".join(json.dumps({"text": text}) for text in story.split(f"{END}\n")[:-1]))
+    lines.write_text("\n".join(json.dumps({"text": text}) for text in story.split(END)[:-1]))
     for number, sources in enumerate((corpus, str(corpus), [corpus], lines)):
         encode_corpus(sources, tmp_path / f"{number}.npy", tokenizer)
         assert tokens(tmp_path / f"{number}.npy") == tokenizer.encode(story)
-    assert len(list(tmp_path.iterdir())) == 2 + 2 * 4  # nothing but corpora, token files and descriptions
+    assert len(list(tmp_path.iterdir())) == 2 + 3 * 4  # nothing but corpora, token files and descriptions
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -80,9 +80,8 @@ def test_fault_103_prefix_and_suffix_stand_around_every_document(
     (tmp_path / "two.txt").write_text(f"{END}one{END}{END}two", "utf-8")
     encode_corpus([corpus, tmp_path / "two.txt"], tmp_path / "t.npy", framed, workers=workers)
     if ends:
-        *documents, rest = story.split(END)
+        documents = story.split(END)[:-1]
         expected = [token for text in documents for token in (*framed.encode(text), 258)]
-        expected += [256, 256, *rest.encode()]  # white space behind the last end begins a document
         expected += [token for text in ("", "one", "", "two") for token in (*framed.encode(text), 258)]
     else:
         expected = framed.encode(story) + framed.encode(f"{END}one{END}{END}two")
@@ -96,9 +95,9 @@ def test_tokens_and_description(corpus, tokenizer, tmp_path, story):
     )
     assert open_tokens(tmp_path / "t.npy", tokenizer_sha256=tokenizer.sha256).meta == meta
     assert meta.num_documents == story.count(END)
-    assert meta.num_bytes == len(story.encode())
+    assert meta.num_bytes == len(story.replace(END, "").replace("saw two", "").encode())
     assert meta.source_sha256 == hashlib.sha256(story.encode()).hexdigest()
-    assert seen[-1] == ("encode", meta.num_bytes, meta.num_bytes)
+    assert seen[-1] == ("encode", len(story.encode()), len(story.encode()))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -122,12 +121,9 @@ def test_documents_end_with_end_of_text(tokenizer, tmp_path):
     for name, text in texts.items():
         (tmp_path / name).write_text(text, "utf-8")
     meta = encode_corpus([tmp_path / name for name in texts], tmp_path / "tokens.npy", tokenizer)
-    assert (
-        tokenizer.decode(tokens(tmp_path / "tokens.npy"))
-        == f"no end{END}an end{END}an end and space{END}\n\n"
-    )
+    assert tokenizer.decode(tokens(tmp_path / "tokens.npy")) == f"no end{END}an end{END}an end and space{END}"
     assert meta.num_documents == 3
-    assert meta.num_bytes == sum(map(len, texts.values()))
+    assert meta.num_bytes == len("no endan endan end and space")
 
 
 def test_fault_17_missing_source(tokenizer, tmp_path):
@@ -203,7 +199,9 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -getattr(signal, name), killed.stderr
     left = {path.name for path in tmp_path.iterdir()} - {"corpus.txt", "tokenizer.json"}
-    assert left == (set() if name == "SIGINT" else {"tokens.npy.lmkit-partial"})
+    assert left == (
+        set() if name == "SIGINT" else {"tokens.npy.lmkit-partial", "tokens.documents.lmkit-partial"}
+    )
     encode_corpus([corpus], output, tokenizer, workers=1)
     encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
     assert (tmp_path / "again.npy").read_bytes() == output.read_bytes()
@@ -294,3 +292,98 @@ def _no_threads_left():
     before = threading.active_count()
     yield
     assert threading.active_count() == before
+
+
+# ---- what begins and ends a document
+
+
+def framed(special_tokens=("<s>", "</s>"), **changes):
+    """A tokenizer of bytes and special tokens."""
+    return Tokenizer(
+        vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=special_tokens, **changes
+    )
+
+
+def encoded(tmp_path, sources, tokenizer, **options):
+    """Return tokens, document starts and bytes of text."""
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    paths = [tmp_path / name for name in sources]
+    meta = encode_corpus(paths, tmp_path / "t.npy", tokenizer, force=True, **options)
+    file = open_tokens(tmp_path / "t.npy")
+    assert len(file.documents) == meta.num_documents
+    return file.tokens.tolist(), file.documents.tolist(), meta.num_bytes
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"two.jsonl": '{"text": "ab"}\n{"text": "cd"}'},
+        {"two.JSONL": '{"text": "ab"}\r\n\r\n{"text": "cd"}\r\n'},
+        {"two.ndjson": '{"text": "ab"}\n{"text": ""}\n{"text": "cd"}'},
+        {"two.json": '[{"text": "ab"},\n {"text": "cd"}]'},
+        {"two.json": '{"text": "ab"}\n{"text": "cd"}\n'},
+        {"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"},
+        {"a.txt": "ab", "b.txt": "cd</s>\n"},
+        {"doc.txt": "ab</s>cd</s>\r\n"},
+        {"begun.txt": "<s>ab</s><s>cd"},
+    ],
+)
+def test_documents_end_as_the_tokenizer_says(tmp_path, sources):
+    tokens, documents, num_bytes = encoded(tmp_path, sources, framed(prefix=(256,)))
+    assert tokens == [256, *b"ab", 257, 256, *b"cd", 257]
+    assert documents == [0, 4]
+    assert num_bytes == 4
+
+
+def test_a_suffix_that_ends_a_text_is_not_doubled(tmp_path):
+    both = framed(prefix=(256,), suffix=(257,))
+    assert encoded(tmp_path, {"a": "ab</s>cd"}, both)[0] == [*both.encode("ab"), *both.encode("cd")]
+
+
+def test_a_separator_ends_documents_of_text_files(tmp_path):
+    text = {"a.txt": "ab<|endoftext|>\ncd\n<|endoftext|>\n", "b.txt": "</s>"}
+    tokens, documents, num_bytes = encoded(tmp_path, text, framed(), separator=END)
+    assert tokens == [*b"ab", 257, *b"\ncd\n", 257, 257, 257]
+    assert documents == [0, 3, 8, 9]
+    assert num_bytes == len("ab\ncd\n")
+    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n\ncd\n\n"}, framed(), separator="\n\n")
+    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
+
+
+def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
+    tokens, documents, _ = encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, framed())
+    assert (tokens, documents) == ([*f"ab{END}cd{END}".encode(), 257], [0])
+    assert "2 times <|endoftext|>" in caplog.text
+
+
+def test_documents_need_a_token_that_ends_them(tmp_path):
+    without = framed(special_tokens=("<pad>",))
+    assert encoded(tmp_path, {"a.txt": "ab"}, without)[:2] == ([*b"ab"], [0])
+    for sources in ({"a.txt": "ab", "b.txt": "cd"}, {"a.jsonl": '{"text": "ab"}'}):
+        with raises(UsageError, "tokenizer.no_end_of_text", next(iter(sources))) as refused:
+            encoded(tmp_path, sources, without)
+        assert "--end-of-text" in refused.value.hint
+    named = without.with_end_of_text("<pad>")
+    assert encoded(tmp_path, {"a.txt": "ab", "b.txt": "cd"}, named)[:2] == (
+        [*b"ab", 256, *b"cd", 256],
+        [0, 3],
+    )
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_documents_and_bytes_do_not_depend_on_chunks(tmp_path, story, tokenizer, workers):
+    texts = story.split(END)[:-1]
+    _, documents, num_bytes = encoded(tmp_path, {"a": story, "b": story + "\n"}, tokenizer, workers=workers)
+    sizes = [len(tokenizer.encode(text + END)) for text in texts * 2]
+    assert documents == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert num_bytes == 2 * sum(len(text.replace("saw two", "").encode()) for text in texts)
+
+
+def test_the_text_of_a_json_object_may_have_another_key(tmp_path):
+    line = {"a.jsonl": '{"content": "ab"}'}
+    assert encoded(tmp_path, line, framed(), field="content")[0] == [*b"ab", 257]
+    with raises(UsageError, "corpus.no_field", "a.jsonl", "content") as refused:
+        encoded(tmp_path, line, framed())
+    assert "--field" in refused.value.hint

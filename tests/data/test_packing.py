@@ -17,7 +17,7 @@ def packed(lengths, *, context=16, ends=True, **changes):
     tokens[bounds[: len(bounds) if ends else -1] - 1] = END
     starts = np.concatenate([[0], bounds])  # as they are found: the last begins where the file ends
     settings = {"batch_size": 6, "context_length": context, "seed": 1}
-    return PackedBatches(tokens, **settings | changes, document_starts=starts, end_of_text=END)
+    return PackedBatches(tokens, **settings | changes, document_starts=starts)
 
 
 def random_lengths(count, longest, seed=0):
@@ -62,7 +62,7 @@ def test_targets_follow_their_inputs_within_a_document():
         at = 0
         for start, end in batches.pieces(3 * 6 + row):
             whole = [END, *batches.tokens.tolist()][start : end + 1]
-            assert ids[at : at + end - start] == whole[:-1]
+            assert ids[at : at + end - start] == [~whole[0], *whole[1:-1]]
             assert wanted[at : at + end - start] == whole[1:]
             at += end - start
 

@@ -16,7 +16,7 @@ from raising import raises
 from lmkit.data import generate_stories, synth, write_stories
 from lmkit.errors import UsageError
 
-END = "<|endoftext|>\n"
+END = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")

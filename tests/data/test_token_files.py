@@ -15,9 +15,10 @@ from lmkit.storage import write_atomic
 
 def write(path, ids, vocab_size=1000):
     with TokenFileWriter(path, vocab_size=vocab_size, tokenizer_sha256="abc") as writer:
-        writer.append(np.array(ids[: len(ids) // 2], np.int64))
-        writer.append(np.array(ids[len(ids) // 2 :], np.int64))
-        return writer.finish(num_documents=1, num_bytes=5, source_sha256="def")
+        half = len(ids) // 2
+        writer.append(np.array(ids[:half], np.int64), documents=[0] if half else [])
+        writer.append(np.array(ids[half:], np.int64), documents=[0] if half < len(ids) else [])
+        return writer.finish(num_bytes=5, source_sha256="def")
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def test_round_trip(path):
     assert isinstance(file.tokens, np.memmap)
     assert file.tokens.dtype == np.uint16
     assert file.tokens.tolist() == list(range(1000)) * 3
-    assert file.meta == TokenMeta("abc", 1000, 3000, 1, 5, "def", 1)
+    assert file.meta == TokenMeta("abc", 1000, 3000, 2, 5, "def", 2)
+    assert file.documents is not None
+    assert file.documents.tolist() == [0, 1500]
     assert np.load(path).tolist() == list(range(1000)) * 3  # an ordinary .npy file
     with pytest.raises(ValueError, match="read-only"):
         file.tokens[0] = 1
@@ -58,7 +61,7 @@ def test_the_disk_is_asked_early_for_every_part_once(tmp_path, monkeypatch):
     with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="abc") as writer:
         for _ in range(7):
             writer.append(np.zeros(200, np.int32))
-        writer.finish(num_documents=1, num_bytes=5, source_sha256="def")
+        writer.finish(num_bytes=5, source_sha256="def")
     assert asked == [(0, 1200), (1200, 1200)]
 
 
@@ -176,7 +179,7 @@ def test_fault_37_in_a_file_that_is_checked_piece_by_piece(path, piece, monkeypa
         *(({name: -1}, "tokens.damaged", name) for name in ("num_documents", "num_bytes")),
         ({"format": True}, "tokens.damaged", "format"),
         ({"extra": 1}, "tokens.damaged", "extra"),
-        *(({"format": value}, "tokens.newer_format", f"format {value}") for value in (0, 2)),
+        *(({"format": value}, "tokens.newer_format", f"format {value}") for value in (0, 3)),
     ],
     ids=str,
 )

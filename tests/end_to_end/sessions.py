@@ -26,7 +26,7 @@ def write_tokens(folder: Path) -> None:
     for name, part in (("train", ids[:3000]), ("valid", ids[3000:])):
         with TokenFileWriter(folder / f"{name}.npy", vocab_size=64, tokenizer_sha256="a" * 64) as writer:
             writer.append(part)
-            writer.finish(num_documents=1, num_bytes=3 * len(part), source_sha256="b" * 64)
+            writer.finish(num_bytes=3 * len(part), source_sha256="b" * 64)
 
 
 def losses(run: Path) -> list[float]:

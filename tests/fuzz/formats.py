@@ -192,7 +192,7 @@ def token_file(folder: Path) -> Format:
             for counts in (True, False):
                 writer.append(np.random.default_rng(vocab_size).integers(0, vocab_size, 250), counts=counts)
             counted = 750 if masked else None
-            writer.finish(num_documents=3, num_bytes=1500, source_sha256="b" * 64, counted_bytes=counted)
+            writer.finish(num_bytes=1500, source_sha256="b" * 64, counted_bytes=counted)
         goods.append(content_of(folder))
     headers = (npy_header, npy_header, damage)
     return Format(goods, {"tokens.npy": headers, "tokens.json": TEXT, "tokens.mask": (damage,)}, read)

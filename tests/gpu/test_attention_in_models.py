@@ -121,15 +121,16 @@ def test_activation_checkpointing_gives_the_same_gradients():
 def test_documents_of_a_row_are_as_each_alone(window):
     """By the kernels on the joined projection, and by sdpa with a mask; losses and gradients."""
     generator = torch.Generator("cuda").manual_seed(1)
-    ids = torch.randint(1, VOCABULARY, (3, 250), generator=generator, device="cuda")
-    ids[:, 0] = 0
-    for row, starts in enumerate(([17, 130], [1, 2, 249], [128])):
-        ids[row, starts] = 0
+    ids = torch.randint(VOCABULARY, (3, 250), generator=generator, device="cuda")
     targets = ids.roll(-1, 1)
+    for row, starts in enumerate(([0, 17, 130], [0, 1, 2, 249], [0, 128])):
+        ids[row, starts] = ~ids[row, starts]
     found = []
     for attention in ("flash_triton", "sdpa"):
         torch.manual_seed(0)
-        config = build(attention).config.model_copy(update={"document_token": 0, "attention_window": window})
+        config = build(attention).config.model_copy(
+            update={"separate_documents": True, "attention_window": window}
+        )
         torch.manual_seed(0)
         model = TransformerLM(config, device="cuda").bfloat16()
         assert (model.layers[0].attn.joined_attention is not None) == (attention == "flash_triton")
@@ -139,7 +140,7 @@ def test_documents_of_a_row_are_as_each_alone(window):
         alone, tokens = 0.0, 0
         with torch.no_grad():
             for row, wanted in zip(ids, targets, strict=True):
-                places = [*(row == 0).nonzero().flatten().tolist(), len(row)]
+                places = [*(row < 0).nonzero().flatten().tolist(), len(row)]
                 for start, end in pairwise(places):
                     part = model.loss(row[None, start:end], wanted[None, start:end])
                     alone, tokens = alone + part.item() * (end - start), tokens + end - start
@@ -152,16 +153,18 @@ def test_documents_of_a_row_are_as_each_alone(window):
 
 
 def test_documents_of_each_batch_are_found_in_a_graph():
-    """The bounds follow from the ids inside the graph: what was captured with one batch serves another."""
+    """The bounds follow from the marks inside the graph: what was captured with one batch serves another."""
     losses = []
     for cuda_graph in ("off", "on"):
         torch.manual_seed(0)
-        config = build("flash_triton").config.model_copy(update={"document_token": 0, "operations": "fused"})
+        config = build("flash_triton").config.model_copy(
+            update={"separate_documents": True, "operations": "fused"}
+        )
         torch.manual_seed(0)
         step = build_step(config, Ranks(device=torch.device("cuda")), precision="bf16", cuda_graph=cuda_graph)
         found = []
         for number, (ids, targets) in enumerate(batches(6)):
-            ids = torch.where(torch.arange(250, device="cuda") % (10 + 7 * number) == 0, 0, ids)
+            ids = torch.where(torch.arange(250, device="cuda") % (10 + 7 * number) == 0, ~ids, ids)
             found.append(step(ids[None], targets[None], lr=1e-3).loss.item())
         assert (step.graph is not None) == (cuda_graph == "on")
         losses.append(found)

@@ -55,10 +55,11 @@ def test_logits_and_loss_follow_the_formulas(make_model, fields):
 )
 def test_packed_documents_are_computed_as_if_each_stood_alone(make_model, fields):
     """Losses and gradients; the first row begins in the middle of a document, the second has one of one token."""
-    model = make_model(**fields, document_token=7)
-    rows = [[[3, 8, 2, 2], [7, 4, 9, 9, 1, 5], [7, 30]], [[7], [7, 5, 5, 5, 6, 1], [7, 2, 60, 60, 12]]]
+    model = make_model(**fields, separate_documents=True)
+    rows = [[[3, 8, 2, 2], [7, 4, 7, 9, 1, 5], [7, 30]], [[7], [7, 5, 5, 5, 6, 1], [0, 2, 60, 60, 12]]]
     targets = torch.randint(61, (2, 12))
-    loss = model.loss(torch.tensor([[*chain(*row)] for row in rows]), targets)
+    marked = [[*chain(*([~first, *rest] for first, *rest in row))] for row in rows]
+    loss = model.loss(torch.tensor(marked), targets)
     loss.backward()
     packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -73,13 +74,14 @@ def test_packed_documents_are_computed_as_if_each_stood_alone(make_model, fields
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_token_is_no_switch(make_model):
+def test_separate_documents_is_no_switch(make_model):
     """A document by itself is the same to a model with it: decode steps and exports need not know it."""
-    ids = torch.randint(1, 61, (2, 9))
-    ids[:, 0] = 0
-    model = make_model(document_token=0)
+    ids = torch.randint(61, (2, 9))
+    model = make_model(separate_documents=True)
     assert not model.config.switches
     assert torch.equal(model(ids), make_model()(ids))
+    ids[:, 0] = ~ids[:, 0]
+    assert torch.equal(model(ids), make_model()(torch.cat([~ids[:, :1], ids[:, 1:]], dim=1)))
 
 
 def test_parameter_names(make_model):

@@ -152,7 +152,7 @@ def test_faults_05_06_07_11_27_135_142_170_wrong_values(write, fault, text, path
         ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
         ('run.folder="a\\u0000"', "run.folder", "null character"),
         ('corpus.train=["\\u0000"]', "corpus.train", "null character"),
-        ("model.document_token=9223372036854775808", "model.document_token", "9223372036854775808"),
+        ("model.vocab_size=9223372036854775808", "model.vocab_size", "9223372036854775808"),
     ],
 )
 def test_wrong_values_on_the_command_line(override, key, wanted):

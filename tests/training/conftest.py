@@ -55,8 +55,9 @@ def token_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             ids.append(int(successor[ids[-1]] if follows else generator.integers(VOCABULARY)))
         path = folder / f"{name}.npy"
         with TokenFileWriter(path, vocab_size=VOCABULARY, tokenizer_sha256="a" * 64) as writer:
-            writer.append(np.array(ids))
-            writer.finish(num_documents=1, num_bytes=3 * length, source_sha256="b" * 64)
+            starts = [0, *(i for i in range(1, length) if ids[i - 1] == 5)]
+            writer.append(np.array(ids), documents=starts)
+            writer.finish(num_bytes=3 * length, source_sha256="b" * 64)
         paths.append(path)
     return paths[0], paths[1]
 

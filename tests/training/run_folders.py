@@ -13,7 +13,7 @@ from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
 
-PACKED = ('data.sampling="packed"', "model.document_token=5")
+PACKED = ('data.sampling="packed"',)
 """Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
 
 

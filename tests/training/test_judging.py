@@ -278,3 +278,43 @@ def test_lm_eval_agrees(folder):
     assert theirs["choices"]["acc_stderr,none"] == pytest.approx(ours.acc_stderr)
     (document,) = evaluate_documents(folder, text=files["documents"]).documents
     assert theirs["documents"]["bits_per_byte,none"] == pytest.approx(document.bits_per_byte, rel=1e-5)
+
+
+@pytest.fixture
+def broken(folder):
+    """A model that predicts NaN."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_model_that_predicts_nan_is_not_judged(broken):
+    Path("text.txt").write_text(END.join(TEXTS))
+    question = {"question": "one", "choices": ["fish", "two"], "answer": 0}
+    Path("questions.jsonl").write_text(json.dumps(question))
+    for judge in (
+        lambda: evaluate_run(broken, text=Path("text.txt")),
+        lambda: evaluate_documents(broken, text=Path("text.txt")),
+        lambda: evaluate_choices(broken, Path("questions.jsonl")),
+    ):
+        with raises(LmkitError, "evaluate.not_finite", "theirs") as refused:
+            judge()
+        assert refused.value.exit_code == 1
+
+
+def test_documents_are_those_of_the_text_and_marks_have_no_bytes(folder):
+    """A document that begins with a new line, one that holds the end-of-text token of another place, a line break
+    behind the last end."""
+    Path("text.txt").write_text(f"one{END}\ntwo fish{END}red{END}\n")
+    result = evaluate_documents(folder, text=Path("text.txt"))
+    assert [score.bytes for score in result.documents] == [3, 9, 3]
+    for score, text in zip(result.documents, ("one", "\ntwo fish", "red"), strict=True):
+        expected = log_p(folder, [260, *tokenizer().encode(text)])
+        assert score.loss == pytest.approx(-math.fsum(expected) / len(expected), rel=1e-6)
+    nats = sum(score.loss * score.tokens for score in result.documents)
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / 15)
+    windows = evaluate_run(folder, text=Path("text.txt"))
+    assert windows.bits_per_byte == pytest.approx(windows.loss / math.log(2) * (windows.tokens + 1) / 15)

@@ -25,7 +25,7 @@ def masked(token_files: tuple[Path, Path], tmp_path: Path) -> tuple[str, ...]:
                 cut = int(generator.integers(1, 13))
                 writer.append(tokens[:cut], counts=counts)
                 tokens, counts = tokens[cut:], not counts
-            writer.finish(num_documents=1, num_bytes=100, source_sha256="b" * 64, counted_bytes=50)
+            writer.finish(num_bytes=100, source_sha256="b" * 64, counted_bytes=50)
         places.append(f'data.{part}="{path}"')
     return tuple(places)
 
@@ -82,7 +82,7 @@ def test_windows_in_which_nothing_counts_change_only_by_weight_decay(tiny, tmp_p
     path = tmp_path / "none.npy"
     with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64, masked=True) as writer:
         writer.append(np.arange(64).repeat(9), counts=False)
-        writer.finish(num_documents=1, num_bytes=9, source_sha256="b" * 64, counted_bytes=0)
+        writer.finish(num_bytes=9, source_sha256="b" * 64, counted_bytes=0)
     recipe = tiny(f'data.train="{path}"', "optimizer.weight_decay=0", "train.eval_interval=0")
     train_here(recipe)
     assert {loss for _, loss in losses(recipe)} == {0.0}

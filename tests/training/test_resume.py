@@ -84,7 +84,7 @@ def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
     assert losses(whole) == losses(parts)
     assert losses(whole, "final") == losses(parts, "final")
     with raises(LmkitError, "resume.other_recipe", "data.sampling"):
-        train_here(tiny("model.document_token=5", "run.name=whole"))
+        train_here(tiny("model.separate_documents=true", "run.name=whole"))
 
 
 def test_fault_44_and_45_a_damaged_newest_checkpoint_is_passed_over_and_named(tiny, capsys):
