@@ -91,13 +91,13 @@ def encode(
 ) -> Result:
     """Encode text files into a token file."""
     from lmkit.data.encoding import encode_corpus
-    from lmkit.tokenizer.vocabulary import tokenizer_at
+    from lmkit.tokenizer import Tokenizer
 
     with progress_on_stderr() as progress:
         meta = encode_corpus(
             sources,
             output,
-            tokenizer_at(tokenizer, end_of_text),
+            Tokenizer.load(tokenizer, end_of_text=end_of_text),
             workers=workers or 0,
             errors=errors,
             field=field,

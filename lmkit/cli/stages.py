@@ -25,7 +25,6 @@ from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 from lmkit.tokenizer.chat import read_template, template_for
-from lmkit.tokenizer.vocabulary import tokenizer_at
 
 if TYPE_CHECKING:
     from lmkit.cli.pipeline import Pipeline
@@ -41,7 +40,7 @@ def _make_corpus(run: Pipeline) -> Outputs:
 def _make_tokenizer(run: Pipeline) -> Outputs:
     table = run.tokenizer
     if table.path is not None:
-        tokenizer = tokenizer_at(table.path, table.end_of_text)
+        tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text)
     else:
         tokenizer = train_tokenizer(
             run.record.outputs("corpus")["train"],

@@ -53,7 +53,7 @@ def encode_chat(
                     documents = [0]
                     for part, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
                         ids, text = np.array(part, np.int64), tokenizer.decode_bytes(part)
-                        size_of_text = len(text) - tokenizer.bytes_of_specials(ids)
+                        size_of_text = len(text) - tokenizer.specials_in(ids)[1]
                         num_bytes += size_of_text
                         counted_bytes += size_of_text * counts
                         digest.update(b"%d %d " % (len(text), counts) + text)

@@ -86,10 +86,11 @@ def encode_corpus(
 
 
 class _Encoded(NamedTuple):
-    """A chunk's ids, without prefixes and suffixes, the bytes of its text, and how often it has `END_OF_TEXT` as
-    ordinary text."""
+    """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, and
+    how often it has `END_OF_TEXT` as ordinary text."""
 
     ids: np.ndarray
+    ends: np.ndarray
     num_bytes: int
     unknown_marks: int
 
@@ -123,7 +124,7 @@ class _Encoding:
             def write(chunk: Chunk, encoded: _Encoded) -> None:
                 nonlocal num_bytes, done_bytes, unknown_marks, begins
                 begins = begins or chunk.offset == 0
-                ids, documents, begins = _framed(encoded.ids, tokenizer, begins)
+                ids, documents, begins = _framed(encoded.ids, encoded.ends, tokenizer, begins)
                 writer.append(ids, documents=documents)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
@@ -150,7 +151,7 @@ class _Encoding:
                 self._digest.update(chunk.data)
                 if last is not None:
                     yield last
-                tail, last = (tail + chunk.data)[-_TAIL_BYTES:], chunk
+                tail, last = (tail + chunk.data[-_TAIL_BYTES:])[-_TAIL_BYTES:], chunk
             if last is None:
                 continue
             is_blank = not self._mark.strip()
@@ -165,19 +166,23 @@ class _Encoding:
         def encode(chunk: Chunk) -> _Encoded:
             text = self._files.text_of(chunk)
             ids = encoder.encode(text, self._specials)
-            no_text = tokenizer.bytes_of_specials(ids)
+            places, no_text = tokenizer.specials_in(ids)
+            ends = places[ids[places] == tokenizer.end_of_text_id]
             if self._longer:
                 no_text += self._longer * text.count(self._mark)
             unknown_marks = text.count(self._unknown) if self._unknown else 0
-            return _Encoded(ids, len(text) - no_text, unknown_marks)
+            return _Encoded(ids, ends, len(text) - no_text, unknown_marks)
 
         return encode
 
 
-def _framed(ids: np.ndarray, tokenizer: Tokenizer, begins: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+def _framed(
+    ids: np.ndarray, ends: np.ndarray, tokenizer: Tokenizer, begins: bool
+) -> tuple[np.ndarray, np.ndarray, bool]:
     """Put prefix and suffix around the documents of a chunk.
 
     Args:
+        ends: indices of the end-of-text tokens.
         begins: whether the first id begins a document.
 
     Returns:
@@ -185,13 +190,11 @@ def _framed(ids: np.ndarray, tokenizer: Tokenizer, begins: bool) -> tuple[np.nda
     """
     if not len(ids):
         return ids, np.empty(0, np.int64), begins
-    end = tokenizer.end_of_text_id
-    ends = np.empty(0, np.int64) if end is None else np.flatnonzero(ids == end)
     starts = np.concatenate(([0] if begins else [], ends + 1)).astype(np.int64)
     begins = bool(len(ends)) and int(ends[-1]) == len(ids) - 1
     starts = starts[starts < len(ids)]
     prefix, suffix = tokenizer.prefix, tokenizer.suffix
-    if suffix[-1:] == (end,):  # the end-of-text token ends every document anyway
+    if suffix[-1:] == (tokenizer.end_of_text_id,):  # the end-of-text token ends every document anyway
         suffix = suffix[:-1]
     if not (prefix or suffix):
         return ids, starts, begins

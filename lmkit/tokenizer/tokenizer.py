@@ -266,12 +266,13 @@ class Tokenizer:
         except (KeyError, TypeError):
             raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
 
-    def bytes_of_specials(self, ids: np.ndarray) -> int:
-        """Return how many bytes the special tokens among `ids` (n,) are written with: they are no text."""
-        sizes = self._special_sizes
-        if not self.special_ids or not len(ids) or int(ids.max()) < sizes[0]:
-            return 0
-        return int(sizes[1][ids].sum())
+    def specials_in(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
+        are no text."""
+        lowest, sizes = self._special_sizes
+        places = np.flatnonzero(ids >= lowest)  # most ids are lower
+        written = sizes[ids[places]]
+        return places[written > 0], int(written.sum())
 
     @functools.cached_property
     def _special_sizes(self) -> tuple[int, np.ndarray]:
@@ -279,7 +280,7 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, np.int64)
         for text, token_id in self.special_ids.items():
             sizes[token_id] = len(text.encode())
-        return min(self.special_ids.values(), default=0), sizes
+        return min(self.special_ids.values(), default=self.vocab_size), sizes
 
     # ---- files
 
@@ -299,7 +300,7 @@ class Tokenizer:
         write_atomic(path, files.to_json(self))
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
         """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
         knows.
 
@@ -307,12 +308,17 @@ class Tokenizer:
         `tokenizer.json` name the tokens that begin and end a text. Truncation and padding are ignored, with a
         warning.
 
+        Args:
+            end_of_text: the special token that ends a text, whatever the files say.
+
         Raises:
-            UsageError: no such file, or a field with which Hugging Face's ids would differ from lmkit's.
+            UsageError: no such file, `end_of_text` is not a special token ("tokenizer.end_of_text"), or a field
+                with which Hugging Face's ids would differ from lmkit's.
             LmkitError: the file is damaged.
         """
         path = Path(path)
-        return cls._from_file({**files.load_json(path), "marks": read_marks(path)}, path)
+        tokenizer = cls._from_file({**files.load_json(path), "marks": read_marks(path)}, path)
+        return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:
         """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.

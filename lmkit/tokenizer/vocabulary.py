@@ -33,7 +33,7 @@ def end_of_text_of(recipe: Recipe) -> str | None:
     """Return the token that ends a document in the tokenizer of a recipe; None if it has none.
 
     Raises:
-        UsageError, LmkitError: as `tokenizer_at`.
+        UsageError, LmkitError: as `Tokenizer.load`.
     """
     table = recipe.tokenizer
     if table is not None and table.end_of_text is not None:
@@ -42,16 +42,6 @@ def end_of_text_of(recipe: Recipe) -> str | None:
         special_tokens = (END_OF_TEXT,) if table is None else table.special_tokens
         return resolve_marks(NO_MARKS, dict.fromkeys(special_tokens, 0)).end
     return Tokenizer.load(table.path).marks.end
-
-
-def tokenizer_at(path: Path, end_of_text: str | None) -> Tokenizer:
-    """Return the tokenizer of a file, with another special token that ends a text if that is given.
-
-    Raises:
-        UsageError, LmkitError: as `Tokenizer.load` and `Tokenizer.with_end_of_text`.
-    """
-    tokenizer = Tokenizer.load(path)
-    return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
 
 def awaited_tokenizer(recipe: Recipe) -> Path | None:

@@ -347,7 +347,7 @@ def _documents(
         if prefix and tuple(ids[: len(prefix)].tolist()) == prefix:
             ids = ids[len(prefix) :]
         data = tokenizer.decode_bytes(ids.tolist())
-        num_bytes = len(data) - tokenizer.bytes_of_specials(ids)
+        num_bytes = len(data) - tokenizer.specials_in(ids)[1]
         if num_bytes and data.strip():
             yield ids, num_bytes, data
 
