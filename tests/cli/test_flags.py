@@ -47,6 +47,12 @@ def samples_of(terminal, command: str) -> list[dict[str, object]]:
     return json.loads(terminal(f"{command} --json"))["samples"]
 
 
+def test_a_prompt_from_windows_has_no_carriage_return(run, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\r\nfish\r\n")))
+    made = json.loads(terminal(f"generate {run} -p - --max-new-tokens 1 --json"))
+    assert made["samples"][0]["prompt"] == "one\nfish"
+
+
 def test_fault_108_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
     Path("prompts.txt").write_text("\ufeffone\r\n\n-\u2028-\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))

@@ -53,6 +53,9 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     text = "".join(template.render(talk) + between for talk in TALKS)
     assert tokenizer.decode(file.tokens) == text
     assert (meta.num_documents, meta.num_bytes) == (len(TALKS), len(re.sub(r"<\|\w+\|>", "", text).encode()))
+    # A conversation is a document, also where the token that ends a message ends a text.
+    sizes = [len(tokenizer.encode(template.render(talk) + between)) for talk in TALKS]
+    assert file.documents.tolist() == [sum(sizes[:i]) for i in range(len(TALKS))]
     assert file.mask is not None
     flags = np.unpackbits(file.mask)[: len(file.tokens)].astype(bool)
     answers = "".join(talk[1].content.strip() + template.end for talk in TALKS)

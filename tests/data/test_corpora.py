@@ -139,6 +139,16 @@ def test_named_text_files_are_used_where_they_lie(write, tmp_path):
     assert not (tmp_path / "corpus").exists()
 
 
+def test_text_that_is_learned_and_held_out_is_told(write, tmp_path, caplog):
+    train, other = write("a.txt", "train"), write("b.txt", "other")
+    (tmp_path / "link.txt").symlink_to(train)
+    table = CorpusConfig(source="files", train=(train,), valid=(other, tmp_path / "link.txt"))
+    prepare_corpus(table, tmp_path / "corpus")
+    (warning,) = caplog.messages
+    assert "link.txt" in warning
+    assert "corpus.valid" in warning
+
+
 def test_json_lines_become_documents(write, split):
     stories = [f"a\nb {number} é" for number in range(10)]
     lines = "\n".join(json.dumps({"story": story, "other": 1}) for story in stories) + "\n\n"
