@@ -76,7 +76,8 @@ class MergeTable:
     """The merges of a tokenizer by token id; encodes single words.
 
     Args:
-        byte_ids: the token id of each of the 256 bytes.
+        byte_ids: the token id of each of the 256 bytes; -1 for a byte that is left out, -2 - i if a run of such
+            bytes is the token i.
         merges: (left id, right id, id of the merged token) in the order in which the merges were learned. The
             position of a merge is its rank.
         pattern: finds words, see `PATTERNS`.
@@ -97,6 +98,7 @@ class MergeTable:
         nfc: bool = False,
     ) -> None:
         self.byte_ids = list(byte_ids)
+        self._lacks_bytes = min(self.byte_ids) < 0
         self.merges = list(merges)
         self.pattern = pattern
         self.whole = whole or {}
@@ -112,6 +114,9 @@ class MergeTable:
         if (whole := self.whole.get(word)) is not None:
             return [whole]
         ids = [self.byte_ids[byte] for byte in word]
+        if self._lacks_bytes:
+            runs = [(i, before) for before, i in pairwise([0, *ids])]
+            ids = [i if i >= 0 else -2 - i for i, before in runs if i >= 0 or i < -1 <= before]
         if len(ids) > _LONG_WORD:
             return self._encode_long(ids)
         while len(ids) > 1:

@@ -94,8 +94,7 @@ class NativeEncoder:
     def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
         # A token has at least one byte. Reusing the room avoids page faults on fresh memory.
         ids = self._room if len(data) <= len(self._room) else np.empty(len(data), np.int32)
-        packed = specials.packed
-        count = self._code.lmkit_encode(self._encoder, data, len(data), packed, len(packed), ids.ctypes.data)
+        count = self._code.lmkit_encode(self._encoder, data, len(data), specials.packed, ids.ctypes.data)
         if count < 0:
             raise MemoryError("no memory to encode a chunk")
         return ids[:count].copy()
@@ -114,15 +113,15 @@ class NormalizingEncoder:
 
     def __init__(self, encoder: NativeEncoder | PythonEncoder) -> None:
         self._encoder = encoder
-        self._no_specials = SpecialTokens({})
 
     def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
         if unicodedata.is_normalized("NFC", data.decode("utf-8", "surrogateescape")):
             return self._encoder.encode(data, specials)
         parts = []
-        for text, special_id in specials.split(data):
+        for text, special_id in specials.first.split(data):
             normal = unicodedata.normalize("NFC", text.decode("utf-8", "surrogateescape"))
-            parts.append(self._encoder.encode(normal.encode("utf-8", "surrogateescape"), self._no_specials))
+            found = normal.encode("utf-8", "surrogateescape")
+            parts.append(self._encoder.encode(found, specials.of_normal_form))
             if special_id is not None:
                 parts.append(np.array([special_id], np.int32))
         return np.concatenate(parts)
@@ -140,8 +139,7 @@ class NativeCounter:
             raise MemoryError("no memory for the counter")
 
     def add(self, data: bytes) -> None:
-        packed = self._packed_specials
-        if self._code.lmkit_count(self._counter, data, len(data), packed, len(packed)):
+        if self._code.lmkit_count(self._counter, data, len(data), self._packed_specials):
             raise MemoryError("no memory to count the words of a chunk")
 
     def absorb(self, other: NativeCounter) -> None:
@@ -182,10 +180,10 @@ def library() -> ctypes.CDLL | None:
         ("lmkit_is_utf8", ctypes.c_int, *data),
         ("lmkit_encoder_new", pointer, *5 * (pointer,), size, ctypes.c_int, *data, pointer, pointer, size),
         ("lmkit_encoder_free", None, pointer),
-        ("lmkit_encode", size, pointer, *data, *data, pointer),
+        ("lmkit_encode", size, pointer, *data, ctypes.c_char_p, pointer),
         ("lmkit_counter_new", pointer, pointer),
         ("lmkit_counter_free", None, pointer),
-        ("lmkit_count", ctypes.c_int, pointer, *data, *data),
+        ("lmkit_count", ctypes.c_int, pointer, *data, ctypes.c_char_p),
         ("lmkit_count_together", ctypes.c_int, pointer, pointer),
         ("lmkit_counter_sizes", None, pointer, pointer),
         ("lmkit_counter_words", None, pointer, pointer, pointer, pointer),

@@ -6,11 +6,15 @@ the distinct words, and encoding merges each distinct word once. `words.c` conta
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
+import os
 import re
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -58,6 +62,14 @@ class CharacterClass(IntEnum):
     SPACE = 3
 
 
+_SPACES = (
+    "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+)
+"""The characters of class SPACE."""
+_SPACE_RUN = re.compile(b"(?:" + b"|".join(re.escape(space.encode()) for space in _SPACES) + b")*")
+_NORMAL_FORM = 8
+"""Bytes of a text may become one byte of its normal form: a character of two bytes stands for at most four."""
+
 # Planes 4 to 16 contain no letters, numbers or spaces: they are unassigned, tags or private use.
 _FIRST_BEYOND_LETTERS = 0x40000
 
@@ -81,61 +93,166 @@ def character_classes() -> np.ndarray:
     return classes
 
 
+class AddedToken(NamedTuple):
+    """A string that is one token wherever a text contains it; the fields are those of `tokenizer.json`.
+
+    Attributes:
+        special: whether the token is a mark; otherwise it is text, and is always recognized.
+        normalized: whether it is searched for after Unicode's normal form was made, in what the others left.
+        lstrip: whether it takes the whitespace before it.
+        rstrip: whether it takes the whitespace after it.
+    """
+
+    text: str
+    special: bool = True
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+
 class SpecialTokens:
     """Strings that are one token each: never split, and never merged with their neighbours.
 
-    They are found from left to right. Of several that begin at the same place the longest is taken.
+    They are found from left to right. Of several that begin at the same place the longest is taken. Those with
+    `normalized` are found in the text that the others leave.
 
     Args:
-        ids: text -> token id.
+        ids: text or `AddedToken` -> token id.
 
     >>> list(SpecialTokens({"<|end|>": 7}).split(b"one<|end|>two"))
     [(b'one', 7), (b'two', None)]
     """
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = dict(ids)
-        # Longest first: a regular expression takes the first alternative that matches.
-        texts = sorted(ids, key=lambda text: -len(text.encode()))
-        self._ids = {text.encode(): ids[text] for text in texts}
-        self.longest = max(map(len, self._ids), default=0)
-        """Bytes of the longest special token."""
-        self._pattern = re.compile(b"|".join(map(re.escape, self._ids))) if ids else None
+    def __init__(self, ids: Mapping[str, int] | Mapping[AddedToken, int]) -> None:
+        self.ids = {
+            AddedToken(key) if isinstance(key, str) else key: token_id for key, token_id in ids.items()
+        }
+        self.first, self.second = (
+            _Strings({token: i for token, i in self.ids.items() if token.normalized == normalized})
+            for normalized in (False, True)
+        )
+        self.longest = max(self.first.longest, _NORMAL_FORM * self.second.longest)
+        """Most bytes of a text that are one token."""
 
     def only(self, allowed: Collection[str]) -> SpecialTokens:
-        """Return the special tokens that are in `allowed`.
+        """Return the tokens that are in `allowed` or are not special.
 
         Raises:
             ValueError: a name in `allowed` is not a special token.
         """
-        unknown = sorted(set(allowed) - set(self.ids))
+        known = [token.text for token in self.ids if token.special]
+        unknown = sorted(set(allowed) - set(known))
         if unknown:
-            raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, self.ids))}")
-        return SpecialTokens({text: self.ids[text] for text in allowed})
+            raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, known))}")
+        kept = {token: i for token, i in self.ids.items() if not token.special or token.text in allowed}
+        return SpecialTokens(kept)
+
+    @functools.cached_property
+    def of_normal_form(self) -> SpecialTokens:
+        """The tokens to find in text in normal form."""
+        return SpecialTokens({token: i for token, i in self.ids.items() if token.normalized})
 
     @functools.cached_property
     def packed(self) -> bytes:
-        """The special tokens for `words.c`: id and size (int32) of each, then its bytes; longest first."""
-        return b"".join(
-            struct.pack("=ii", token_id, len(token)) + token for token, token_id in self._ids.items()
-        )
+        """The tokens for `words.c`."""
+        return self.first.packed() + self.second.packed()
 
     def split(self, data: bytes) -> Iterator[tuple[bytes, int | None]]:
         """Yield the text before each special token with the token's id, then the remaining text with None."""
-        end = 0
-        for match in self._pattern.finditer(data) if self._pattern else ():
-            yield data[end : match.start()], self._ids[match.group()]
-            end = match.end()
-        yield data[end:], None
+        for text, token_id in self.first.split(data):
+            *parts, (rest, _) = self.second.split(text)
+            yield from parts
+            yield rest, token_id
 
     def would_be_cut(self, data: bytes, at: int) -> bool:
         """Tell whether a cut of `data` at offset `at` would divide a special token."""
-        low = max(0, at - self.longest + 1)
-        around = data[low : at + self.longest - 1]
-        for token in self._ids:
-            start = around.find(token)
-            while start >= 0:
-                if low + start < at < low + start + len(token):
-                    return True
-                start = around.find(token, start + 1)
-        return False
+        if not self.second.longest:
+            return self.first.would_be_cut(data, at)
+        parts = (data[max(0, at - self.longest) : at], data[at : at + self.longest])
+        left, right = (
+            unicodedata.normalize("NFC", part.decode("utf-8", "surrogateescape")).encode(
+                "utf-8", "surrogateescape"
+            )
+            for part in parts
+        )
+        return (
+            self.first.would_be_cut(data, at)
+            or self.second.would_be_cut(data, at)
+            or self.second.would_be_cut(left + right, len(left))
+        )
+
+
+class _Strings:
+    """Strings with the ids of their tokens, to find in bytes."""
+
+    def __init__(self, ids: Mapping[AddedToken, int]) -> None:
+        self._tokens = {token.text.encode(): (token, token_id) for token, token_id in ids.items()}
+        self.longest = max(map(len, self._tokens), default=0)
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[bytes] | None:
+        return re.compile(_any_of(sorted(self._tokens))) if self._tokens else None
+
+    def split(self, data: bytes) -> Iterator[tuple[bytes, int | None]]:
+        """Do what `SpecialTokens.split` does."""
+        start = 0
+        for match in self._pattern.finditer(data) if self._pattern else ():
+            token, token_id = self._tokens[match.group()]
+            text = data[start : match.start()]
+            if token.lstrip:
+                text = (
+                    text.decode("utf-8", "surrogateescape").rstrip(_SPACES).encode("utf-8", "surrogateescape")
+                )
+            yield text, token_id
+            start = match.end()
+            if token.rstrip and (spaces := _SPACE_RUN.match(data, start)):
+                start = spaces.end()
+        yield data[start:], None
+
+    def would_be_cut(self, data: bytes, at: int) -> bool:
+        """Do what `SpecialTokens.would_be_cut` does."""
+        low, high = max(0, at - self.longest), at + self.longest
+        if self._pattern is None or not self._pattern.search(data, low, high):
+            return False
+        matches = (self._pattern.match(data, start, high) for start in range(low, at))
+        # A token that takes the whitespace after it is divided from the whitespace.
+        return any(match.end() + self._tokens[match.group()][0].rstrip > at for match in matches if match)
+
+    def packed(self) -> bytes:
+        """Return int32s, then bytes: `Strings` in `words.c` says which."""
+        tokens = sorted(self._tokens)
+        text = b"".join(tokens)
+        text += bytes(-len(text) % 4)
+        found = [self._tokens[token] for token in tokens]
+        numbers = [
+            *(bisect.bisect_left(tokens, bytes([byte])) for byte in range(256)),
+            len(tokens),
+            *(token_id for _, token_id in found),
+            *(token.lstrip + 2 * token.rstrip for token, _ in found),
+            *itertools.accumulate(map(len, tokens), initial=0),
+        ]
+        head = [len(tokens), 4 * (2 + len(numbers)) + len(text)]
+        return np.array([*head, *numbers], np.int32).tobytes() + text
+
+
+def _any_of(words: Sequence[bytes], at: int = 0, depth: int = 50) -> bytes:
+    """Return a pattern for the longest of these sorted words, without their first `at` bytes.
+
+    Words that begin alike share a branch: a search takes no longer for many words than for a few.
+
+    >>> _any_of([b"a", b"ab", b"ac"])
+    b'a(?:b|c)?'
+    """
+    if not depth:  # nothing recurses without end
+        return (
+            b"(?:" + b"|".join(re.escape(word[at:]) for word in sorted(words, key=len, reverse=True)) + b")"
+        )
+    branches = []
+    for first, group in itertools.groupby(words, lambda word: word[at : at + 1]):
+        alike = list(group)
+        shared = len(os.path.commonprefix([alike[0], alike[-1]]))  # noqa: RUF071 - not paths
+        if first:
+            branches.append(re.escape(alike[0][at:shared]) + _any_of(alike, shared, depth - 1))
+    if len(branches) == 1 and len(words[0]) > at:
+        return branches[0]
+    return b"(?:" + b"|".join(branches) + b")" + b"?" * (len(words[0]) == at) if branches else b""

@@ -8,6 +8,7 @@ import operator
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import numpy as np
 from lmkit.errors import UsageError
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
-from lmkit.tokenizer import files
+from lmkit.tokenizer import files, tokenizer_json
 from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, NormalizingEncoder, is_utf8, new_encoder
 from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, write_marks
-from lmkit.tokenizer.pretokenize import SpecialTokens
+from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _STREAM_BYTES = 1 << 16
 
@@ -29,22 +30,28 @@ _STREAM_BYTES = 1 << 16
 class Tokenizer:
     """Byte-level BPE with GPT-2's pre-tokenization, or that of another model.
 
-    Every string has ids and every list of ids has bytes: `decode(encode(text)) == text`, but for `nfc`.
+    If the vocabulary has all 256 bytes, every string has ids, and `decode(encode(text)) == text`. Exceptions: `nfc`
+    changes the text, and an `AddedToken` may take the whitespace around it. From a vocabulary without all bytes,
+    Hugging Face's library leaves characters out, or encodes them as the unknown token; so does this class.
 
     Args:
-        vocab: token id -> bytes; contains all 256 single bytes.
+        vocab: token id -> bytes. A token given as a string is not made of bytes: no text is encoded to its id unless
+            it is a special token or `unk_id`.
         merges: pairs of tokens in the order in which they were learned; `vocab` contains the merged tokens.
-        special_tokens: never split, never merged across; one that `vocab` lacks gets the next free id.
+        special_tokens: never split, never merged across; `AddedToken` has more fields. One with the name that an
+            ordinary token has in `tokenizer.json` is that token; one that `vocab` lacks gets the next free id.
         prefix: ids before every text, such as a begin-of-sequence token.
         suffix: ids after every text.
         pattern: finds words: a name of `lmkit.tokenizer.pretokenize.PATTERNS`.
         whole_words: whether a word that is in `vocab` is one token even if no merges make it (Llama 3).
         nfc: whether text is put into Unicode's normal form C first (Qwen2).
+        unk_id: the token for a byte that `vocab` lacks; None leaves the byte out.
+        fuse_unk: whether a run of such bytes in a word is one token.
         marks: which special tokens begin and end a text; by default those with a conventional name.
 
     Raises:
-        ValueError: a byte, a merged token or an id of the prefix or suffix is missing in `vocab`, a special token
-            is empty or given twice, or a mark is not a special token.
+        ValueError: a part of a merge, a merged token or an id is missing in `vocab`, two ids have the same bytes, a
+            special token is empty or given twice, or a mark is not a special token.
 
     >>> vocab = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
     >>> tokenizer = Tokenizer(vocab=vocab, merges=[(b"h", b"e"), (b"he", b"l")], special_tokens=["<|endoftext|>"])
@@ -57,42 +64,60 @@ class Tokenizer:
     def __init__(
         self,
         *,
-        vocab: Mapping[int, bytes],
+        vocab: Mapping[int, bytes | str],
         merges: Sequence[tuple[bytes, bytes]],
-        special_tokens: Sequence[str] = (),
+        special_tokens: Sequence[str | AddedToken] = (),
         prefix: Sequence[int] = (),
         suffix: Sequence[int] = (),
         pattern: str = "gpt2",
         whole_words: bool = False,
         nfc: bool = False,
+        unk_id: int | None = None,
+        fuse_unk: bool = False,
         marks: Marks = NO_MARKS,
     ) -> None:
-        if "" in special_tokens or len(set(special_tokens)) != len(special_tokens):
+        self.added_tokens = tuple(
+            AddedToken(token) if isinstance(token, str) else token for token in special_tokens
+        )
+        texts = [token.text for token in self.added_tokens]
+        if "" in texts or len(set(texts)) != len(texts):
             raise ValueError("special tokens must be distinct and not empty")
-        self.vocab = dict(sorted(vocab.items()))
-        self.merges = list(merges)
-        self.special_tokens = tuple(special_tokens)
-        ordinary = _ordinary_ids(self.vocab, self.merges, whole_words)
-        self.special_ids = _special_ids(self.vocab, ordinary, self.special_tokens)
-        for text, token_id in self.special_ids.items():
-            self.vocab[token_id] = text.encode()
+        self.special_tokens = tuple(token.text for token in self.added_tokens if token.special)
+        ordinary = {token: i for i, token in sorted(vocab.items()) if isinstance(token, bytes)}
+        verbatim = {token: i for i, token in sorted(vocab.items()) if isinstance(token, str)}
+        if len(ordinary) + len(verbatim) < len(vocab):
+            raise ValueError("two ids have the same token")
+        merged = {left + right for left, right in merges}
+        for token in chain(chain.from_iterable(merges), merged):
+            if token not in ordinary:
+                raise ValueError(f"the vocabulary lacks {token!r}, which a merge uses or makes")
+        made = merged | {bytes([byte]) for byte in range(NUM_BYTES)}
+        added_ids = _place(self.added_tokens, ordinary, verbatim, made, whole_words)
+        # A special token is never merged, even if the list of merges has it.
+        self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
+        table = [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges]
+        self.special_ids = {text: added_ids[text] for text in self.special_tokens}
+        self.verbatim = frozenset(verbatim.values())
+        """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
+        names = [(i, text.encode()) for text, i in verbatim.items()]
+        self.vocab = dict(sorted([*((i, token) for token, i in ordinary.items()), *names]))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self.specials = SpecialTokens(self.special_ids)
+        self.specials = SpecialTokens({token: added_ids[token.text] for token in self.added_tokens})
         self.prefix, self.suffix = tuple(prefix), tuple(suffix)
-        for token_id in (*self.prefix, *self.suffix):
+        for token_id in (*self.prefix, *self.suffix, *([] if unk_id is None else [unk_id])):
             if token_id not in self.vocab:
-                raise ValueError(f"prefix or suffix: {token_id} is not a token id of this vocabulary")
+                raise ValueError(f"{token_id} is not a token id of this vocabulary")
         self.pattern, self.whole_words, self.nfc = pattern, whole_words, nfc
+        self.unk_id, self.fuse_unk = unk_id, fuse_unk
         self.marks = resolve_marks(marks, self.special_ids)
         """The special tokens that begin and end a text, and the ids at which generation stops."""
-        special = set(self.special_ids.values())
-        whole = {token: i for i, token in reversed(self.vocab.items()) if i not in special}
+        missing = -1 if unk_id is None else -2 - unk_id if fuse_unk else unk_id
         self.merge_table = MergeTable(
-            [ordinary[bytes([byte])] for byte in range(256)],
-            [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges],
+            [ordinary.get(bytes([byte]), missing) for byte in range(NUM_BYTES)],
+            table,
             pattern=pattern,
-            whole=whole if whole_words else None,
+            whole=ordinary if whole_words else None,
             nfc=nfc,
         )
         self._lock = threading.Lock()  # an encoder serves one thread at a time
@@ -109,18 +134,10 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.
-        names = (
-            "vocab",
-            "merges",
-            "special_tokens",
-            "prefix",
-            "suffix",
-            "pattern",
-            "whole_words",
-            "nfc",
-            "marks",
-        )
-        return functools.partial(Tokenizer, **{name: getattr(self, name) for name in names}), ()
+        vocab = {i: token.decode() if i in self.verbatim else token for i, token in self.vocab.items()}
+        names = ("merges", "prefix", "suffix", "pattern", "whole_words", "nfc", "unk_id", "fuse_unk", "marks")
+        kept = {name: getattr(self, name) for name in names}
+        return functools.partial(Tokenizer, vocab=vocab, special_tokens=self.added_tokens, **kept), ()
 
     @property
     def end_of_text_id(self) -> int | None:
@@ -154,7 +171,7 @@ class Tokenizer:
     def sha256(self) -> str:
         """Hash of the content of `tokenizer.json` as `save` writes it, and of the end-of-text token if it has no
         conventional name: equal tokenizers have equal hashes."""
-        content = files.to_json(self)
+        content = tokenizer_json.to_json(self)
         if self.marks.end != resolve_marks(NO_MARKS, self.special_ids).end:
             content += f"\0{self.marks.end}"
         return hashlib.sha256(content.encode()).hexdigest()
@@ -297,27 +314,29 @@ class Tokenizer:
             UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
-        write_atomic(path, files.to_json(self))
+        write_atomic(path, tokenizer_json.to_json(self))
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
         """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
         knows.
 
-        Post-processors that put tokens around a text become `prefix` and `suffix`. The files beside a
-        `tokenizer.json` name the tokens that begin and end a text. Truncation and padding are ignored, with a
-        warning.
+        The ids are those of Hugging Face's `tokenizers`. Post-processors that put tokens around a text become
+        `prefix` and `suffix`. The files beside a `tokenizer.json` name the tokens that begin and end a text; these
+        are special tokens. Truncation and padding are ignored, with a warning.
 
         Args:
             end_of_text: the special token that ends a text, whatever the files say.
 
         Raises:
-            UsageError: no such file, `end_of_text` is not a special token ("tokenizer.end_of_text"), or a field
-                with which Hugging Face's ids would differ from lmkit's.
-            LmkitError: the file is damaged.
+            UsageError: no such file, `end_of_text` is not a special token ("tokenizer.end_of_text"), or a field with a
+                value that lmkit does not support ("tokenizer.unsupported").
+            LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
         path = Path(path)
-        tokenizer = cls._from_file({**files.load_json(path), "marks": read_marks(path)}, path)
+        marks = read_marks(path)
+        content = tokenizer_json.load_json(path, (marks.begin, marks.end))
+        tokenizer = cls._from_file({**content, "marks": marks}, path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:
@@ -347,39 +366,26 @@ class Tokenizer:
             raise files.damaged(path, error) from error
 
 
-def _ordinary_ids(
-    vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], whole_words: bool
-) -> dict[bytes, int]:
-    """Return the ids of the bytes and of the merged tokens; of two tokens with the same bytes the lowest id."""
-    lowest: dict[bytes, int] = {}
-    for token_id, token in vocab.items():
-        lowest.setdefault(token, token_id)
-    needed = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
-    if whole_words:  # a merge may use a token that exists only as a whole word
-        needed += [token for pair in merges for token in pair]
-    try:
-        ordinary = {token: lowest[token] for token in needed}
-    except KeyError as error:
-        raise ValueError(f"the vocabulary lacks {error.args[0]!r}") from None
-    for pair in merges:
-        for token in pair:
-            if token not in ordinary:
-                raise ValueError(f"the merges use {token!r} but do not make it")
-    return ordinary
-
-
-def _special_ids(
-    vocab: Mapping[int, bytes], ordinary: Mapping[bytes, int], special_tokens: Sequence[str]
+def _place(
+    added: Sequence[AddedToken],
+    ordinary: dict[bytes, int],
+    verbatim: dict[str, int],
+    made: Collection[bytes],
+    whole_words: bool,
 ) -> dict[str, int]:
-    """Return the ids of the special tokens; one that the vocabulary lacks gets the next free id."""
-    highest = {token: token_id for token_id, token in vocab.items() if ordinary.get(token) != token_id}
-    next_free = max(vocab) + 1
+    """Return the ids of the added tokens; put those that are no ordinary tokens into `verbatim`."""
     ids = {}
-    for text in special_tokens:
-        token_id = highest.get(text.encode())
-        if token_id is None:
-            token_id, next_free = next_free, next_free + 1
-        ids[text] = token_id
+    next_free = max((*ordinary.values(), *verbatim.values()), default=-1) + 1
+    for text in (token.text for token in added):
+        name, token = files.from_name(text) or b"", text.encode()
+        if name in ordinary and (name in made or (whole_words and name != token and is_utf8(name))):
+            ids[text] = ordinary[name]
+            continue
+        if text not in verbatim:
+            found = name if name in ordinary else token if token in ordinary and token not in made else None
+            verbatim[text] = next_free if found is None else ordinary.pop(found)
+            next_free += found is None
+        ids[text] = verbatim[text]
     return ids
 
 

@@ -1,6 +1,6 @@
 /* Find the words of a text, and encode or count them: the fast form of pretokenize.py and bpe.py.
  *
- *   for every word between special tokens (next_special, word_end):
+ *   for every word between special tokens (next_span, word_end):
  *       Encoder: write its tokens to the output; merge the bytes of a new word, and remember its tokens.
  *       Counter: add one to its count.
  *
@@ -23,54 +23,6 @@ enum { LONGEST_REMEMBERED = 1 << 12 };          /* bytes; an Encoder does not re
 enum { FIRST_CAPACITY = 1 << 14 };              /* slots */
 enum { MOST_WORDS = 349525, MOST_BYTES = 1 << 25 };  /* of an Encoder; one more word would double the slots */
 enum { HUGE_PAGE = 1 << 21 };                   /* bytes */
-
-/* ---- special tokens */
-
-/* Special tokens as SpecialTokens.packed has them: id and size (int32) of each, then its bytes; longest first. */
-typedef struct {
-    const uint8_t *packed, *packed_end;
-    uint8_t begins[256];                        /* whether a special token begins with this byte */
-    int only;                                   /* the byte with which all of them begin, or -1 */
-} Specials;
-
-typedef struct {
-    const uint8_t *begin, *end;
-    int32_t id;
-} Span;
-
-static Specials specials_from(const uint8_t *packed, int64_t size)
-{
-    Specials specials = {.packed = packed, .packed_end = packed + size, .only = -1};
-    int32_t header[2], number = 0;
-    for (const uint8_t *entry = packed; entry < packed + size; entry += sizeof header + header[1]) {
-        memcpy(header, entry, sizeof header);
-        uint8_t first = entry[sizeof header];
-        number += !specials.begins[first];
-        specials.begins[first] = 1;
-        specials.only = number == 1 ? first : -1;
-    }
-    return specials;
-}
-
-/* Return the first special token between p and end; of several that begin at the same place the longest. If there is
- * none, return an empty span at end. */
-static Span next_special(const Specials *specials, const uint8_t *p, const uint8_t *end)
-{
-    for (; p < end && specials->packed < specials->packed_end; p++) {
-        if (specials->only >= 0) {
-            if (!(p = memchr(p, specials->only, end - p)))
-                break;
-        } else if (!specials->begins[*p])
-            continue;
-        int32_t header[2];
-        for (const uint8_t *entry = specials->packed; entry < specials->packed_end; entry += sizeof header + header[1]) {
-            memcpy(header, entry, sizeof header);
-            if (header[1] <= end - p && !memcmp(p, entry + sizeof header, header[1]))
-                return (Span){p, p + header[1], header[0]};
-        }
-    }
-    return (Span){end, end, -1};
-}
 
 /* ---- UTF-8 */
 
@@ -115,7 +67,7 @@ int lmkit_is_utf8(const uint8_t *data, int64_t size)
     return 1;
 }
 
-/* ---- words: GPT-2's pattern, and others */
+/* ---- classes of characters */
 
 /* Return the class of the character at p (valid UTF-8), and set `size` to its number of bytes. */
 static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
@@ -135,6 +87,124 @@ static inline int class_at(const uint8_t *classes, const uint8_t *p, int *size)
     }
     return classes[c];
 }
+
+/* ---- special tokens */
+
+/* Strings that are one token each, as pretokenize._Strings.packed writes them: how many there are and the bytes of all
+ * of this, then the arrays. The strings are sorted; those with the first byte b are first[b] to first[b + 1]. */
+typedef struct {
+    int32_t number;
+    int only;                                   /* the byte with which all of them begin, or -1 */
+    const int32_t *first, *ids, *strips, *starts;
+    const uint8_t *text;                        /* the strings, joined; number i begins at starts[i] */
+} Strings;
+
+enum { STRIPS_LEFT = 1, STRIPS_RIGHT = 2 };     /* of `strips`: the token takes the whitespace there */
+
+/* Special tokens: those to find first, and those to find in what is left. */
+typedef struct {
+    Strings first, second;
+} Specials;
+
+/* A piece of text, and the special token after it; -1 at the end of the text. */
+typedef struct {
+    const uint8_t *begin, *end;
+    int32_t id;
+} Span;
+
+/* The place in a text up to which spans are found; `from` is NULL after the last. */
+typedef struct {
+    const Strings *strings;
+    const uint8_t *from, *search, *end;
+} Spans;
+
+static Strings strings_from(const uint8_t *packed)
+{
+    const int32_t *head = (const int32_t *)packed, *first = head + 2;
+    int32_t number = *head, different = 0;
+    Strings strings = {number, -1, first, first + 257, first + 257 + number, first + 257 + 2 * number, NULL};
+    strings.text = (const uint8_t *)(strings.starts + number + 1);
+    for (int byte = 0; byte < 256; byte++)
+        if (first[byte] < first[byte + 1])
+            strings.only = different++ ? -1 : byte;
+    return strings;
+}
+
+static Specials specials_from(const uint8_t *packed)
+{
+    return (Specials){strings_from(packed), strings_from(packed + ((const int32_t *)packed)[1])};
+}
+
+/* Return the first of the strings low to high, which begin alike, whose byte number `depth` is at least `byte`. */
+static int32_t bound(const Strings *strings, int32_t low, int32_t high, int64_t depth, int byte)
+{
+    if (low < high && strings->text[strings->starts[high - 1] + depth] < byte)
+        return high;
+    while (low < high) {
+        int32_t middle = low + (strings->text[strings->starts[low] + depth] >= byte ? 0 : (high - low) / 2);
+        if (strings->text[strings->starts[middle] + depth] >= byte)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* Return the longest string at p, or -1. */
+static int32_t string_at(const Strings *strings, const uint8_t *p, const uint8_t *end)
+{
+    int32_t low = strings->first[*p], high = strings->first[*p + 1], found = -1;
+    for (int64_t depth = 1; low < high; depth++) {
+        if (strings->starts[low + 1] - strings->starts[low] == depth)
+            found = low++;                      /* of those that begin alike the shortest is the first */
+        if (p + depth == end)
+            break;
+        low = bound(strings, low, high, depth, p[depth]);
+        high = bound(strings, low, high, depth, p[depth] + 1);
+    }
+    return found;
+}
+
+/* Set `span` to the next piece of text between special tokens; return 0 after the last. */
+static int next_span(Spans *spans, const uint8_t *classes, Span *span)
+{
+    const Strings *strings = spans->strings;
+    const uint8_t *p = spans->search, *end = spans->end;
+    int32_t found = -1;
+    int size;
+    if (!spans->from)
+        return 0;
+    for (; strings->number && p < end; p++) {
+        if (strings->only >= 0) {
+            if (!(p = memchr(p, strings->only, end - p)))
+                break;
+        }
+        if ((found = string_at(strings, p, end)) >= 0)
+            break;
+    }
+    if (found < 0) {
+        *span = (Span){spans->from, end, -1};
+        spans->from = NULL;
+        return 1;
+    }
+    const uint8_t *after = p + strings->starts[found + 1] - strings->starts[found];
+    spans->search = after;
+    if (strings->strips[found] & STRIPS_LEFT)
+        for (const uint8_t *q = p; q > spans->from; p = q) {
+            while ((*--q & 0xC0) == 0x80)       /* to the first byte of a character */
+                continue;
+            if (class_at(classes, q, &size) != SPACE)
+                break;
+        }
+    if (strings->strips[found] & STRIPS_RIGHT)
+        while (after < end && class_at(classes, after, &size) == SPACE)
+            after += size;
+    *span = (Span){spans->from, p < spans->from ? spans->from : p, strings->ids[found]};
+    spans->from = after;
+    return 1;
+}
+
+/* ---- words: GPT-2's pattern, and others */
 
 /* Return how many of the 8 bytes at p are ASCII letters, up to the first other byte: one step instead of eight
  * unpredictable branches. */
@@ -436,7 +506,7 @@ typedef struct {
 
 typedef struct {
     const uint8_t *classes;                     /* of every code point; borrowed */
-    int32_t byte_ids[256];
+    int32_t byte_ids[256];                      /* below zero: bpe.MergeTable says what */
     Merge *merges;
     uint64_t merges_mask;
     int pattern;                                /* the place in pretokenize.PATTERNS */
@@ -463,12 +533,27 @@ static inline uint64_t find_merge(const Encoder *encoder, int32_t left, int32_t 
     return merge_slot(encoder, pair_of(left, right))->merge;    /* a free slot has NO_MERGE */
 }
 
+/* Write the tokens of the bytes of a word. Return their number: a vocabulary may lack bytes. */
+static int64_t byte_tokens(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
+{
+    int64_t count = 0;
+    int32_t before = 0;
+    for (int64_t i = 0; i < size; i++) {
+        int32_t id = encoder->byte_ids[word[i]];
+        if (id >= 0)
+            token[count++] = id;
+        else if (id < -1 && before >= -1)
+            token[count++] = -2 - id;
+        before = id;
+    }
+    return count;
+}
+
 /* Merge a word of at most SHORT_WORD bytes by searching all pairs for each merge. Return the number of tokens. */
 static int64_t merge_short(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
     uint64_t merge[SHORT_WORD];                 /* of each token with the next */
-    for (int64_t i = 0; i < size; i++)
-        token[i] = encoder->byte_ids[word[i]];
+    size = byte_tokens(encoder, word, size, token);
     for (int64_t i = 0; i + 1 < size; i++)
         merge[i] = find_merge(encoder, token[i], token[i + 1]);
     while (size > 1) {
@@ -521,6 +606,9 @@ static uint64_t heap_pop(uint64_t *heap, int64_t *size)
  * skipped. Return the number of tokens, -1 without memory. */
 static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t size, int32_t *token)
 {
+    size = byte_tokens(encoder, word, size, token);
+    if (!size)
+        return 0;
     int32_t *next = malloc(sizeof(int32_t) * size), *previous = malloc(sizeof(int32_t) * size);
     uint64_t *heap = malloc(sizeof(uint64_t) * 3 * size);   /* a pair at each place, and two for each merge */
     if (!next || !previous || !heap || size > INT32_MAX) {
@@ -529,7 +617,6 @@ static int64_t merge_long(const Encoder *encoder, const uint8_t *word, int64_t s
     }
     int64_t heap_size = 0, left = 0;
     for (int64_t i = 0; i < size; i++) {
-        token[i] = encoder->byte_ids[word[i]];
         next[i] = i + 1;
         previous[i] = i - 1;
     }
@@ -683,26 +770,28 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
 }
 
 /* Encode `size` bytes of valid UTF-8; out has room for as many ids. Return the number of ids, -1 without memory. */
-int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials,
-                     int64_t packed_size, int32_t *out)
+int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int32_t *out)
 {
-    const uint8_t *p = data, *end = data + size;
+    const uint8_t *classes = encoder->classes, *end = data + size;
     int32_t *const begin = out;
-    const Specials specials = specials_from(packed_specials, packed_size);
-    while (p < end) {
-        Span special = next_special(&specials, p, end);
-        for (const uint8_t *after; p < special.begin; p = after) {
-            after = encoder->pattern == GPT2 ? word_end(encoder->classes, p, special.begin)
-                    : encoder->pattern == DIGITS ? word_end_digits(encoder->classes, p, special.begin)
-                    : word_end_llama(encoder->classes, p, special.begin, encoder->pattern == LLAMA3 ? 3 : 1);
-            int64_t count = encode_word(encoder, p, after - p, end, out);
-            if (count < 0)
-                return -1;
-            out += count;
+    const Specials specials = specials_from(packed_specials);
+    Span span, text;
+    for (Spans spans = {&specials.first, data, data, end}; next_span(&spans, classes, &span);) {
+        for (Spans rest = {&specials.second, span.begin, span.begin, span.end}; next_span(&rest, classes, &text);) {
+            for (const uint8_t *p = text.begin, *after; p < text.end; p = after) {
+                after = encoder->pattern == GPT2 ? word_end(classes, p, text.end)
+                        : encoder->pattern == DIGITS ? word_end_digits(classes, p, text.end)
+                        : word_end_llama(classes, p, text.end, encoder->pattern == LLAMA3 ? 3 : 1);
+                int64_t count = encode_word(encoder, p, after - p, end, out);
+                if (count < 0)
+                    return -1;
+                out += count;
+            }
+            if (text.id >= 0)
+                *out++ = text.id;
         }
-        if (special.begin < end)
-            *out++ = special.id;
-        p = special.end;
+        if (span.id >= 0)
+            *out++ = span.id;
     }
     return out - begin;
 }
@@ -749,22 +838,21 @@ Counter *lmkit_counter_new(const uint8_t *classes)
     return counter;
 }
 
-/* Count the words in `size` bytes of valid UTF-8; -1 without memory. */
-int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int64_t packed_size)
+/* Count the words in `size` bytes of valid UTF-8, with special tokens to find first; -1 without memory. */
+int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8_t *packed_specials)
 {
-    const uint8_t *p = data, *end = data + size;
-    const Specials specials = specials_from(packed_specials, packed_size);
-    while (p < end) {
-        Span special = next_special(&specials, p, end);
-        for (const uint8_t *after; p < special.begin; p = after) {
-            after = word_end(counter->classes, p, special.begin);
+    const uint8_t *end = data + size;
+    const Specials specials = specials_from(packed_specials);
+    Span span;
+    for (Spans spans = {&specials.first, data, data, end}; next_span(&spans, counter->classes, &span);) {
+        for (const uint8_t *p = span.begin, *after; p < span.end; p = after) {
+            after = word_end(counter->classes, p, span.end);
             uint64_t key[2];
             key_of(p, after - p, end, key);
             if (count_word(counter, key, p, after - p, 1))
                 return -1;
         }
-        counter->num_special += special.begin < end;
-        p = special.end;
+        counter->num_special += span.id >= 0;
     }
     return 0;
 }

@@ -9,7 +9,8 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.files import to_bytes, to_characters, to_json
+from lmkit.tokenizer.files import to_bytes, to_characters
+from lmkit.tokenizer.tokenizer_json import to_json
 
 
 def test_round_trip(trained, tmp_path):
