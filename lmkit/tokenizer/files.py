@@ -139,18 +139,25 @@ def read_merges(
     """
     pairs: list[tuple[str, str]] = []
     for merge in merges:
-        if isinstance(merge, str) and merge.startswith("#version"):
+        if not isinstance(merge, str):
+            left, right = merge
+        elif merge.startswith("#version"):
             continue
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        for name in (left, right, left + right):
-            if name not in tokens:
-                raise ValueError(f"the vocabulary lacks {name!r}, which a merge uses or makes")
+        else:
+            left, right = merge.split(" ")
         pairs.append((left, right))
+    if len(set(pairs)) < len(pairs):
+        pairs = list(dict.fromkeys(reversed(pairs)))[::-1]
     read = []
-    for left, right in reversed(dict.fromkeys(reversed(pairs))):
-        a, b = tokens[left], tokens[right]
-        if isinstance(a, bytes) and isinstance(b, bytes):
-            read.append((a, b))
+    try:
+        for left, right in pairs:
+            a, b = tokens[left], tokens[right]
+            if isinstance(a, bytes) and isinstance(b, bytes):
+                read.append((a, b))
+            else:
+                tokens[left + right]  # has to be there
+    except KeyError as error:
+        raise ValueError(f"the vocabulary lacks {error}, which a merge uses or makes") from None
     return read
 
 

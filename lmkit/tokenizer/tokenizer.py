@@ -8,7 +8,6 @@ import operator
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +82,33 @@ class Tokenizer:
         if "" in texts or len(set(texts)) != len(texts):
             raise ValueError("special tokens must be distinct and not empty")
         self.special_tokens = tuple(token.text for token in self.added_tokens if token.special)
-        ordinary = {token: i for i, token in sorted(vocab.items()) if isinstance(token, bytes)}
-        verbatim = {token: i for i, token in sorted(vocab.items()) if isinstance(token, str)}
+        ordinary: dict[bytes, int] = {}
+        verbatim: dict[str, int] = {}
+        for token_id, token in sorted(vocab.items()):
+            if isinstance(token, bytes):
+                ordinary[token] = token_id
+            else:
+                verbatim[token] = token_id
         if len(ordinary) + len(verbatim) < len(vocab):
             raise ValueError("two ids have the same token")
-        merged = {left + right for left, right in merges}
-        for token in chain(chain.from_iterable(merges), merged):
-            if token not in ordinary:
-                raise ValueError(f"the vocabulary lacks {token!r}, which a merge uses or makes")
-        made = merged | {bytes([byte]) for byte in range(NUM_BYTES)}
+        self.merges = list(merges)
+        merged = [left + right for left, right in merges]
+        try:
+            table = [
+                (ordinary[left], ordinary[right], ordinary[token])
+                for (left, right), token in zip(merges, merged, strict=True)
+            ]
+        except KeyError as error:
+            raise ValueError(f"the vocabulary lacks {error.args[0]!r}, which a merge uses or makes") from None
+        made = {*merged, *(bytes([byte]) for byte in range(NUM_BYTES))}
         added_ids = _place(self.added_tokens, ordinary, verbatim, made, whole_words)
-        # A special token is never merged, even if the list of merges has it.
-        self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
-        table = [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in self.merges]
+        special = set(verbatim.values())
+        if any(left in special or right in special for left, right, _ in table):
+            # A special token is never merged, even if the list of merges has it.
+            self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
+            table = [row for row in table if not special.intersection(row[:2])]
         self.special_ids = {text: added_ids[text] for text in self.special_tokens}
-        self.verbatim = frozenset(verbatim.values())
+        self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
         names = [(i, text.encode()) for text, i in verbatim.items()]
         self.vocab = dict(sorted([*((i, token) for token, i in ordinary.items()), *names]))

@@ -15,6 +15,10 @@
 #include <sys/mman.h>
 #endif
 
+/* Both make encoding faster by some percent: the loop over the words stays in registers. */
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define NEVER_INLINE static __attribute__((noinline))
+
 enum { OTHER, LETTER, NUMBER, SPACE };          /* pretokenize.CharacterClass */
 enum { GPT2, DIGITS, LLAMA3, QWEN2 };           /* pretokenize.PATTERNS */
 static const uint64_t NO_MERGE = UINT64_MAX;    /* value of a pair that is not merged */
@@ -166,7 +170,7 @@ static int32_t string_at(const Strings *strings, const uint8_t *p, const uint8_t
 }
 
 /* Set `span` to the next piece of text between special tokens; return 0 after the last. */
-static int next_span(Spans *spans, const uint8_t *classes, Span *span)
+NEVER_INLINE int next_span(Spans *spans, const uint8_t *classes, Span *span)
 {
     const Strings *strings = spans->strings;
     const uint8_t *p = spans->search, *end = spans->end;
@@ -769,6 +773,22 @@ Encoder *lmkit_encoder_new(const uint8_t *classes, const int32_t *byte_ids, cons
     return encoder;
 }
 
+/* Write the tokens of a text without special tokens to out. Return where they end, NULL without memory. */
+ALWAYS_INLINE int32_t *encode_text(Encoder *encoder, const uint8_t *p, const uint8_t *stop, const uint8_t *end,
+                                   int32_t *out)
+{
+    for (const uint8_t *after; p < stop; p = after) {
+        after = encoder->pattern == GPT2 ? word_end(encoder->classes, p, stop)
+                : encoder->pattern == DIGITS ? word_end_digits(encoder->classes, p, stop)
+                : word_end_llama(encoder->classes, p, stop, encoder->pattern == LLAMA3 ? 3 : 1);
+        int64_t count = encode_word(encoder, p, after - p, end, out);
+        if (count < 0)
+            return NULL;
+        out += count;
+    }
+    return out;
+}
+
 /* Encode `size` bytes of valid UTF-8; out has room for as many ids. Return the number of ids, -1 without memory. */
 int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int32_t *out)
 {
@@ -778,15 +798,8 @@ int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const 
     Span span, text;
     for (Spans spans = {&specials.first, data, data, end}; next_span(&spans, classes, &span);) {
         for (Spans rest = {&specials.second, span.begin, span.begin, span.end}; next_span(&rest, classes, &text);) {
-            for (const uint8_t *p = text.begin, *after; p < text.end; p = after) {
-                after = encoder->pattern == GPT2 ? word_end(classes, p, text.end)
-                        : encoder->pattern == DIGITS ? word_end_digits(classes, p, text.end)
-                        : word_end_llama(classes, p, text.end, encoder->pattern == LLAMA3 ? 3 : 1);
-                int64_t count = encode_word(encoder, p, after - p, end, out);
-                if (count < 0)
-                    return -1;
-                out += count;
-            }
+            if (!(out = encode_text(encoder, text.begin, text.end, end, out)))
+                return -1;
             if (text.id >= 0)
                 *out++ = text.id;
         }
@@ -845,8 +858,9 @@ int lmkit_count(Counter *counter, const uint8_t *data, int64_t size, const uint8
     const Specials specials = specials_from(packed_specials);
     Span span;
     for (Spans spans = {&specials.first, data, data, end}; next_span(&spans, counter->classes, &span);) {
-        for (const uint8_t *p = span.begin, *after; p < span.end; p = after) {
-            after = word_end(counter->classes, p, span.end);
+        const uint8_t *stop = span.end;
+        for (const uint8_t *p = span.begin, *after; p < stop; p = after) {
+            after = word_end(counter->classes, p, stop);
             uint64_t key[2];
             key_of(p, after - p, end, key);
             if (count_word(counter, key, p, after - p, 1))

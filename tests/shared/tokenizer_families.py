@@ -111,7 +111,9 @@ def build(pre_tokenizer, *, first=(), size=500, alphabet="all", extra=(), append
     tokens += [added(name, vocab[name]) for name in extra if name.startswith("<|")]
     tokens += [
         added(text, len(names) + i, **flags)
-        for i, (text, flags) in enumerate((given, {}) if isinstance(given, str) else given for given in appended)
+        for i, (text, flags) in enumerate(
+            (given, {}) if isinstance(given, str) else given for given in appended
+        )
     ]
     return {
         "version": "1.0",
@@ -146,7 +148,10 @@ BEGIN = "<|begin_of_text|>"
 
 def llama3(**changes):
     given = build(
-        LLAMA3, appended=[BEGIN, "<|end_of_text|>", *RESERVED, "<|eot_id|>"], model={"ignore_merges": True}, **changes
+        LLAMA3,
+        appended=[BEGIN, "<|end_of_text|>", *RESERVED, "<|eot_id|>"],
+        model={"ignore_merges": True},
+        **changes,
     )
     around = template(before=[(BEGIN, given["added_tokens"][0]["id"])])
     return given | {"post_processor": {"type": "Sequence", "processors": [BYTE_LEVEL, around]}}
@@ -219,7 +224,9 @@ def with_odd_tokens(content):
     words = [name for name in vocab if len(name) > 2 and name.isascii() and "<" not in name]
     spaced = [name for name in vocab if name[0] == "Ġ" and len(name) > 3]
     ordinary = [*rng.sample(words, 2), *rng.sample(spaced, 1), "a", "é", "Ċ", "1"]
-    tokens = [added(name, vocab[name], special=i % 2 == 0) for i, name in enumerate(ordinary) if name in vocab]
+    tokens = [
+        added(name, vocab[name], special=i % 2 == 0) for i, name in enumerate(ordinary) if name in vocab
+    ]
     appended = [
         ("\n\n", {"special": False}), ("\n", {}), ("  ", {"special": False}), ("end", {"rstrip": True, **TEXT}),
         ("日本", {"lstrip": True}), ("wordless", TEXT), ("less", {}), ("12", {"special": False}), ("▁the", {}),
@@ -270,11 +277,15 @@ VARIANTS = {
     "plain": lambda make: make(),
     "odd": lambda make: with_odd_tokens(make(alphabet="all") if make not in FIXED else make()),
     "older": lambda make: as_older_files(with_leftovers(make())),
-    "seen": lambda make: make(alphabet="seen") if make not in FIXED else with_odd_tokens(with_leftovers(make())),
+    "seen": lambda make: (
+        make(alphabet="seen") if make not in FIXED else with_odd_tokens(with_leftovers(make()))
+    ),
     "unknown": lambda make: with_unknown(make(alphabet="seen") if make not in FIXED else make(), fuse=False),
     "fused": lambda make: with_unknown(make(alphabet="seen") if make not in FIXED else make(), fuse=True),
 }
-FIXED = [FAMILIES[name] for name in ("smollm2", "pythia", "olmo", "modernbert")]  # with an alphabet of their own
+FIXED = [
+    FAMILIES[name] for name in ("smollm2", "pythia", "olmo", "modernbert")
+]  # with an alphabet of their own
 
 
 def files(families=tuple(FAMILIES), variants=tuple(VARIANTS)):
@@ -285,8 +296,18 @@ def files(families=tuple(FAMILIES), variants=tuple(VARIANTS)):
 
 # ---- texts
 
-SPACE = list(" \t\n\r\x0b\x0c\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u3000\u200b") + ["  ", "    ", "\r\n", "\n\n"]
-LETTERS = list("aAbBeEsStTzZéÉßſǆΩωЖж日本語한ע\u0905ﬁ𝒜𐐀") + ["e\u0301", "a\u0323\u0301", "\u1112\u1161\u11ab", "\u212a"]
+SPACE = list(" \t\n\r\x0b\x0c\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u3000\u200b") + [
+    "  ",
+    "    ",
+    "\r\n",
+    "\n\n",
+]
+LETTERS = list("aAbBeEsStTzZéÉßſǆΩωЖж日本語한ע\u0905ﬁ𝒜𐐀") + [
+    "e\u0301",
+    "a\u0323\u0301",
+    "\u1112\u1161\u11ab",
+    "\u212a",
+]
 OTHERS = list("0123456789٣½Ⅷ𝟘.,!?'\"()[]{}<>|/_-+=#@’…、。\u0301\u0903\u200d\ufeff\x00\x01\x7f") + [
     "'s", "'LL", "'ſ", "👩‍👩‍👧‍👦", "🇩🇪", "<|", "|>", "::", "==", "--", "...",
 ]  # fmt: skip
