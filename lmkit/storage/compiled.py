@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lmkit.errors import reason
+from lmkit.storage.atomic import fsync_file, fsync_folder
+from lmkit.storage.inputs import read_input
 
 _log = logging.getLogger("lmkit")
 
@@ -19,29 +22,96 @@ _log = logging.getLogger("lmkit")
 def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> ctypes.CDLL:
     """Load a shared library from the cache, or build it first. Of several processes one builds and the others wait.
 
+    The name of a kept library has the hash of its content. One with other content is removed and built again: a
+    library that is cut would end the process.
+
     Args:
-        name: the file name; contains a hash of everything that determines the library.
+        name: contains a hash of everything that determines the library.
         build: writes the library to the path that it is given. Its errors pass through.
         what: for the warning where there is no folder to keep it in.
+
+    Raises:
+        OSError: the library cannot be loaded.
     """
+    with ExitStack() as held:
+        try:
+            cache = os.environ.get("XDG_CACHE_HOME")
+            folder = (Path(cache) if cache else Path.home() / ".cache") / "lmkit"
+            kept = _find(folder, name)
+            if kept is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_one_at_a_time(folder / f"{name}.lock"))
+                kept = _find(folder, name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
+            _warn(what, error)
+            return _load(_built(name, build))
+        if kept is None:
+            library = _built(name, build)
+            try:
+                kept = _keep(folder, name, library)
+            except OSError as error:
+                _warn(what, error)
+                return _load(library)
     try:
-        cache = os.environ.get("XDG_CACHE_HOME")
-        kept = (Path(cache) if cache else Path.home() / ".cache") / "lmkit" / name
-        if kept.exists():
-            return ctypes.CDLL(str(kept))
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=kept.parent)
-    except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
-        why = f"{kept.parent}: {reason(error)}" if isinstance(error, OSError) else str(error)
-        _log.warning("%s: %s is compiled again for each process", why, what)
-        with tempfile.TemporaryDirectory() as private:
-            build(Path(private) / name)
-            return ctypes.CDLL(str(Path(private) / name))
-    with folder, _one_at_a_time(kept.with_suffix(".lock")):
-        if not kept.exists():
-            build(Path(folder.name) / name)
-            (Path(folder.name) / name).replace(kept)
-    return ctypes.CDLL(str(kept))
+        return ctypes.CDLL(str(kept))
+    except OSError:  # nothing runs from a disk that is mounted with noexec
+        return _load(read_input(kept))
+
+
+def _warn(what: str, error: OSError | RuntimeError) -> None:
+    why = reason(error) if isinstance(error, OSError) else str(error)
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    _log.warning("%s%s: %s is compiled again for each process", where, why, what)
+
+
+def _kept_name(name: str, library: bytes) -> str:
+    return f"{name}-{hashlib.sha256(library).hexdigest()[:16]}.so"
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """Return the kept library; remove others of this name."""
+    for path in folder.glob(f"{name}-*.so"):
+        with suppress(FileNotFoundError):  # another process removes it
+            if path.name == _kept_name(name, read_input(path)):
+                return path
+            path.unlink()
+    return None
+
+
+def _built(name: str, build: Callable[[Path], None]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        build(path)
+        return read_input(path)
+
+
+def _keep(folder: Path, name: str, library: bytes) -> Path:
+    """Write a library into the cache: all of it, or nothing."""
+    kept = folder / _kept_name(name, library)
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        path = Path(private, kept.name)
+        path.write_bytes(library)
+        fsync_file(path)
+        path.replace(kept)
+    fsync_folder(folder)
+    return kept
+
+
+def _load(library: bytes) -> ctypes.CDLL:
+    """Load a library from the folder of temporary files, or from memory."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "lmkit.so")
+            path.write_bytes(library)
+            return ctypes.CDLL(str(path))
+    except OSError:
+        if not hasattr(os, "memfd_create"):  # only Linux has such files
+            raise
+    # It stays open: dlopen takes another file of the same name for this one.
+    descriptor = os.memfd_create("lmkit")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(library)
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
 
 
 @contextmanager

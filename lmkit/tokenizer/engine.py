@@ -194,10 +194,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load_or_compile() -> ctypes.CDLL:
-    """Load the shared library; its name is a hash of everything that decides its content."""
+    """Load the shared library; its name has a hash of everything that decides its content."""
     compiler = os.environ.get("CC") or "cc"
     ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
-    name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}.so"
+    name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}"
     return load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
 
 
@@ -209,7 +209,9 @@ def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
         return (
             f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
         )
-    return f"no C compiler ({error})"
+    if isinstance(error, (FileNotFoundError, PermissionError)):
+        return f"no C compiler ({error})"
+    return f"no compiled code ({error})"
 
 
 def _compile(compiler: str, output: Path) -> None:

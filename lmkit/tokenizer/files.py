@@ -17,6 +17,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import parse_object
+from lmkit.tokenizer.pretokenize import AddedToken
 
 if TYPE_CHECKING:
     from lmkit.tokenizer.tokenizer import Tokenizer
@@ -82,9 +83,17 @@ def from_name(name: str) -> bytes | None:
 
 def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
     if tokenizer.pattern != "gpt2" or tokenizer.whole_words or tokenizer.nfc:
+        lost = f"how this tokenizer finds words ({tokenizer.pattern})"
+    elif tokenizer.unk_id is not None or tokenizer.verbatim != set(tokenizer.special_ids.values()):
+        lost = "which tokens of this tokenizer are special, or unknown"
+    elif any(token != AddedToken(token.text) for token in tokenizer.added_tokens):
+        lost = "where this tokenizer finds its added tokens"
+    else:
+        lost = None
+    if lost is not None:
         raise UsageError(
             "tokenizer.unsupported",
-            f"{folder}: GPT-2's files cannot say how this tokenizer finds words ({tokenizer.pattern})",
+            f"{folder}: GPT-2's files cannot say {lost}",
             hint="use its tokenizer.json",
         )
     names = names_of(tokenizer)

@@ -346,8 +346,7 @@ class Tokenizer:
         """
         path = Path(path)
         marks = read_marks(path)
-        content = tokenizer_json.load_json(path, (marks.begin, marks.end))
-        tokenizer = cls._from_file({**content, "marks": marks}, path)
+        tokenizer = cls._from_file({**tokenizer_json.load_json(path, marks), "marks": marks}, path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import TOKENIZER_CONFIG
 from lmkit.tokenizer.files import CHARACTERS, by_id, damaged, from_name, names_of, parse, read_merges
+from lmkit.tokenizer.marks import NO_MARKS, Marks
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
 
 if TYPE_CHECKING:
@@ -137,8 +139,8 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def load_json(path: Path, marks: Iterable[str | None] = ()) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`. Those of `marks` that are tokens become special, as in transformers."""
+def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
+    """Return the arguments of `Tokenizer`. The tokens that begin and end a text are special, as in transformers."""
     content = parse(path, _ONE_FILE)
     try:
         model = content["model"]
@@ -153,9 +155,15 @@ def load_json(path: Path, marks: Iterable[str | None] = ()) -> dict[str, Any]:
         merges = read_merges(model["merges"], tokens)
         given = [_added_token(token) for token in content.get("added_tokens", ()) if token["content"]]
         added = {token.text: token for token in given}
-        for mark in marks:
+        for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
+            elif mark is not None and mark == marks.end:
+                raise UsageError(
+                    "tokenizer.unsupported",
+                    f"{path.with_name(TOKENIZER_CONFIG)}: eos_token = {json.dumps(mark)} is no token of {path.name}",
+                    hint="name a token that the vocabulary has, or remove the key",
+                )
         prefix, suffix = _around(content.get("post_processor"), path)
         new = [text for text in added if text not in names]
         ids = [(tokens[name], token_id) for name, token_id in names.items()]

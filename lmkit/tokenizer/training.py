@@ -100,6 +100,9 @@ def train_tokenizer(
             vocab_size,
         )
     tokenizer = Tokenizer.from_merges(merges, special_tokens)
+    for text, token_id in tokenizer.special_ids.items():
+        if token_id < NUM_BYTES + len(merges):
+            raise _unfit(text, "is written like a learned token in tokenizer.json", "choose another one")
     return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
 
@@ -113,10 +116,8 @@ def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, 
         except ValueError:  # not in the byte alphabet
             is_byte = False
         if is_byte:  # the vocabulary contains the byte, and tokenizer.json would write both alike
-            raise UsageError(
-                "tokenizer.special_tokens",
-                f"special_tokens: {text!r} is a single byte, or is written like one in tokenizer.json",
-                hint="choose a longer one",
+            raise _unfit(
+                text, "is a single byte, or is written like one in tokenizer.json", "choose a longer one"
             )
     if "" in texts or len(set(texts)) != len(texts):
         raise UsageError(
@@ -125,6 +126,10 @@ def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, 
             hint="name each special token once",
         )
     return texts
+
+
+def _unfit(text: str, why: str, hint: str) -> UsageError:
+    return UsageError("tokenizer.special_tokens", f"special_tokens: {text!r} {why}", hint=hint)
 
 
 def _count_words(

@@ -195,13 +195,16 @@ FAMILIES = {
     ),
     "phi4": lambda **kw: build(
         sequence(split(GPT4, "Removed", invert=True), NO_REGEX),
-        appended=[(text, {"lstrip": True, "rstrip": True}) for text in ("<|endoftext|>", "<|im_start|>", "<|im_sep|>")],
+        appended=[(text, {"lstrip": True, "rstrip": True}) for text in ("<|endoftext|>", *CHAT, "<|im_sep|>")],
         **kw,
     ),
     "modernbert": modern_bert,
     "falcon": lambda **kw: build(FALCON, first=[">>TITLE<<", "<|endoftext|>"], **kw),
     "nemo": lambda **kw: build(
-        sequence(split(TEKKEN), NO_REGEX), first=["<unk>", "<s>", "</s>", "[INST]"], model={"ignore_merges": True}, **kw
+        sequence(split(TEKKEN), NO_REGEX),
+        first=["<unk>", "<s>", "</s>", "[INST]"],
+        model={"ignore_merges": True},
+        **kw,
     ),
     "deepseek3": lambda **kw: build(
         DEEPSEEK,
@@ -269,7 +272,7 @@ def as_older_files(content):
 
 def with_unknown(content, *, fuse):
     """Let the end of the vocabulary be the unknown token, for vocabularies without all bytes."""
-    content["model"] |= {"unk_token": list(content["model"]["vocab"])[0], "fuse_unk": fuse}
+    content["model"] |= {"unk_token": next(iter(content["model"]["vocab"])), "fuse_unk": fuse}
     return content
 
 
@@ -296,19 +299,16 @@ def files(families=tuple(FAMILIES), variants=tuple(VARIANTS)):
 
 # ---- texts
 
-SPACE = list(" \t\n\r\x0b\x0c\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u3000\u200b") + [
-    "  ",
-    "    ",
-    "\r\n",
-    "\n\n",
-]
-LETTERS = list("aAbBeEsStTzZéÉßſǆΩωЖж日本語한ע\u0905ﬁ𝒜𐐀") + [
+SPACE = [*" \t\n\r\x0b\x0c\x1c\x85\u00a0\u1680\u2003\u2028\u202f\u3000\u200b", "  ", "    ", "\r\n", "\n\n"]
+LETTERS = [
+    *"aAbBeEsStTzZéÉßſǆΩωЖж日本語한ע\u0905ﬁ𝒜𐐀",
     "e\u0301",
     "a\u0323\u0301",
     "\u1112\u1161\u11ab",
     "\u212a",
 ]
-OTHERS = list("0123456789٣½Ⅷ𝟘.,!?'\"()[]{}<>|/_-+=#@’…、。\u0301\u0903\u200d\ufeff\x00\x01\x7f") + [
+OTHERS = [
+    *"0123456789٣½Ⅷ𝟘.,!?'\"()[]{}<>|/_-+=#@’…、。\u0301\u0903\u200d\ufeff\x00\x01\x7f",
     "'s", "'LL", "'ſ", "👩‍👩‍👧‍👦", "🇩🇪", "<|", "|>", "::", "==", "--", "...",
 ]  # fmt: skip
 
@@ -324,10 +324,16 @@ def random_text(rng, tokens):
     """Return a text of words, spaces, digits, marks, any characters, and the given added tokens."""
     words = [word for text in training_text()[-40:] for word in text.split(" ")]
     kinds = [
-        lambda: rng.choice(words), lambda: " " + rng.choice(words), lambda: rng.choice(SPACE) * rng.randint(1, 3),
-        lambda: rng.choice(LETTERS), lambda: rng.choice(OTHERS), lambda: str(rng.randrange(10 ** rng.randint(1, 8))),
-        lambda: rng.choice(assigned()), lambda: rng.choice(tokens) if tokens else "", lambda: " " * rng.randint(1, 40),
-        lambda: rng.choice(tokens)[: rng.randint(1, 9)] if tokens else "",
-    ]  # fmt: skip
+        lambda: rng.choice(words),
+        lambda: " " + rng.choice(words),
+        lambda: rng.choice(SPACE) * rng.randint(1, 3),
+        lambda: rng.choice(LETTERS),
+        lambda: rng.choice(OTHERS),
+        lambda: str(rng.randrange(10 ** rng.randint(1, 8))),
+        lambda: rng.choice(assigned()),
+        lambda: rng.choice(tokens),
+        lambda: " " * rng.randint(1, 40),
+        lambda: rng.choice(tokens)[: rng.randint(1, 9)],
+    ]
     weights = [4, 6, 3, 3, 3, 1, 2, 1, 0.5, 0.5]
     return "".join(kind() for kind in rng.choices(kinds, weights, k=rng.randint(0, 40)))

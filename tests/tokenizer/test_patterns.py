@@ -97,7 +97,6 @@ def changed(tmp_path, trained, name, change):
     ("name", "field", "change"),
     [
         ("qwen2", "normalizer", lambda it: it.update(normalizer={"type": "NFD"})),
-        ("qwen2", "added_tokens[0].normalized", lambda it: it["added_tokens"][0].update(normalized=True)),
         ("llama3", "pre_tokenizer",
          lambda it: it["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\w+")),
         ("llama3", "pre_tokenizer", lambda it: it["pre_tokenizer"]["pretokenizers"][0].update(invert=True)),

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.tokenizer.engine import new_counter
-from lmkit.tokenizer.pretokenize import PATTERN, CharacterClass, SpecialTokens, character_classes, split_words
+from lmkit.tokenizer.pretokenize import (
+    PATTERN,
+    AddedToken,
+    CharacterClass,
+    SpecialTokens,
+    character_classes,
+    split_words,
+)
 
 # Special tokens that begin alike, contain one another, contain a space, and begin like ordinary words.
 SPECIAL = ("<|pad|>", "<|pad|><|endoftext|>", "<|endoftext|>", "a b", "日本")
@@ -111,3 +119,25 @@ def test_would_be_cut():
     specials = SpecialTokens({"<| |>": 0, "c": 1})
     data = b"ab <| |> cd"
     assert [at for at in range(len(data)) if specials.would_be_cut(data, at)] == [4, 5, 6, 7]
+
+
+def test_many_strings_are_searched_for_at_once():
+    names = [f"<|reserved_{i}|>" for i in range(3000)] + [" " * n for n in range(2, 120)]
+    specials = SpecialTokens({name: i for i, name in enumerate(names)})
+    data = b"a" + b"".join(b" %d<|reserved_%d|>   <|reserved_x|>" % (i, i) for i in range(2990, 3010))
+    found = [token_id for _, token_id in specials.split(data) if token_id is not None]
+    assert found == [i for n in range(2990, 3000) for i in (n, 3001)] + [3001] * 10
+    start = time.process_time()
+    assert not any(specials.would_be_cut(b"one two three " * 9, at) for at in range(100))
+    for _ in specials.split(data * 1000):
+        pass
+    assert time.process_time() - start < 20  # trying one string after the other takes minutes
+
+
+def test_whitespace_beside_a_token_and_its_normal_form_are_not_cut():
+    strips = SpecialTokens({AddedToken("ab", rstrip=True): 0, AddedToken("c", lstrip=True): 1})
+    assert list(strips.split(b"x ab \n y \xc2\xa0c")) == [(b"x ", 0), (b"y", 1), (b"", None)]
+    assert [at for at in range(7) if strips.would_be_cut(b"x ab  y", at)] == [3, 4]
+    composed = SpecialTokens({AddedToken("\u00e9!x", normalized=True): 0})
+    data = "ae\u0301!x b".encode()
+    assert [at for at in range(len(data)) if composed.would_be_cut(data, at)] == [4, 5]

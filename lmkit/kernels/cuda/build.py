@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -83,8 +84,8 @@ def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: st
     ]
     compiler = nvcc()
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cu", ".cuh"))
-    ingredients = [compiler, *flags, *(source.read_text("utf-8") for source in sources)]
-    name = f"flash-{padded}-{hashlib.sha256('0'.join(ingredients).encode()).hexdigest()[:16]}.so"
+    ingredients = [compiler, *flags, platform.platform(), *(source.read_text("utf-8") for source in sources)]
+    name = f"flash-{padded}-{hashlib.sha256('0'.join(ingredients).encode()).hexdigest()[:16]}"
 
     def compile_to(path: Path) -> None:
         command = [compiler, *flags, "-o", str(path), str(SOURCES / "flash.cu")]

@@ -1,0 +1,151 @@
+"""The special tokens that begin and end a text, in the files beside a tokenizer."""
+
+import json
+import pickle
+
+import pytest
+from raising import raises
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.marks import NO_MARKS, Marks
+
+SPECIAL = ("<s>", "<|im_end|>", "<end>")  # ids 256, 257, 258: none of them has a conventional name
+BEGIN, TURN, END = 256, 257, 258
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a tokenizer, and files beside it, `{name without ending: content}`; returns its path."""
+
+    def write(name="tokenizer.json", special=SPECIAL, **beside):
+        Tokenizer.from_merges([], special).save(tmp_path / name)
+        for stem, content in beside.items():
+            (tmp_path / f"{stem}.json").write_text(json.dumps(content))
+        return tmp_path / name
+
+    return write
+
+
+def as_object(text):
+    return {"__type": "AddedToken", "content": text, "lstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize("described", [str, as_object])
+def test_a_token_as_text_or_as_an_object(folder, described):
+    named = {"bos_token": described("<s>"), "eos_token": described("<end>")}
+    tokenizer = Tokenizer.load(folder(tokenizer_config=named))
+    assert tokenizer.marks == Marks("<s>", "<end>", (END,))
+    assert (tokenizer.start_id, tokenizer.end_of_text_id) == (BEGIN, END)
+
+
+@pytest.mark.parametrize("nothing", [None, "", {}, {"content": None}, 3])
+def test_no_token(folder, nothing):
+    tokenizer = Tokenizer.load(folder(tokenizer_config={"bos_token": nothing, "eos_token": nothing}))
+    assert tokenizer.marks == NO_MARKS
+    assert (tokenizer.start_id, tokenizer.end_of_text_id) == (None, None)
+
+
+@pytest.mark.parametrize("nothing", [None, "", 3])
+def test_no_token_leaves_a_conventional_name(folder, nothing):
+    tokenizer = Tokenizer.load(folder(special=("</s>",), tokenizer_config={"eos_token": nothing}))
+    assert tokenizer.marks == Marks(None, "</s>", (256,))
+
+
+@pytest.mark.parametrize(
+    ("ids", "end", "stops"),
+    [
+        (END, "<end>", (END,)),
+        ([TURN, END], "<|im_end|>", (TURN, END)),
+        ([10, END], "<end>", (END, 10)),  # 10 is a newline: generation stops there, but no text ends with it
+        (10, None, (10,)),
+        ([], None, ()),
+        (None, None, ()),
+        ([True, "258", 1.0], None, ()),
+    ],
+)
+@pytest.mark.parametrize("stem", ["generation_config", "config"])
+def test_ids(folder, ids, end, stops, stem):
+    tokenizer = Tokenizer.load(folder(**{stem: {"eos_token_id": ids, "bos_token_id": 0}}))
+    assert tokenizer.marks == Marks(None, end, stops)
+
+
+def test_which_file_counts(folder):
+    path = folder(
+        tokenizer_config={"eos_token": "<end>"},
+        generation_config={"eos_token_id": [TURN, END]},
+        config={"eos_token_id": 3},
+    )
+    assert Tokenizer.load(path).marks == Marks(None, "<end>", (END, TURN))
+    path.with_name("generation_config.json").write_text("{}")
+    assert Tokenizer.load(path).marks == Marks(None, "<end>", (END, 3))
+    path.with_name("tokenizer_config.json").unlink()
+    path.with_name("generation_config.json").write_text('{"eos_token_id": null}')
+    assert Tokenizer.load(path).marks == NO_MARKS
+
+
+def test_saved_loaded_and_pickled(folder, tmp_path):
+    path = folder(
+        tokenizer_config={"bos_token": "<s>", "eos_token": "<end>"},
+        generation_config={"eos_token_id": [END, TURN, 10], "temperature": 0.5},
+    )
+    tokenizer = Tokenizer.load(path)
+    again = tmp_path / "again" / "tokenizer.json"
+    again.parent.mkdir()
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (again.parent / name).write_text('{"eos_token": "gone", "eos_token_id": 1, "other": "stays"}')
+    tokenizer.save(again)
+    for copy in (Tokenizer.load(again), pickle.loads(pickle.dumps(tokenizer))):
+        assert copy.marks == tokenizer.marks == Marks("<s>", "<end>", (END, TURN, 10))
+        assert copy.sha256 == tokenizer.sha256
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        assert json.loads((again.parent / name).read_text())["other"] == "stays"
+    described = [again.parent / name for name in ("tokenizer_config.json", "generation_config.json")]
+    written = [file.stat().st_mtime_ns for file in described]
+    tokenizer.save(again)  # the files say the same already
+    assert [file.stat().st_mtime_ns for file in described] == written
+
+
+def test_a_conventional_name_needs_no_file(folder):
+    path = folder(special=("<|endoftext|>",))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert Tokenizer.load(path).end_of_text_id == 256
+
+
+def test_files_beside_a_tokenizer_of_another_name_are_not_its_own(folder, tmp_path):
+    path = folder(name="gpt2.json", tokenizer_config={"eos_token": "<end>"}, config={"eos_token_id": 10})
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.marks == NO_MARKS
+    ended = tokenizer.with_end_of_text("<end>")
+    with raises(UsageError, "tokenizer.marks", tmp_path / "other.json", hint="tokenizer.json"):
+        ended.save(tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()
+    ended.save(tmp_path / "new" / "tokenizer.json")
+    assert Tokenizer.load(tmp_path / "new" / "tokenizer.json").end_of_text_id == END
+
+
+def test_another_end_is_another_tokenizer(folder):
+    plain = Tokenizer.load(folder())
+    hashes = {plain.sha256, *(plain.with_end_of_text(text).sha256 for text in SPECIAL)}
+    assert len(hashes) == 4
+    conventional = Tokenizer.from_merges([], ["<|endoftext|>"])
+    assert conventional.with_end_of_text("<|endoftext|>").sha256 == conventional.sha256
+    with raises(UsageError, "tokenizer.end_of_text", "<none>", hint="<end>"):
+        plain.with_end_of_text("<none>")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"eos_token": ', b"[]", b"\xff{}", b"[" * 100_000])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_damaged_file_is_named(folder, name, content):
+    path = folder()
+    path.with_name(name).write_bytes(content)
+    with raises(LmkitError, "tokenizer.damaged_marks", path.with_name(name)):
+        Tokenizer.load(path)
+
+
+def test_an_end_that_the_vocabulary_lacks(folder):
+    path = folder(tokenizer_config={"eos_token": "<none>", "bos_token": "<no>"})
+    with raises(UsageError, "tokenizer.unsupported", path.with_name("tokenizer_config.json"), "<none>"):
+        Tokenizer.load(path)
+    path = folder(tokenizer_config={"bos_token": "<no>"})
+    assert Tokenizer.load(path).marks == NO_MARKS
