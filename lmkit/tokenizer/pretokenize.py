@@ -138,9 +138,9 @@ class SpecialTokens:
         """Return the tokens that are in `allowed` or are not special.
 
         Raises:
-            ValueError: a name in `allowed` is not a special token.
+            ValueError: a name in `allowed` is none of these tokens.
         """
-        known = [token.text for token in self.ids if token.special]
+        known = [token.text for token in self.ids]
         unknown = sorted(set(allowed) - set(known))
         if unknown:
             raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, known))}")
@@ -198,15 +198,15 @@ class _Strings:
         start = 0
         for match in self._pattern.finditer(data) if self._pattern else ():
             token, token_id = self._tokens[match.group()]
-            text = data[start : match.start()]
+            text, taken, start = data[start : match.start()], start, match.end()
             if token.lstrip:
                 text = (
                     text.decode("utf-8", "surrogateescape").rstrip(_SPACES).encode("utf-8", "surrogateescape")
                 )
-            yield text, token_id
-            start = match.end()
             if token.rstrip and (spaces := _SPACE_RUN.match(data, start)):
                 start = spaces.end()
+            if not (token.lstrip and start <= taken):  # else the token before has taken all of it
+                yield text, token_id
         yield data[start:], None
 
     def would_be_cut(self, data: bytes, at: int) -> bool:

@@ -257,6 +257,19 @@ def test_a_token_that_ends_a_text_is_special(tmp_path, foreign):
     assert ours.encode("hel") == [256, ord("l")]
 
 
+def test_whitespace_that_two_tokens_take(foreign, tmp_path, code):
+    """The second is dropped if the first has taken all of it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    first, second = families.added("<s>", 260, rstrip=True), families.added(" ", 262, lstrip=True)
+    path = foreign(
+        {"added_tokens.0": first, "added_tokens.1": second, "model.vocab.</s>": 261, "model.vocab. ": 262}
+    )
+    ours, theirs = Tokenizer.load(path), tokenizers.Tokenizer.from_file(str(path))
+    for text in ("<s> a", "<s>a a", "<s>\n a", " <s>\xa0a", "a  <s>"):
+        assert ours.encode(text) == theirs.encode(text).ids, text
+    assert ours.encode("<s> a") == [260, ord("a")]
+
+
 # ---- files of ten families
 
 
