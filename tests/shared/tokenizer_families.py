@@ -12,6 +12,7 @@ import unicodedata
 from functools import cache
 
 from lmkit.data.synth import generate_stories
+from lmkit.tokenizer.files import to_characters
 
 GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -295,6 +296,57 @@ def files(families=tuple(FAMILIES), variants=tuple(VARIANTS)):
     """Yield (name, content) of each family in each variant."""
     for family, variant in itertools.product(families, variants):
         yield f"{family}-{variant}", VARIANTS[variant](FAMILIES[family])
+
+
+# ---- any file
+
+CHARACTERS = [*"abé日1K <>ĠĀÃ\n", "e\u0301", "'s", "\u212a", "\u00a0"]
+
+
+def random_file(rng):
+    """Return a file of few characters, whose tokens, merges, added tokens and flags collide as often as possible."""
+
+    def word(size):
+        return "".join(rng.choices(CHARACTERS, k=size))
+
+    def characters(text):
+        return to_characters(text.encode())
+
+    some = [*rng.sample(range(256), 200), *b"ab<>K1 '\n"]
+    names = list(dict.fromkeys(characters_of(range(256) if rng.random() < 0.4 else some)))
+    merges = []
+    for _ in range(rng.randint(0, 60)):
+        text = characters(word(3))
+        at = rng.randrange(1, len(text)) if len(text) > 1 else 1
+        left, right = (text[:at], text[at:]) if rng.random() < 0.7 else rng.choices(names, k=2)
+        if left in names and right in names and len(left + right) < 12:
+            names += [left + right] * (left + right not in names)
+            merges.append([left, right])
+    names += [name for name in {word(2), characters(word(2))} if name not in names]
+    unknown = rng.choice([None, "<unk>", "a"])
+    names = [unknown] * (unknown not in [None, *names]) + ["<s>"] * (rng.random() < 0.3) + names
+    holes = rng.randint(1, 5) * (rng.random() < 0.15)
+    vocab = {name: i + holes * (i > len(names) // 2) for i, name in enumerate(names)}
+    tokens = {}
+    for _ in range(rng.randint(0, 7)):
+        text = rng.choice([word(rng.randint(1, 3)), rng.choice(names), characters(word(2))])
+        token_id = vocab.get(text, len(names) + sum(known not in vocab for known in tokens))
+        flags = {flag: rng.random() < 0.25 for flag in ("normalized", "lstrip", "rstrip")}
+        flags["lstrip"] &= bool(text.strip())  # tokenizers panics at whitespace that two tokens take
+        tokens.setdefault(text, added(text, token_id, special=rng.random() < 0.5, **flags))
+    return {
+        "added_tokens": list(tokens.values()),
+        "normalizer": rng.choice([None, NFC]),
+        "pre_tokenizer": rng.choice([GPT2, STARCODER, LLAMA3, QWEN2]),
+        "model": {
+            "type": "BPE", "vocab": vocab, "merges": merges, "unk_token": unknown,
+            "fuse_unk": rng.random() < 0.5, "ignore_merges": rng.random() < 0.4,
+        },
+    }  # fmt: skip
+
+
+def characters_of(numbers):
+    return [to_characters(bytes([number])) for number in numbers]
 
 
 # ---- texts

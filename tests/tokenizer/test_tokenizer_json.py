@@ -4,6 +4,7 @@ import itertools
 import json
 import pickle
 import random
+import time
 
 import pytest
 import tokenizer_families as families
@@ -12,6 +13,7 @@ from raising import raises
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.files import to_characters
 from lmkit.tokenizer.pretokenize import AddedToken
 from lmkit.tokenizer.tokenizer_json import to_json
 
@@ -270,6 +272,17 @@ def test_whitespace_that_two_tokens_take(foreign, tmp_path, code):
     assert ours.encode("<s> a") == [260, ord("a")]
 
 
+def test_loading_does_not_compare_every_added_token_with_every_token(foreign):
+    names = {f"<{i}>": 262 + i for i in range(50_000)}
+    vocab = {to_characters(bytes([byte])): byte for byte in range(256)} | {"<s>": 260, "</s>": 261} | names
+    tokens = [families.added(name, token_id) for name, token_id in list(names.items())[:5000]]
+    path = foreign({"added_tokens": tokens, "model.vocab": vocab, "model.merges": []})
+    start = time.process_time()
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.encode("<7><70><7000") == [269, 332, *b"<7000"]
+    assert time.process_time() - start < 4  # comparing takes ten seconds
+
+
 # ---- files of ten families
 
 
@@ -309,9 +322,37 @@ def agrees(name, content, folder, number, transformers=None):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_families(family, tmp_path, code):
+    transformers = pytest.importorskip("transformers") if code == "native" else None
     variants = ("plain", "odd", "older", "fused") if code == "native" else ("odd", "seen")
     for name, content in families.files([family], variants):
-        assert agrees(name, content, tmp_path, 20) == (family not in families.REFUSED)
+        assert agrees(name, content, tmp_path, 20, transformers) == (family not in families.REFUSED)
+
+
+@pytest.mark.parametrize("number", [200, pytest.param(1500, marks=pytest.mark.full)])
+def test_any_files(tmp_path, code, number):
+    tokenizers = pytest.importorskip("tokenizers")
+    path, again, refused = tmp_path / "given.json", tmp_path / "again.json", 0
+    for seed in range(number):
+        rng = random.Random(seed)
+        content = families.random_file(rng)
+        path.write_text(json.dumps(content), "utf-8")
+        others = [tokenizers.Tokenizer.from_file(str(path))]
+        try:
+            ours = Tokenizer.load(path)
+            ours.save(again)
+            others.append(tokenizers.Tokenizer.from_file(str(again)))
+        except UsageError as error:
+            assert error.code in ("tokenizer.unsupported", "tokenizer.special_tokens")
+            refused += 1
+            if error.code == "tokenizer.unsupported":
+                continue
+        parts = [*families.CHARACTERS, *(token["content"] for token in content["added_tokens"])]
+        for _ in range(20):
+            text = "".join(rng.choices(parts, k=rng.randint(0, 14)))
+            ids = ours.encode(text)
+            for other in others:
+                assert ids == other.encode(text).ids, (seed, text)
+    assert refused < 0.6 * number
 
 
 @pytest.mark.full

@@ -187,6 +187,11 @@ def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypat
         train_tokenizer([write("text")], vocab_size=300, special_tokens=special)
 
 
+def test_a_special_token_that_is_written_like_a_learned_one(write):
+    with raises(UsageError, "tokenizer.special_tokens", "Ġthe"):
+        train_tokenizer([write("the the the the")], vocab_size=260, special_tokens=("Ġthe",))
+
+
 def test_a_special_token_of_one_character_that_no_byte_is_written_as(write, tmp_path):
     tokenizer = train_tokenizer([write("a€b")], vocab_size=257, special_tokens=("€",))
     tokenizer.save(tmp_path / "tokenizer.json")
