@@ -24,7 +24,7 @@ from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import share_out
 from lmkit.tokenizer.marks import no_end_of_text
-from lmkit.tokenizer.pretokenize import SpecialTokens
+from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _log = logging.getLogger("lmkit")
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
@@ -79,8 +79,10 @@ def encode_corpus(
     with plain_text_files(
         paths, output.parent, errors=errors, field=field, mark=mark, progress=progress
     ) as texts:
-        ends = {} if mark is None or end is None else {mark: tokenizer.special_ids[end]}
-        specials = SpecialTokens(tokenizer.special_ids | ends)
+        specials = tokenizer.specials
+        if end is not None and mark is not None and mark != end:
+            known = {token: i for token, i in specials.ids.items() if token.text != mark}
+            specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
         return _Encoding(files, specials, tokenizer, mark).write(output, workers or usable_cpus(), progress)
 
@@ -110,7 +112,9 @@ class _Encoding:
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
-        self._unknown = b"" if END_OF_TEXT in specials.ids else END_OF_TEXT.encode()
+        self._unknown = (
+            b"" if any(token.text == END_OF_TEXT for token in specials.ids) else END_OF_TEXT.encode()
+        )
         self._digest = hashlib.sha256()
 
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:

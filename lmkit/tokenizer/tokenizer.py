@@ -340,7 +340,7 @@ class Tokenizer:
             end_of_text: the special token that ends a text, whatever the files say.
 
         Raises:
-            UsageError: no such file, `end_of_text` is not a special token ("tokenizer.end_of_text"), or a field with a
+            UsageError: no such file; `end_of_text` is not a special token ("tokenizer.end_of_text"); a field with a
                 value that lmkit does not support ("tokenizer.unsupported").
             LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
