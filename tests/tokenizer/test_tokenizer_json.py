@@ -360,7 +360,7 @@ def test_any_files(tmp_path, code, number):
 def test_families_at_length(family, tmp_path):
     transformers = pytest.importorskip("transformers")
     for name, content in families.files([family]):
-        assert agrees(name, content, tmp_path, 2000, transformers) == (family not in families.REFUSED)
+        assert agrees(name, content, tmp_path, 300, transformers) == (family not in families.REFUSED)
 
 
 def test_missing_file(tmp_path):
