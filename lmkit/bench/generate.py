@@ -92,13 +92,13 @@ class OwnWriter:
         weights: Literal["same", "fp8"] = "same",
     ) -> None:
         from lmkit.generation import Decoder
-        from lmkit.kernels.decode.reference import Ends, Sampling
+        from lmkit.kernels.decode.reference import Sampling
 
         self.decoder: Decoder = Decoder(
             model,
             batch_size,
             sampling=Sampling(temperature),
-            ends=Ends(stop=-1, most=1 << 40),
+            most=1 << 40,
             kernels=kernels,
             weights=weights,
         )

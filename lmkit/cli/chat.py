@@ -109,7 +109,7 @@ class Conversation:
         limits = drawn_from(tokenizer, options)
         if template is not None:
             template.check(tokenizer, "lmkit chat")
-            limits["stop_id"] = tokenizer.special_ids[template.end]
+            limits["stops"] = {*tokenizer.marks.stops, tokenizer.special_ids[template.end]}
         self._decoder = decoder_for(model, options, rows=1, **limits)
         # Room for the answer; one that needs more than half of the context makes the text slide.
         capacity = self._decoder.capacity
@@ -118,8 +118,8 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget the text: a new document begins."""
-        end = self._tokenizer.end_of_text_id
-        self._ids: list[int] = [*self._tokenizer.prefix] or ([] if end is None else [end])
+        start = self._tokenizer.start_id
+        self._ids: list[int] = [*self._tokenizer.prefix] or ([] if start is None else [start])
         self._goes_on = False
         if self._template is not None:
             self._ids, self._between = [], self._template.begin
@@ -135,11 +135,13 @@ class Conversation:
         stream, self._goes_on = TextStream(self._tokenizer), True
         self._seed += 1  # another stream for each answer
         for _, token, _ in draw_tokens(self._decoder, [self._ids[:]], self._seed - 1):
-            self._ids.append(token)
-            if token == self._decoder.ends.stop:
-                self._goes_on = False
-            else:
+            if token not in self._decoder.stops:
+                self._ids.append(token)
                 yield stream.push(token)
+            elif self._template is None or token == self._tokenizer.special_ids[self._template.end]:
+                self._ids.append(token)
+                self._goes_on = False
+            # Any other stop is left out: the next message puts the template's end there, as in training.
         yield stream.finish()
 
     def _continued(self, line: str) -> list[int]:

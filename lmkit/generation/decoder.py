@@ -15,7 +15,7 @@ so there are several buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -29,7 +29,7 @@ from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import MOST_ROWS, Ends, Rows, Rules, Sampling
+from lmkit.kernels.decode.reference import MOST_ROWS, Rows, Rules, Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -75,7 +75,8 @@ class Decoder:
     Args:
         model: must not change while the decoder is used.
         rows: texts at once.
-        ends: conditions that end a row on the device; later steps do not change an ended row.
+        most: drawn tokens that end a row on the device; later steps do not change an ended row.
+        stops: ids that end a row as well.
         vocab_size: draw only ids below it.
         never: ids that are not drawn.
         logprobs: keep the log-probability of each token in `state.logprobs`.
@@ -98,7 +99,8 @@ class Decoder:
         rows: int,
         *,
         sampling: Sampling,
-        ends: Ends,
+        most: int,
+        stops: Collection[int] = (),
         vocab_size: int | None = None,
         never: Sequence[int] = (),
         logprobs: bool = False,
@@ -106,7 +108,8 @@ class Decoder:
         weights: Literal["same", "fp8"] = "same",
     ) -> None:
         config, weight = model.config, model.lm_head.weight
-        self.model, self.rows, self.sampling, self.ends, self.logprobs = model, rows, sampling, ends, logprobs
+        self.model, self.rows, self.sampling, self.logprobs = model, rows, sampling, logprobs
+        self.most, self.stops = most, frozenset(stops)
         self.device, self.capacity = weight.device, config.context_length
         self.rereads = not ATTENTION.facts(config.attention).sees_all
         runs_kernels = can_run_kernels(model) if kernels is None else kernels
@@ -130,13 +133,15 @@ class Decoder:
             drawn=numbers(rows),
             logprobs=torch.zeros(rows, device=self.device),
         )
-        banned = torch.zeros(weight.shape[0], dtype=torch.int8, device=self.device)
+        banned, ending = torch.zeros(2, weight.shape[0], dtype=torch.int8, device=self.device)
         if vocab_size is not None:
             banned[vocab_size:] = 1
         banned[torch.tensor(never, dtype=torch.int64, device=self.device)] = 1
+        drawable = [stop for stop in self.stops if 0 <= stop < weight.shape[0]]
+        ending[torch.tensor(drawable, dtype=torch.int64, device=self.device)] = 1
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
-        self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes)
+        self.rules = Rules(banned, ending, seen, sampling.settings(self.device), penalizes)
         if runs_kernels:
             from lmkit.generation.kernel_step import KernelStep
 

@@ -6,7 +6,7 @@ import codecs
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
 from lmkit.generation.memory import does_not_fit
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Generation:
         text: what follows the prompt.
         tokens: the ids of `text`.
         logprobs: log-probability of each token, see `Drawn`; None without `options.logprobs`.
-        ended: True if the model ended the text with end-of-text, False if `max_new_tokens` did.
+        ended: True if the model ended the text with one of the tokenizer's end tokens, False if `max_new_tokens` did.
     """
 
     prompt: str
@@ -77,7 +77,7 @@ def generate(
         options = GenerateConfig(max_new_tokens=100, temperature=0.8, top_p=0.95)
         generate(model, tokenizer, ["Once upon a time"], options)[0].text
 
-    - An empty prompt starts from end-of-text, that is, with a new document.
+    - An empty prompt starts a new text: from the tokenizer's prefix, else from its `start_id`.
     - A prompt longer than the context is cut to its last `context_length - 1` tokens, with a warning in the log.
     - A text that outgrows the context continues from its last half, which is read again as if nothing came before.
       Each later token thus sees between half a context and a whole one.
@@ -93,7 +93,7 @@ def generate(
         kernels: see `Decoder`.
 
     Raises:
-        UsageError: a prompt is empty and the tokenizer has no end-of-text, or `options.weights` is not for this
+        UsageError: a prompt is empty and the tokenizer has no `start_id`, or `options.weights` is not for this
             device or model, or so many texts.
         LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
         Interrupted: in place of KeyboardInterrupt, with the texts so far.
@@ -107,7 +107,7 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     limits = drawn_from(tokenizer, options)
-    stop_id = limits["stop_id"]
+    stops = limits["stops"]
 
     def emit(number: int, piece: str) -> None:
         if piece:
@@ -127,7 +127,7 @@ def generate(
     try:
         for number, token, logprob in generate_tokens(model, starts, options, kernels=kernels, **limits):
             stream = streams[number]
-            if token == stop_id:
+            if token in stops:
                 ended[number] = True
             else:
                 if logprob is not None:
@@ -198,7 +198,7 @@ def generate_tokens(
     *,
     vocab_size: int | None = None,
     never: Sequence[int] = (),
-    stop_id: int | None = None,
+    stops: Collection[int] = (),
     kernels: bool | None = None,
 ) -> Iterator[Drawn]:
     """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
@@ -211,7 +211,7 @@ def generate_tokens(
         prompts: token ids, at least one each and at most `context_length`.
         vocab_size: draw only ids below it (the embedding may have more rows than the tokenizer has tokens).
         never: ids that are not drawn (a vocabulary may have gaps).
-        stop_id: the token that ends a row, after it was yielded; `options.max_new_tokens` ends the others.
+        stops: ids that end a row, after they were yielded; `options.max_new_tokens` ends the others.
         kernels: see `Decoder`.
 
     Raises:
@@ -222,7 +222,7 @@ def generate_tokens(
     # Only a graph has a fixed width: without one, make no row that stays empty.
     in_graph = can_run_kernels(model) if kernels is None else kernels
     rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
-    limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stop_id": stop_id}
+    limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stops": stops}
     try:
         decoder = decoder_for(model, options, rows, kernels=kernels, **limits)
         yield from draw_tokens(decoder, prompts, options.seed)
@@ -238,7 +238,7 @@ def decoder_for(
     *,
     vocab_size: int | None,
     never: Sequence[int],
-    stop_id: int | None,
+    stops: Collection[int],
     kernels: bool | None = None,
 ) -> Decoder:
     """Return a decoder that samples as the table `[generate]` says. Arguments: see `generate_tokens`."""
@@ -246,7 +246,8 @@ def decoder_for(
         model,
         rows,
         sampling=sampling_of(options),
-        ends=Ends(-1 if stop_id is None else stop_id, options.max_new_tokens),
+        most=options.max_new_tokens,
+        stops=stops,
         vocab_size=vocab_size,
         never=never,
         logprobs=options.logprobs,
@@ -256,11 +257,11 @@ def decoder_for(
 
 
 def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
-    """Return the arguments of `generate_tokens` for the ids that may be drawn and the id that ends a text."""
+    """Return the arguments of `generate_tokens` for the ids that may be drawn and those that end a text."""
     return {
         "vocab_size": tokenizer.vocab_size,
         "never": [number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
-        "stop_id": tokenizer.end_of_text_id if options.stop_at_end else None,
+        "stops": frozenset(tokenizer.marks.stops if options.stop_at_end else ()),
     }
 
 
@@ -269,7 +270,7 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
 
     On KeyboardInterrupt the tokens come that were drawn and not yet read; then it is raised.
     """
-    rows, stop, most = decoder.rows, decoder.ends.stop, decoder.ends.most
+    rows, stops, most = decoder.rows, decoder.stops, decoder.most
     waiting, left = iter(enumerate(prompts)), len(prompts)
     free = list(range(rows))
     seats: dict[int, _Seat] = {}  # by row
@@ -291,7 +292,7 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
                 )
             found = Drawn(seat.number, token, logprobs[row] if logprobs else None)
             # Python runs no signal's handler between these lines and the yield.
-            seat.ended = token == stop
+            seat.ended = token in stops
             seat.read = drawn + 1
             yield found
             if seat.ended and seats.get(row) is seat:
@@ -387,17 +388,17 @@ class PromptIds(Sequence[list[int]]):
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
-        if not prompt:
-            if self._tokenizer.start_id is None:
-                raise UsageError(
-                    "generate.empty_prompt",
-                    "generate.prompts: an empty prompt needs a token that begins or ends a text, and there is none",
-                    hint="give a prompt",
-                )
-            return [*self._tokenizer.prefix] or [self._tokenizer.start_id]
         ids = self._tokenizer.encode(prompt, allowed_special=self._allowed, add_special_tokens=False)
         prefix = [*self._tokenizer.prefix]  # no suffix: the text goes on
         ids = ids if ids[: len(prefix)] == prefix else prefix + ids
+        if not ids:
+            if self._tokenizer.start_id is None:
+                raise UsageError(
+                    "generate.empty_prompt",
+                    "generate.prompts: an empty prompt, and this tokenizer has no token that begins or ends a text",
+                    hint="give a prompt",
+                )
+            return [self._tokenizer.start_id]
         if len(ids) > self._room:
             log.warning(
                 "the prompt has %d tokens: only the last %d fit into the context", len(ids), self._room

@@ -124,7 +124,7 @@ class KernelStep:
             self.stream,
             self.parts,
             sampling=decoder.sampling,
-            ends=decoder.ends,
+            most=decoder.most,
             logprobs=decoder.logprobs,
             pdl=self.pdl and self.few,
         )

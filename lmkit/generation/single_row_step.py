@@ -122,7 +122,7 @@ class SingleRowStep:
         if decoder.rules.penalizes:
             decoder.rules.seen[0, known] = 1
         state.number[0] += 1
-        if token in (-1, decoder.ends.stop) or state.number[0] >= decoder.ends.most:
+        if token == -1 or token in decoder.stops or state.number[0] >= decoder.most:
             state.done[0] = 1
         else:
             state.place[0] += 1

@@ -25,7 +25,7 @@ def advance(decoder: Decoder, logits: Tensor) -> None:
         decoder.state,
         decoder.sampling,
         decoder.rules,
-        decoder.ends,
+        most=decoder.most,
         logprobs=decoder.logprobs,
     )
 

@@ -334,7 +334,7 @@ class GenerateConfig(Table):
     seed: Annotated[Int64, SAMPLED] = 0
     """Seed of the sampling."""
     stop_at_end: bool = True
-    """Stop at `<|endoftext|>`."""
+    """Stop at the tokens that end a text; the tokenizer and the files beside it name them."""
 
 
 ENABLED = Only("wandb.enabled", among=(True,))

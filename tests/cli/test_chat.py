@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.cli.chat import Conversation
 from lmkit.generation import Decoder, Drawn
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES, Message
@@ -79,7 +80,7 @@ def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch):
 
     def draw_tokens(decoder, prompts, seed):
         given.append(prompts[0])
-        yield Drawn(0, decoder.ends.stop, None)
+        yield Drawn(0, *decoder.stops, None)
 
     monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "draw_tokens", draw_tokens)
     assert chat(b"a\nb\n", "--max-new-tokens 3") == "\n\n"
@@ -184,6 +185,25 @@ def test_answers_are_asked_for_as_the_template_says(talk, terminal, heard, monke
     third = ids(TEMPLATES["plain"].render([Message("user", "c")], add_generation_prompt=True))
     kept = 7  # of a context of 8
     assert [given for given, _ in heard] == [whole[-kept:] for whole in (first, second, third)]
+
+
+def test_a_stop_that_is_not_the_end_of_a_turn_ends_the_answer(talk, terminal, monkeypatch):
+    """The history goes on as in training: with the template's end of a turn in its place."""
+    (talk / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, ord("!")]}))
+    given, reset = [], Conversation.reset
+    monkeypatch.setattr(Conversation, "reset", lambda self: (setattr(self, "_kept", 99), reset(self)))
+
+    def draw_tokens(decoder, prompts, seed):
+        assert decoder.stops == {END, ord("!")}
+        given.append(prompts[0])
+        yield Drawn(0, ord("!"), None)
+
+    monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "draw_tokens", draw_tokens)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    assert terminal(f"chat {talk}") == "\n\n"
+    rendered = [Message("user", "a"), Message("assistant", ""), Message("user", "b")]
+    text = TEMPLATES["plain"].render(rendered, add_generation_prompt=True)
+    assert given[1] == Tokenizer.load(talk / "tokenizer.json").encode(text)
 
 
 def test_the_template_survives_export_and_import(talk, terminal):

@@ -62,16 +62,16 @@ def scripted(monkeypatch):
 
     monkeypatch.setattr(Prefill, "_read", note)
 
-    def make(script, *, context_length=64):
-        sizes = {"d_model": 260, "d_ff": 8, "num_heads": 2, "num_layers": 1, "context_length": context_length}
-        model = TransformerLM(ModelConfig(vocab_size=260, **sizes))
+    def make(script, *, context_length=64, vocab_size=260):
+        sizes = {"d_model": 264, "d_ff": 8, "num_heads": 2, "num_layers": 1, "context_length": context_length}
+        model = TransformerLM(ModelConfig(vocab_size=vocab_size, **sizes))
         follows = dict(itertools.pairwise(script))
         with torch.no_grad():
             for weight in (model.layers[0].attn.output_proj.weight, model.layers[0].ffn.w2.weight):
                 weight.zero_()  # the stream is the embedding
-            model.token_embeddings.weight.copy_(torch.eye(260))
+            model.token_embeddings.weight.copy_(torch.eye(vocab_size, 264))
             model.lm_head.weight.zero_()
-            for token in range(260):
+            for token in range(vocab_size):
                 model.lm_head.weight[follows.get(token, script[0]), token] = 1
         model.read = []
         return model

@@ -4,7 +4,7 @@ import torch
 
 from lmkit.generation import Decoder
 from lmkit.generation.decoder import layer_weights
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
@@ -71,7 +71,7 @@ def check_equals_plain_step(
     model, prompts = model_of(device, **fields), prompts_of(lengths)
     if weights == "fp8":
         make_exact_in_fp8(model)
-    options = {"sampling": sampling, "ends": Ends(-1, 1000), "vocab_size": 100, "never": [3]}
+    options = {"sampling": sampling, "most": 1000, "vocab_size": 100, "never": [3]}
     mine = write(Decoder(model, rows, kernels=True, weights=weights, **options), prompts, new)
     exact = write(Decoder(model.double(), len(prompts), kernels=False, **options), prompts, new)
     assert mine == exact

@@ -13,9 +13,9 @@ from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill
 from lmkit.generation.single_row_step import SingleRowStep
 from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 
-GREEDY, ENDLESS = Sampling(temperature=0.0), Ends(stop=-1, most=1000)
+GREEDY, ENDLESS = Sampling(temperature=0.0), 1000
 
 
 def texts_of(decoder):
@@ -27,7 +27,7 @@ def texts_of(decoder):
 @pytest.mark.parametrize(("kv_heads", "rows"), [(4, 3), (2, 3), (1, 3), (4, 1), (2, 1), (1, 1)])
 def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attention):
     model = make_model(num_kv_heads=kv_heads, attention=attention)
-    decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
+    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     torch.manual_seed(1)
     prompts = [torch.randint(260, (length,)).tolist() for length in (5, 1, 9)[:rows]]
     decoder.start(range(rows), prompts, seeds=[0] * rows)
@@ -67,7 +67,7 @@ def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
         for name, weight in model.named_parameters():
             if weight.dim() == 1 or "value_embeddings" in name:
                 weight.add_(torch.randn_like(weight) * 0.3)
-    decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
+    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     assert not can_run_kernels(model)
     decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
     check_next_logits(decoder, model)
@@ -78,7 +78,7 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     assert make_model(**SWITCHES).config.switches == set(SWITCHES)
     for rows, step in ((1, SingleRowStep), (2, TorchStep)):
         for key, value in SWITCHES.items():
-            decoder = Decoder(make_model(**{key: value}), rows, sampling=GREEDY, ends=ENDLESS)
+            decoder = Decoder(make_model(**{key: value}), rows, sampling=GREEDY, most=ENDLESS)
             assert isinstance(decoder._step, step if key in step.switches else ModelStep)
 
 
@@ -90,7 +90,7 @@ def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
     with torch.no_grad():
         for layer in model.layers:
             layer.attn.qkv_proj.bias.normal_()
-    decoder = Decoder(model, rows, sampling=GREEDY, ends=ENDLESS)
+    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
     check_next_logits(decoder, model)
 
@@ -98,8 +98,8 @@ def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
 def test_rows_that_rest_do_not_change_the_others(make_model):
     """Row 1 is full and stands still while row 0 goes on; then it starts over."""
     model = make_model()
-    decoder = Decoder(model, 2, sampling=GREEDY, ends=Ends(stop=-1, most=2))
-    alone = Decoder(model, 1, sampling=GREEDY, ends=ENDLESS)
+    decoder = Decoder(model, 2, sampling=GREEDY, most=2)
+    alone = Decoder(model, 1, sampling=GREEDY, most=ENDLESS)
     torch.manual_seed(1)
     first, second, third = (torch.randint(260, (length,)).tolist() for length in (3, 15, 8))
     decoder.start([1], [second], seeds=[0])
@@ -125,7 +125,7 @@ def test_logits_in_other_dtypes(make_model, dtype):
     model = make_model(num_kv_heads=2)
     text = torch.randint(260, (9,)).tolist()
     exact = model(torch.tensor([text]))[0, -1].detach()
-    decoder = Decoder(model.to(dtype), 2, sampling=GREEDY, ends=ENDLESS)
+    decoder = Decoder(model.to(dtype), 2, sampling=GREEDY, most=ENDLESS)
     decoder.start([1], [text], seeds=[0])
     with torch.inference_mode():
         logits = decoder._step.logits(9)[1]
@@ -147,11 +147,11 @@ def test_logits_in_other_dtypes(make_model, dtype):
     ids=str,
 )
 def test_a_single_row_writes_what_the_plain_step_writes(make_model, sampling):
-    """Also the state that it leaves, and where it ends: after 12 tokens, or at token 7."""
+    """Also the state that it leaves, and where it ends: after 12 tokens, or at one of two tokens."""
     model = make_model(context_length=32, num_kv_heads=2)
     options = {"sampling": sampling, "vocab_size": 250, "never": [3, 5], "logprobs": True}
     for seed in range(10):
-        single, plain = (Decoder(model, 1, ends=Ends(stop=7, most=12), **options) for _ in range(2))
+        single, plain = (Decoder(model, 1, stops=(7, 11), most=12, **options) for _ in range(2))
         assert isinstance(single._step, SingleRowStep)
         plain._step = TorchStep(plain)
         for decoder in (single, plain):
@@ -169,7 +169,7 @@ def test_a_prompt_is_read_up_to_the_last_layers_keys(make_model):
     model, called = make_model(), []
     for number, layer in enumerate(model.layers):
         layer.ffn.register_forward_hook(lambda *_, number=number: called.append(number))
-    Decoder(model, 2, sampling=GREEDY, ends=ENDLESS).start([1], [[3, 1, 4]], seeds=[0])
+    Decoder(model, 2, sampling=GREEDY, most=ENDLESS).start([1], [[3, 1, 4]], seeds=[0])
     assert called == [*range(len(model.layers) - 1)]
 
 
@@ -180,7 +180,7 @@ def test_texts_that_are_read_padded_and_together_are_read_the_same(make_model):
     prompts = [torch.randint(260, (length,)).tolist() for length in (1, 2, 64, 65, 66, 129, 150, 149, 70, 9)]
     written = []
     for padded in (False, True):
-        decoder = Decoder(model, 48, sampling=GREEDY, ends=ENDLESS)
+        decoder = Decoder(model, 48, sampling=GREEDY, most=ENDLESS)
         decoder._prefill = Prefill(decoder, padded=padded)
         assert decoder.refill == (3 if padded else 1)
         rows = range(40, 30, -1)
@@ -201,17 +201,17 @@ def test_fp8_weights_that_bring_nothing_are_refused_before_anything_is_allocated
     model = make_model()
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
     with raises(UsageError, "generate.weights", "fp8", said, hint='"same"'):
-        Decoder(model, rows, sampling=GREEDY, ends=ENDLESS, kernels=kernels, weights="fp8")
+        Decoder(model, rows, sampling=GREEDY, most=ENDLESS, kernels=kernels, weights="fp8")
 
 
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_model, monkeypatch):
     model = make_model()
     cache, others, once = decoder_needs(model, 3, GREEDY, kernels=False)
     monkeypatch.setattr(memory, "available_memory", lambda: once + 3 * (cache + others))
-    Decoder(model, 3, sampling=GREEDY, ends=ENDLESS)
+    Decoder(model, 3, sampling=GREEDY, most=ENDLESS)
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
     with raises(LmkitError, "generate.out_of_memory", "generate.batch_size") as caught:
-        Decoder(model, 4, sampling=GREEDY, ends=ENDLESS)
+        Decoder(model, 4, sampling=GREEDY, most=ENDLESS)
     assert caught.value.hint.endswith(" 3")
 
 
@@ -225,7 +225,7 @@ def test_fault_165_the_batch_that_fits_has_all_that_a_decoder_allocates(make_mod
     model, rows = make_model(**fields), 40
     cache, others, once = decoder_needs(model, rows, sampling, kernels=False)
     with LiveMemory() as memory_used:
-        decoder = Decoder(model, rows, sampling=sampling, ends=ENDLESS, kernels=False)
+        decoder = Decoder(model, rows, sampling=sampling, most=ENDLESS, kernels=False)
         decoder.start(range(rows), [[5] * 15] * rows, range(rows))
         decoder.step(15)
     assert 0.7 < memory_used.peak / (once + rows * (cache + others)) <= 1

@@ -16,6 +16,7 @@ from lmkit.kernels.decode.reference import plain_draw
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.marks import Marks
 
 END = 259
 
@@ -31,7 +32,7 @@ def greedy(new, **more):
 MakeModel = Callable[..., TransformerLM]
 
 
-def plain_loop(model, prompt, options, seed, stop_id=None):
+def plain_loop(model, prompt, options, seed, stops=()):
     """One text, read again as a whole for each token."""
     context = model.config.context_length
     text, first = list(prompt), 0
@@ -41,7 +42,7 @@ def plain_loop(model, prompt, options, seed, stop_id=None):
         with torch.no_grad():
             logits = model(torch.tensor([text[first:]]))[:, -1]
         text.append(draw(logits, seed, number, options))
-        if text[-1] == stop_id:
+        if text[-1] in stops:
             break
     return text[len(prompt) :]
 
@@ -50,9 +51,9 @@ def draw(logits, seed, number, options):
     return plain_draw(logits, torch.tensor([seed]), torch.tensor([number]), sampling_of(options)).item()
 
 
-def rows(model, prompts, options, stop_id=None):
+def rows(model, prompts, options, stops=()):
     texts: list[list[int]] = [[] for _ in prompts]
-    for row, token, _ in generate_tokens(model, prompts, options, stop_id=stop_id):
+    for row, token, _ in generate_tokens(model, prompts, options, stops=stops):
         texts[row].append(token)
     return texts
 
@@ -152,7 +153,7 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model, monkeypatch)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     options = sampling(new=30, seed=1)
     stop = rows(model, prompts, options)[0][6]
-    expected = [plain_loop(model, prompt, options, 1 + i, stop) for i, prompt in enumerate(prompts)]
+    expected = [plain_loop(model, prompt, options, 1 + i, (stop,)) for i, prompt in enumerate(prompts)]
     original, spoilt = TorchStep.logits, []
 
     def logits(step, longest):
@@ -163,7 +164,7 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model, monkeypatch)
         return made
 
     monkeypatch.setattr(TorchStep, "logits", logits)
-    got = rows(model, prompts, options, stop)
+    got = rows(model, prompts, options, (stop,))
     assert got == expected
     assert spoilt
     assert len(got[0]) < 30 < len(got[0]) + len(got[1])
@@ -190,15 +191,15 @@ def test_a_text_does_not_depend_on_its_company(make_model, settings):
     prompts = [torch.randint(260, (1 + i % 15,)).tolist() for i in range(100)]
     options = sampling(*settings, new=24, seed=3)
     stop = rows(model, prompts[:1], options)[0][5]
-    together = rows(model, prompts[:64], options.model_copy(update={"batch_size": 64}), stop)
+    together = rows(model, prompts[:64], options.model_copy(update={"batch_size": 64}), (stop,))
     for batch_size in (1, 7):
-        queued = rows(model, prompts, options.model_copy(update={"batch_size": batch_size}), stop)
+        queued = rows(model, prompts, options.model_copy(update={"batch_size": batch_size}), (stop,))
         # float64: matrix products of other shapes round otherwise, which decides no draw.
         assert queued[:64] == together
     assert len({len(text) for text in together}) > 1, "no row was refilled early"
     for row in (0, 63):
         alone = options.model_copy(update={"seed": 3 + row})
-        assert rows(model, prompts[row : row + 1], alone, stop) == [together[row]]
+        assert rows(model, prompts[row : row + 1], alone, (stop,)) == [together[row]]
 
 
 @pytest.mark.full
@@ -208,12 +209,12 @@ def test_a_queue_of_a_thousand_texts_is_as_each_alone(make_model):
     prompts = [torch.randint(260, (1 + i % 15,)).tolist() for i in range(1000)]
     options = sampling(1.0, 0, 0.9, new=24, seed=3)
     stop = rows(model, prompts[:1], options)[0][5]
-    queue = rows(model, prompts, options.model_copy(update={"batch_size": 64}), stop)
+    queue = rows(model, prompts, options.model_copy(update={"batch_size": 64}), (stop,))
     assert len({len(text) for text in queue}) > 10
     for number in range(0, 1000, 37):
         alone = options.model_copy(update={"seed": 3 + number})
         # float64: matrix products of other shapes round otherwise, which decides no draw.
-        assert rows(model, prompts[number : number + 1], alone, stop) == [queue[number]]
+        assert rows(model, prompts[number : number + 1], alone, (stop,)) == [queue[number]]
 
 
 def test_logprobs_are_those_of_the_model(make_model, tokenizer):
@@ -278,6 +279,20 @@ def test_text_ends_at_end_of_text_or_goes_on(scripted, tokenizer):
     assert (going_on.text, going_on.ended) == ("one<|endoftext|>two", False)
 
 
+def test_any_of_the_stops_ends_a_text(scripted, tokenizer):
+    """Those of `generation_config.json`, a list with end-of-text and ordinary tokens; ids beyond the model's are
+    never drawn."""
+    content = {name: getattr(tokenizer, name) for name in ("vocab", "merges", "special_tokens")}
+    several = Tokenizer(**content, marks=Marks(stops=(END, ord("!"), ord("?"), 100_000)))
+    for stop in (END, ord("!"), ord("?")):
+        model = scripted([*b"one", stop, *b"two"])
+        for prompts in (["x"], ["x", "x"]):  # a single row has a step of its own
+            for made in generate(model, several, prompts, greedy(7)):
+                assert (made.text, made.ended) == ("one", True)
+        (going_on,) = generate(model, several, "x", greedy(7, stop_at_end=False))
+        assert (len(going_on.tokens), going_on.ended) == (7, False)
+
+
 def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(scripted, tokenizer, caplog):
     model = scripted(b"zz", context_length=8)
     with caplog.at_level(logging.WARNING, logger="lmkit"):
@@ -317,7 +332,15 @@ def test_a_prompt_begins_with_the_prefix_of_the_tokenizer_and_ends_without_its_s
     assert model.read == [[7, END, ord("a"), ord("b")]]
 
 
-def test_fault_92_an_empty_prompt_starts_from_end_of_text(scripted, tokenizer):
+def test_fault_92_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
+    model = scripted(list(b"hi"))
+    content = {"vocab": tokenizer.vocab, "merges": tokenizer.merges, "special_tokens": ["<|endoftext|>", "<s>"]}
+    begun = Tokenizer(**content, marks=Marks(begin="<s>"))
+    prefixed = Tokenizer(**content, prefix=[7, END])
+    for each, first in ((begun, [260]), (prefixed, [7, END])):
+        model = scripted(list(b"hi"), vocab_size=261)
+        assert generate(model, each, [""], greedy(2))[0].text == "hi"
+        assert model.read[0] == first
     model = scripted(list(b"hi"))
     (made,) = generate(model, tokenizer, [""], greedy(2))
     assert model.read[0] == [END]

@@ -12,7 +12,7 @@ from live_memory import LiveMemory
 
 from lmkit.generation import Decoder
 from lmkit.generation.memory import decoder_needs, kernel_step_needs
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decoder_checks")
@@ -50,7 +50,7 @@ def test_fault_165_a_kernel_step_allocates_what_was_counted(rows, penalty):
     cache, others, _ = decoder_needs(model, rows, sampling, kernels=True)
     _, later = kernel_step_needs(model, rows)
     with LiveMemory() as memory_used:
-        decoder = Decoder(model, rows, sampling=sampling, ends=Ends(-1, 10), kernels=True)
+        decoder = Decoder(model, rows, sampling=sampling, most=10, kernels=True)
     assert decoder.rows == rows
     once = 101 + 5 * 8  # banned ids, settings
     assert memory_used.live == pytest.approx(rows * (cache + others - later) + once, abs=100)

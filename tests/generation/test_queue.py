@@ -8,7 +8,6 @@ import torch
 
 from lmkit.generation import GenerateConfig, generate
 from lmkit.generation.generate import draw_tokens
-from lmkit.kernels.decode.reference import Ends
 
 
 def test_rows_that_end_together_are_refilled_before_the_host_waits_for_them():
@@ -16,7 +15,7 @@ def test_rows_that_end_together_are_refilled_before_the_host_waits_for_them():
     events = []
 
     class Late:
-        rows, refill, capacity, device, ends = 2, 1, 50, torch.device("cuda"), Ends(-1, 3)
+        rows, refill, capacity, device, stops, most = 2, 1, 50, torch.device("cuda"), (), 3
         steps = 0
 
         def start(self, rows, prompts, seeds):
@@ -50,7 +49,7 @@ def test_ctrl_c_between_two_tokens_of_a_step_leaves_no_gap_and_reads_none_twice(
             return super().__getitem__(row)
 
     class Late:
-        rows, refill, capacity, device, ends = 2, 1, 50, torch.device("cuda"), Ends(stop, 4)
+        rows, refill, capacity, device, stops, most = 2, 1, 50, torch.device("cuda"), (stop,), 4
         steps = 0
 
         def start(self, rows, prompts, seeds): ...

@@ -51,7 +51,7 @@ def test_500_tokens_with_fp8_weights_equal_the_plain_step_in_float64(rows, field
 
 def texts(model, prompts, kernels=True, **options):
     made: list[list[int]] = [[] for _ in prompts]
-    settings = {"stop_id": 100, "kernels": kernels}
+    settings = {"stops": (100,), "kernels": kernels}
     for number, token, _ in generate_tokens(model, prompts, GenerateConfig(**options), **settings):
         made[number].append(token)
     return made

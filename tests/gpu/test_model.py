@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmkit.generation import Decoder
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.fused import Fused
 from lmkit.model.operations import PLAIN
@@ -129,7 +129,7 @@ def test_prefill_and_decode():
     ids = torch.randint(model.config.vocab_size, (20,)).tolist()
     logits = []
     for each in (model, other):
-        decoder = Decoder(each, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
+        decoder = Decoder(each, 1, sampling=Sampling(0.0), most=9, kernels=False)
         decoder.start([0], [ids], seeds=[0])
         with torch.inference_mode():
             logits.append((decoder.keys, decoder.values, decoder._step.logits(20)))

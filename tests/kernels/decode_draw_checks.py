@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmkit.kernels.decode import reference, sampling
 from lmkit.kernels.decode.products import Stream
-from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.kernels.decode.reference import Rows, Rules, Sampling
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -61,7 +61,7 @@ def batch(sampling_: Sampling, device: str, rows: int = 6, vocab_size: int = VOC
     return Advance(logits, state, rules, table, tuned(WIDTH, seed=7, device=device))
 
 
-def run_advance(given: Advance, sampling_: Sampling, ends: Ends) -> Stream:
+def run_advance(given: Advance, sampling_: Sampling, most: int = 100) -> Stream:
     """Run the kernel; it changes `given.rows` and returns the stream."""
     rows, device = len(given.logits), given.logits.device
     best = nothing(rows, device)
@@ -74,7 +74,7 @@ def run_advance(given: Advance, sampling_: Sampling, ends: Ends) -> Stream:
     launch(
         sampling.prepare_advance(
             given.logits, best, given.rows, given.rules, given.table, given.gain, stream, 3,
-            sampling=sampling_, ends=ends, logprobs=True,
+            sampling=sampling_, most=most, logprobs=True,
         )
     )  # fmt: skip
     assert torch.equal(best, nothing(rows, device))
@@ -83,12 +83,12 @@ def run_advance(given: Advance, sampling_: Sampling, ends: Ends) -> Stream:
 
 def check_advance(name: str, device: str) -> None:
     """Tokens and all that is noted equal the plain form's; the embedding begins the next stream."""
-    sampling_, ends = SAMPLINGS[name], Ends(stop=-1, most=10)
+    sampling_ = SAMPLINGS[name]
     mine, plain = batch(sampling_, device), batch(sampling_, device)
     for _ in range(3):
         before = mine.rows.done.clone()
-        stream = run_advance(mine, sampling_, ends)
-        reference.plain_advance(plain.logits, plain.rows, sampling_, plain.rules, ends, logprobs=True)
+        stream = run_advance(mine, sampling_, 10)
+        reference.plain_advance(plain.logits, plain.rows, sampling_, plain.rules, most=10, logprobs=True)
         for field, got, other in zip(Rows._fields, mine.rows, plain.rows, strict=True):
             if field == "logprobs":  # logarithms and sums of float32
                 torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -126,7 +126,7 @@ def check_draws_follow_probabilities(sampling_: Sampling, rows: int, device: str
     """Chi-square of one draw each of many rows with the same logits and seeds of their own."""
     given = batch(sampling_, device, rows=rows)
     given.logits[:] = given.logits[0] / 2
-    run_advance(given, sampling_, Ends(-1, 100))
+    run_advance(given, sampling_)
     counts = given.rows.drawn[2:].bincount(minlength=VOCAB).double().cpu()  # row 1 is done
     expected = probabilities_of(given.logits[0].cpu(), sampling_) * (rows - 2)
     assert counts[expected == 0].sum() == 0
@@ -143,23 +143,24 @@ def check_draws_follow_probabilities(sampling_: Sampling, rows: int, device: str
 def check_stop_tokens_end_rows(device: str) -> None:
     greedy = SAMPLINGS["greedy"]
     given = batch(greedy, device)
-    stop = int(given.logits[3].argmax())
-    run_advance(given, greedy, Ends(stop=stop, most=100))
-    assert given.rows.done.tolist() == [int(i in (1, 3)) for i in range(6)]
-    assert given.rows.place[3] == 2  # stands still
+    given.rules.stops[given.logits[[3, 4]].argmax(-1)] = 1
+    assert len({*given.logits.argmax(-1).tolist()}) == 6
+    run_advance(given, greedy)
+    assert given.rows.done.tolist() == [int(i in (1, 3, 4)) for i in range(6)]
+    assert given.rows.place[[3, 4]].tolist() == [2, 3]  # stand still
 
 
 def check_a_draw_depends_on_seed_and_number_alone(device: str) -> None:
     for sampling_ in SAMPLINGS.values():
         given, other = batch(sampling_, device), batch(sampling_, device)
-        run_advance(given, sampling_, Ends(-1, 100))
+        run_advance(given, sampling_)
         order = torch.tensor([4, 2, 0], device=device)
         alone = other._replace(
             logits=other.logits[order].contiguous(),
             rows=Rows(*(x[order].contiguous() for x in other.rows)),
             rules=other.rules._replace(seen=other.rules.seen[order].contiguous()),
         )
-        run_advance(alone, sampling_, Ends(-1, 100))
+        run_advance(alone, sampling_)
         assert torch.equal(alone.rows.drawn, given.rows.drawn[order])
 
 
@@ -176,7 +177,7 @@ def check_seen_tokens_are_noted(device: str) -> None:
     sampling_ = Sampling(temperature=0.0, repetition_penalty=1.2)
     given = batch(sampling_, device)
     given.rules.seen.zero_()
-    run_advance(given, sampling_, Ends(-1, 100))
+    run_advance(given, sampling_)
     expected = torch.zeros_like(given.rules.seen)
     for row in (0, 2, 3, 4, 5):
         expected[row, given.rows.drawn[row]] = 1
@@ -190,9 +191,9 @@ def check_logits_that_are_not_finite_end_in_minus_one(device: str) -> None:
         given.logits[3] = -torch.inf
         plain = batch(SAMPLINGS[name], device)
         plain.logits.copy_(given.logits)
-        run_advance(given, SAMPLINGS[name], Ends(-1, 100))
+        run_advance(given, SAMPLINGS[name])
         reference.plain_advance(
-            plain.logits, plain.rows, SAMPLINGS[name], plain.rules, Ends(-1, 100), logprobs=False
+            plain.logits, plain.rows, SAMPLINGS[name], plain.rules, most=100, logprobs=False
         )
         for rows in (given.rows, plain.rows):
             assert rows.drawn[[0, 3]].tolist() == [-1, -1]

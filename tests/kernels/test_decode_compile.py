@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 from lmkit.kernels.decode import attention, products, sampling
 from lmkit.kernels.decode.products import Fp8Matrix, Matrix, Stream
-from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.kernels.decode.reference import Rows, Rules, Sampling
 
 KERNELS = (
     *(products.single_row_kernel, products.few_rows_kernel),
@@ -97,7 +97,7 @@ def prepare_all(
     product("down", hidden, matrix(width, shape.d_ff), x, stream, then="residual", gain=gain, pdl=pdl)
     for kind in kinds:
         way = KINDS[kind]
-        rules = Rules(marks[0], marks, settings, way.repetition_penalty != 1)
+        rules = Rules(marks[0], marks[0], marks, settings, way.repetition_penalty != 1)
         head = array(vocab_size, width)
         product(
             "head",
@@ -115,7 +115,7 @@ def prepare_all(
         sampling.prepare_rules(logits, best, rules)
         state = Rows(place, array(rows, capacity + 1, dtype=torch.int64), *[place] * 4, logits[:, 0])
         sampling.prepare_advance(
-            logits, best, state, rules, head, gain, stream, 48, sampling=way, ends=Ends(-1, 9),
+            logits, best, state, rules, head, gain, stream, 48, sampling=way, most=9,
             logprobs=way.kind == "all", pdl=pdl,
         )  # fmt: skip
     return [

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.generation import Decoder
-from lmkit.kernels.decode.reference import Ends, Sampling
+from lmkit.kernels.decode.reference import Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.operations import PLAIN
 
@@ -85,7 +85,7 @@ def test_a_key_value_cache():
     fused, plain = make_models(num_kv_heads=1)
     logits = []
     for model in (fused, plain):
-        decoder = Decoder(model, 1, sampling=Sampling(0.0), ends=Ends(-1, 9), kernels=False)
+        decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9, kernels=False)
         decoder.start([0], [IDS[0, :6].tolist()], seeds=[0])
         with torch.inference_mode():
             logits.append([decoder.keys, decoder.values, decoder._step.logits(6)])

@@ -73,24 +73,19 @@ class Rows(NamedTuple):
     logprobs: Tensor
 
 
-class Ends(NamedTuple):
-    """Conditions that end a row: the token `stop` (-1: none), or `most` drawn tokens."""
-
-    stop: int
-    most: int
-
-
 class Rules(NamedTuple):
-    """Rules that change logits before sampling.
+    """Rules for ids: which change logits before sampling, and which end a row.
 
     Attributes:
         banned: (vocab_size) int8, not zero at ids that are never drawn.
+        stops: (vocab_size) int8, not zero at ids that end a row.
         seen: (rows, vocab_size) int8, not zero at ids that a row holds already.
         settings: see `Sampling.settings`; the rules read only the penalty.
         penalizes: whether there is a repetition penalty; if not, `seen` is not read.
     """
 
     banned: Tensor
+    stops: Tensor
     seen: Tensor
     settings: Tensor
     penalizes: bool
@@ -177,12 +172,13 @@ def philox(seed: int, number: int, attempt: int) -> int:
 
 
 def plain_advance(
-    logits: Tensor, rows: Rows, sampling: Sampling, rules: Rules, ends: Ends, *, logprobs: bool
+    logits: Tensor, rows: Rows, sampling: Sampling, rules: Rules, *, most: int, logprobs: bool
 ) -> None:
     """Draw the next token of every row that is not done and update `rows`, by PyTorch operations.
 
     Args:
         logits: (rows, vocab_size), with the rules applied.
+        most: drawn tokens that end a row.
     """
     tokens = plain_draw(logits, rows.seeds, rows.number, sampling)
     live = rows.done == 0
@@ -197,6 +193,6 @@ def plain_advance(
     if rules.penalizes:
         rules.seen.scatter_(1, token, 1)
     rows.number.add_(live)
-    ending = (rows.drawn < 0) | (rows.drawn == ends.stop) | (rows.number >= ends.most)
+    ending = (rows.drawn < 0) | (rules.stops[token[:, 0]] != 0) | (rows.number >= most)
     rows.done.logical_or_(ending)
     rows.place.add_(rows.done == 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.decode.products import NOTHING, SLOTS, Stream, keys_of, logit_of, penalized
-from lmkit.kernels.decode.reference import Ends, Rows, Rules, Sampling
+from lmkit.kernels.decode.reference import Rows, Rules, Sampling
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 LARGEST_WEIGHT = tl.constexpr(1 << 40)
@@ -39,6 +39,7 @@ def advance_kernel(
     drawn_pointer,
     logprobs_pointer,
     seen_pointer,  # (rows, vocab_size)
+    stops_pointer,  # (vocab_size)
     table_pointer,  # (vocab_size, d_model), embeddings
     gain_pointer,  # (d_model), the first norm's gain
     stream_pointer,  # (rows, d_model)
@@ -46,7 +47,6 @@ def advance_kernel(
     parts_pointer,
     vocab_size,
     text_stride,
-    stop,
     most,
     num_parts,
     KIND: tl.constexpr,
@@ -99,11 +99,12 @@ def advance_kernel(
     known = tl.maximum(token, 0)
     k = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside = k < WIDTH
+    stops = tl.load(stops_pointer + known)
     embedding = tl.load(table_pointer + known.to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
     tl.store(drawn_pointer + row, token)
     tl.store(text_pointer + row * text_stride + place + 1, known)
     tl.store(number_pointer + row, number + 1)
-    ending = ((token < 0) | (token == stop) | (number + 1 >= most)).to(tl.int64)
+    ending = ((token < 0) | (stops != 0) | (number + 1 >= most)).to(tl.int64)
     tl.store(done_pointer + row, ending)
     tl.store(place_pointer + row, place + 1 - ending)
     wide = embedding.to(tl.float32)
@@ -261,7 +262,7 @@ def prepare_advance(
     num_parts: int,
     *,
     sampling: Sampling,
-    ends: Ends,
+    most: int,
     logprobs: bool = False,
     pdl: bool = False,
 ) -> tuple[Start, tuple[int, ...]]:
@@ -273,6 +274,7 @@ def prepare_advance(
         table: (vocab_size, d_model), embeddings.
         gain: (d_model), gain of the first norm.
         num_parts: number of sums of squares per row that the first product of a step expects.
+        most: drawn tokens that end a row.
         logprobs: fill `rows.logprobs`.
         pdl: begin before the previous kernel has ended.
     """
@@ -290,9 +292,9 @@ def prepare_advance(
             rows.seeds,
             rows.drawn,
         ),
-        *(rows.logprobs, rules.seen, table, gain, stream.total, stream.normed, stream.parts),
+        *(rows.logprobs, rules.seen, rules.stops, table, gain, stream.total, stream.normed, stream.parts),
     )
-    numbers = (vocab_size, rows.text.stride(0), ends.stop, ends.most, num_parts)
+    numbers = (vocab_size, rows.text.stride(0), most, num_parts)
     constants = {
         "KIND": sampling.kind,
         "LOGPROBS": logprobs,
