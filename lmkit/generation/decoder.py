@@ -117,6 +117,7 @@ class Decoder:
         if self.fp8:
             check_fp8(config, self.device, rows, runs_kernels=runs_kernels)
         check_memory(model, rows, sampling, kernels=runs_kernels, fp8=self.fp8)
+        model.rope.reserve(self.capacity)  # steps hold the table
         shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)

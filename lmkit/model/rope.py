@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from lmkit.recipe.tables import ModelConfig
 
+AT_FIRST = 1 << 17
+"""Positions of a table before it grows: 64 MiB with 128 channels."""
+
 
 def scale_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """Slow rotations down as `rope_scaling` says; radians per position in and out, any shape.
@@ -32,7 +35,8 @@ class RotaryEmbedding(nn.Module):
     """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
 
     `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
-    (context_length, head_dim / 2, 2), float32. `scale` changes the angles per position.
+    (positions, head_dim / 2, 2), float32. `scale` changes the angles per position. The positions are those of the
+    context, of a context longer than `AT_FIRST` those that are used: `reserve` adds more.
 
     One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
     narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
@@ -61,23 +65,43 @@ class RotaryEmbedding(nn.Module):
         self.context_length = context_length
         self.theta = theta
         self.scale = scale
-        self.register_buffer("cos_sin", self._compute().to(device), persistent=False)
+        table = self._compute(0, min(context_length, AT_FIRST))
+        self.register_buffer("cos_sin", table.to(device), persistent=False)
 
-    def _compute(self) -> Tensor:
+    def _compute(self, begin: int, end: int) -> Tensor:
         # In float64: a float32 angle of 100,000 radians is off by 0.004.
         channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")  # (head_dim / 2)
-        positions = torch.arange(self.context_length, dtype=torch.float64, device="cpu")  # (context)
+        positions = torch.arange(begin, end, dtype=torch.float64, device="cpu")
         frequencies = self.theta ** (-channels / self.head_dim)
         if self.scale is not None:
             frequencies = self.scale(frequencies)
-        angles = torch.outer(positions, frequencies)  # (context, head_dim / 2)
-        return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (context, head_dim / 2, 2)
+        angles = torch.outer(positions, frequencies)  # (positions, head_dim / 2)
+        return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (positions, head_dim / 2, 2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         # nn.Module calls this in .to(), .half() and .to_empty(): follow the device, ignore the dtype.
         super()._apply(fn, recurse)
-        self.cos_sin = self._compute().to(self.cos_sin.device)
+        self.cos_sin = self._compute(0, len(self.cos_sin)).to(self.cos_sin.device)
         return self
+
+    def reserve(self, seq: int) -> None:
+        """Let the table have the positions 0 ... seq - 1, in new memory if it lacks some: call it with the longest
+        sequence before a CUDA graph reads the table.
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        if seq <= len(self.cos_sin):
+            return
+        if seq > self.context_length:
+            raise ValueError(
+                f"a sequence of {seq} tokens is longer than the context of {self.context_length}"
+            )
+        size = min(max(seq, 2 * len(self.cos_sin)), self.context_length)
+        starts = range(len(self.cos_sin), size, AT_FIRST)
+        with torch.inference_mode(False):  # training may read the table later
+            parts = [self._compute(start, min(start + AT_FIRST, size)) for start in starts]
+            self.cos_sin = torch.cat([self.cos_sin, *(part.to(self.cos_sin.device) for part in parts)])
 
     def forward(self, seq: int) -> Tensor:
         """Return cosines and sines of the positions 0 ... seq - 1, (seq, head_dim / 2, 2).
@@ -85,14 +109,11 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ValueError: the sequence is longer than the context.
         """
-        if seq > self.context_length:
-            raise ValueError(
-                f"a sequence of {seq} tokens is longer than the context of {self.context_length}"
-            )
+        self.reserve(seq)
         return self.cos_sin[:seq]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return cosines and sines of these positions: (...) -> (..., head_dim / 2, 2)."""
+        """Return cosines and sines of positions that are reserved: (...) -> (..., head_dim / 2, 2)."""
         return self.cos_sin[positions]
 
 

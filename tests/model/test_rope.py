@@ -85,6 +85,22 @@ def test_odd_channels_and_long_sequences_are_refused():
         RotaryEmbedding(head_dim=4, context_length=8)(9)
 
 
+def test_the_table_of_a_long_context_has_the_positions_that_are_used(monkeypatch):
+    """A `max_position_embeddings` of 16 million would take 4 GB."""
+    assert RotaryEmbedding(head_dim=64, context_length=1 << 24).cos_sin.nbytes == 1 << 25
+    expected = RotaryEmbedding(head_dim=4, context_length=100, theta=50.0).cos_sin
+    monkeypatch.setattr("lmkit.model.rope.AT_FIRST", 8)
+    rope = RotaryEmbedding(head_dim=4, context_length=100, theta=50.0)
+    for seq, size in ((8, 8), (9, 16), (10, 16), (45, 45), (46, 90), (91, 100), (100, 100)):
+        with torch.inference_mode():
+            assert torch.equal(rope(seq), expected[:seq])
+        assert not rope.cos_sin.is_inference()
+        assert len(rope.cos_sin) == size
+        assert torch.equal(rope.to(torch.bfloat16).cos_sin, expected[:size])
+    with pytest.raises(ValueError, match="101 tokens is longer than the context of 100"):
+        rope.reserve(101)
+
+
 def test_the_table_survives_meta_construction():
     rope = RotaryEmbedding(head_dim=4, context_length=8, device="meta").to_empty(device="cpu")
     assert torch.equal(rope.cos_sin, RotaryEmbedding(head_dim=4, context_length=8).cos_sin)
