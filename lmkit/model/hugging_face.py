@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from lmkit.errors import LmkitError, UsageError, reason
@@ -48,8 +48,9 @@ _IN_A_LAYER = {
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
+EMBEDDING, HEAD = _TOP["token_embeddings.weight"], _TOP["lm_head.weight"]
 SWITCHES = frozenset({"qkv_bias", "qk_norm"})
-"""Those of [model] that these architectures have: the first Qwen2, the second Qwen3."""
+"""Those of [model] that these architectures have: the first Qwen2 and Llama, the second Qwen3."""
 _MOST_BYTES = 1 << 22
 _LONGEST_CONTEXT = 1 << 24
 
@@ -68,6 +69,11 @@ def weight_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     yield "ln_final.weight", _TOP["ln_final.weight"]
     if not config.tie_embeddings:
         yield "lm_head.weight", _TOP["lm_head.weight"]
+
+
+def output_biases(config: ModelConfig) -> list[str]:
+    """Return the names of the biases of attention's output, which Llama has beside those of q, k and v."""
+    return [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_layers)]
 
 
 def to_pairs(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
@@ -108,6 +114,18 @@ class _Rope(BaseModel):
     partial_rotary_factor: float | None = None
 
 
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
+    "mistral": {"vocab_size": 32_000, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
+                "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768,
+              "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768,
+              "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}  # fmt: skip
+"""Values of keys that a `config.json` lacks, where the architectures differ; those of transformers 4 and 5."""
+
+
 class _Config(BaseModel):
     """What decides the function that a model of the family computes. Defaults are those of transformers."""
 
@@ -116,10 +134,10 @@ class _Config(BaseModel):
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     architectures: list[str] | None = None
     vocab_size: int
-    hidden_size: int
+    hidden_size: int = 4096
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int
@@ -128,15 +146,26 @@ class _Config(BaseModel):
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
     partial_rotary_factor: float | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = False
     hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = Field(default=-1)
-    """-1: the key is missing."""
-    use_sliding_window: bool = False
+    attention_bias: bool | None = False
+    mlp_bias: bool | None = False
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = False
+    max_window_layers: int = 28
     layer_types: list[str] | None = None
+    original_max_position_embeddings: int | None = None
     quantization_config: Any = None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a window sees; None: there is no such layer."""
+        slides = self.use_sliding_window and (
+            self.num_hidden_layers > self.max_window_layers
+            if self.layer_types is None
+            else "sliding_attention" in self.layer_types
+        )
+        return self.sliding_window if self.model_type == "mistral" or slides else None
 
 
 def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig:
@@ -183,8 +212,9 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
             num_kv_heads=config.num_key_value_heads,
             rope_theta=config.rope_theta if rope.rope_theta is None else rope.rope_theta,
             norm_eps=config.rms_norm_eps,
-            tie_embeddings=config.tie_word_embeddings,
-            qkv_bias=config.model_type == "qwen2",
+            tie_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=config.model_type == "qwen2"
+            or (config.model_type == "llama" and bool(config.attention_bias)),
             qk_norm=config.model_type == "qwen3",
             **scaling,
         )
@@ -208,7 +238,7 @@ def _parse(path: Path) -> _Config:
             hint=f"lmkit imports {', '.join(ARCHITECTURES)}",
         )
     try:
-        return _Config.model_validate(content)
+        return _Config.model_validate({**_DEFAULTS[content["model_type"]], **content})
     except ValidationError as error:
         raise _damaged(path, error) from None
 
@@ -234,29 +264,27 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
         yield f"architectures {json.dumps(named)[:80]}"
     if config.hidden_act not in ("silu", "swish"):
         yield f"hidden_act {config.hidden_act}"
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(config, key):
-            yield f"{key} true"
+    if config.attention_bias and config.model_type == "qwen3":
+        yield "attention_bias true with norms of q and k"
+    if config.mlp_bias and config.model_type == "llama":
+        yield "mlp_bias true"
     if config.quantization_config is not None:
         yield "quantization_config"
     heads = config.num_attention_heads
     head_dim = 128 if config.model_type == "qwen3" and config.head_dim is None else config.head_dim
     if head_dim is not None and head_dim * heads != config.hidden_size:
         yield f"head_dim {head_dim} with {heads} heads and hidden_size {config.hidden_size}"
-    if config.model_type != "llama" and config.num_key_value_heads is None:
-        yield "num_key_value_heads, which is missing"
-    window = config.sliding_window
-    if config.model_type == "mistral":
-        window = 4096 if window == -1 else window
-    elif not config.use_sliding_window:
-        window = None
+    window = config.window
     if window is not None and window < length:
         yield f"sliding_window {window} with a context of {length} (--context-length {window} does without)"
     if window is None and any(kind != "full_attention" for kind in config.layer_types or ()):
         yield "layer_types other than full_attention"
-    if config.rope_scaling is not None and config.rope_parameters is not None:
-        yield "rope_scaling beside rope_parameters"
+    if config.rope_scaling and config.rope_parameters and config.rope_scaling != config.rope_parameters:
+        yield "rope_scaling beside other rope_parameters"
     kind = _rope_type(rope)
+    trained = config.original_max_position_embeddings  # transformers prefers it for llama3
+    if kind == "llama3" and trained not in (None, rope.original_max_position_embeddings):
+        yield "original_max_position_embeddings beside another one of rope_type llama3"
     needed = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     if kind not in needed:
         yield f"rope_type {kind}"
@@ -269,12 +297,15 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
             yield f"{key} of rope_type {kind}"
 
 
-def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int | None) -> dict[str, Any]:
+def config_json(
+    config: ModelConfig, *, dtype: str, begin: int | None, end: int | None, biased_llama: bool = False
+) -> dict[str, Any]:
     """Return the content of a `config.json`, in the form that transformers 4 and 5, vLLM and llama.cpp read.
 
     Args:
         dtype: of the weights, as PyTorch calls it.
         begin, end: ids of the tokens that begin and end a text.
+        biased_llama: describe a model with `qkv_bias` as a Llama, which has `output_biases` as well.
 
     Raises:
         UsageError: the architecture cannot express the model ("export.unsupported").
@@ -297,7 +328,7 @@ def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int 
             "model.qkv_bias with model.qk_norm: Qwen2's architecture has the first, Qwen3's the second",
             hint="train with one of them, or generate with lmkit",
         )
-    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not biased_llama else "llama"
     scaling: dict[str, Any] | None = None
     if config.rope_scaling != "none":
         scaling = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
@@ -306,7 +337,7 @@ def config_json(config: ModelConfig, *, dtype: str, begin: int | None, end: int 
         scaling["high_freq_factor"] = config.rope_high_freq_factor
         scaling["original_max_position_embeddings"] = config.rope_original_context
     own = {
-        "llama": {"attention_bias": False, "mlp_bias": False},
+        "llama": {"attention_bias": config.qkv_bias, "mlp_bias": False},
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
     }[kind]

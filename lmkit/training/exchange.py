@@ -19,9 +19,18 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.tables import size_of
 from lmkit.model.accounting import count_parameters
-from lmkit.model.hugging_face import CONFIG, config_json, to_halves, weight_names
+from lmkit.model.hugging_face import CONFIG, config_json, output_biases, to_halves, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
-from lmkit.recipe.run_folder import CHAT_TEMPLATE, CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
+from lmkit.recipe.run_folder import (
+    CHAT_TEMPLATE,
+    CHECKPOINTS,
+    ENVIRONMENT,
+    GENERATION_CONFIG,
+    METRICS,
+    RECIPE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
@@ -44,7 +53,7 @@ log = logging.getLogger("lmkit")
 
 SHARD_BYTES = 5 * 10**9
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOKENIZER_CONFIG = "tokenizer_config.json"
+_PADS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 _JINJA = "chat_template.jinja"
 _FOR_OTHERS = {"format": "pt"}
 """Metadata of safetensors files: transformers refuses other formats."""
@@ -74,8 +83,11 @@ class ExportResult:
 
 
 def export_model(source: Path, output: Path, *, dtype: str | None = None) -> ExportResult:
-    """Write a Hugging Face folder: LlamaForCausalLM, with biases of q, k and v Qwen2ForCausalLM, with
-    `qk_norm` Qwen3ForCausalLM.
+    """Write a Hugging Face folder: LlamaForCausalLM, with `qk_norm` Qwen3ForCausalLM.
+
+    With biases of q, k and v it is Qwen2ForCausalLM if transformers' own tokenizer of Qwen2 finds the words of the
+    model's tokenizer, because transformers uses no other with it. Else it is a Llama, whose attention has one bias
+    more, which is 0.
 
     Args:
         source: a run folder or a checkpoint.
@@ -85,7 +97,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     Raises:
         UsageError: the output exists, the tokenizer is not the model's, or the architecture cannot express the model;
             the message names the key.
-        LmkitError: the checkpoint is damaged.
+        LmkitError: the checkpoint is damaged, or a weight is not finite.
     """
     weights = open_weights(source)
     tokenizer = None
@@ -94,25 +106,21 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
+    biased_llama = weights.config.qkv_bias and tokenizer is not None and not _is_of_qwen2(tokenizer)
     content = config_json(
         weights.config,
         dtype=str(_DTYPES[dtype] if dtype else kept).removeprefix("torch."),
-        **_borders(tokenizer),
+        begin=None if tokenizer is None else tokenizer.start_id,
+        end=None if tokenizer is None else tokenizer.end_of_text_id,
+        biased_llama=biased_llama,
     )
     with atomic_folder(output) as partial:
-        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None)
+        zeros = output_biases(weights.config) if biased_llama else []
+        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None, zeros)
         _write_json(partial / CONFIG, content)
-        ends: dict[str, Any] = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
-        template = beside(weights.tokenizer)
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
-            described = _tokenizer_config(tokenizer, weights)
-            if template is not None:
-                described["chat_template"] = template.to_jinja()
-                turn = tokenizer.special_ids.get(template.end, ends["eos_token_id"])
-                ends["eos_token_id"] = turn if turn == ends["eos_token_id"] else [ends["eos_token_id"], turn]
-            _write_json(partial / TOKENIZER_CONFIG, described)
-        _write_json(partial / "generation_config.json", ends)
+            _describe_tokenizer(partial, tokenizer, beside(weights.tokenizer), weights.config.context_length)
         files = tuple(sorted(path.name for path in partial.iterdir() if not path.name.startswith(".")))
     return ExportResult(
         str(weights.path),
@@ -125,15 +133,23 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     )
 
 
-def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None) -> int:
-    """Write the weights, and their index if there are several files; return the bytes of all tensors."""
-    specs = {
-        theirs: weights.specs[ours].to(dtype or weights.specs[ours].dtype)
-        for ours, theirs in weight_names(weights.config)
-    }
+def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None, zeros: list[str]) -> int:
+    """Write the weights, and their index if there are several files; return the bytes of all tensors.
+
+    Args:
+        zeros: names of biases (d_model) of 0 that are written, too.
+    """
     names = {theirs: ours for ours, theirs in weight_names(weights.config)}
+    specs = {
+        theirs: weights.specs[ours].to(dtype or weights.specs[ours].dtype) for theirs, ours in names.items()
+    }
+    specs |= dict.fromkeys(
+        zeros, weights.specs["ln_final.weight"].to(dtype or weights.specs["ln_final.weight"].dtype)
+    )
 
     def read(theirs: str) -> torch.Tensor:
+        if theirs not in names:
+            return torch.zeros_like(specs[theirs], device="cpu")
         weight = weights.read(names[theirs])
         return to_halves(names[theirs], weight, weights.config).to(specs[theirs].dtype)
 
@@ -161,25 +177,37 @@ def _shards(specs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]
     yield shard
 
 
-def _borders(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Return the ids of the tokens that begin and end a text; a document begins after the end of another one."""
-    end = None if tokenizer is None else tokenizer.end_of_text_id
-    begin = tokenizer.prefix[0] if tokenizer is not None and tokenizer.prefix else end
-    return {"begin": begin, "end": end}
+def _is_of_qwen2(tokenizer: Tokenizer) -> bool:
+    """Return whether transformers' class `Qwen2Tokenizer`, which builds its own pre-tokenizer, encodes the same."""
+    own = tokenizer.pattern == "qwen2" and tokenizer.nfc and not tokenizer.whole_words
+    return own and "<|endoftext|>" in tokenizer.special_ids
 
 
-def _tokenizer_config(tokenizer: Tokenizer, weights: GivenWeights) -> dict[str, Any]:
-    names = {
-        key: tokenizer.vocab[number].decode()
-        for key, number in zip(("bos_token", "eos_token"), _borders(tokenizer).values(), strict=True)
-        if number is not None
-    }
-    return {
+def _describe_tokenizer(
+    folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None, length: int
+) -> None:
+    """Write the files beside a `tokenizer.json` that name its marks; generation stops at any of its stops."""
+    stops = [*tokenizer.marks.stops]
+    turn = None if template is None else tokenizer.special_ids.get(template.end)
+    if turn is not None and turn not in stops:
+        stops.append(turn)
+    pad = next((tokenizer.special_ids[name] for name in _PADS if name in tokenizer.special_ids), None)
+    ids = {"bos": tokenizer.start_id, "eos": tokenizer.end_of_text_id}
+    ids["pad"] = ids["eos"] if pad is None else pad
+    described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": weights.config.context_length,
-        **names,
+        "model_max_length": length,
+        "padding_side": "left",  # generation goes on at the right
+        **{f"{key}_token": tokenizer.vocab[i].decode() for key, i in ids.items() if i is not None},
     }
+    if template is not None:
+        described["chat_template"] = template.to_jinja()
+    _write_json(folder / TOKENIZER_CONFIG, described)
+    # No pad token in config.json: transformers would never train its embedding, and it may be end-of-text.
+    numbers: dict[str, Any] = {f"{key}_token_id": i for key, i in ids.items()}
+    numbers["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
+    _write_json(folder / GENERATION_CONFIG, numbers)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -230,7 +258,7 @@ def import_model(
 
     Raises:
         UsageError: the output exists, or lmkit cannot express the model or its tokenizer; the message says why.
-        LmkitError: a file is damaged or missing.
+        LmkitError: a file is damaged or missing, or a weight is not finite.
     """
     weights = open_hugging_face(folder, context_length=context_length)
     tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None

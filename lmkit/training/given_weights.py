@@ -6,6 +6,7 @@ All three become a `ModelConfig` and tensors under lmkit's names, read one by on
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ import torch
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
-from lmkit.model.hugging_face import CONFIG, read_config, to_pairs, weight_names
+from lmkit.model.hugging_face import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    output_biases,
+    read_config,
+    to_pairs,
+    weight_names,
+)
+from lmkit.model.rope import plain_frequencies, scale_frequencies
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig
@@ -24,7 +34,9 @@ from lmkit.storage.json_files import read_object
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
 from lmkit.training.checkpoint import Checkpoint, newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import filled_model, model_weights
-from lmkit.training.tensor_files import TensorFile, damaged_file
+from lmkit.training.tensor_files import TensorFile, damaged_file, unsupported_dtype
+
+log = logging.getLogger("lmkit")
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -59,16 +71,28 @@ class GivenWeights:
         """Return a weight on the CPU, in memory of its own.
 
         Raises:
-            LmkitError: its file has changed.
+            LmkitError: its file has changed, or it is not finite: all such weights are named ("weights.not_finite").
         """
         file, stored_as = self.places[name]
         weight = file.read(stored_as)
+        if not _is_finite(weight):
+            wrong = [known for holder, known in self.places.values() if not _is_finite(holder.read(known))]
+            raise LmkitError(
+                "weights.not_finite",
+                f"{self.path}: not finite: {some_of(wrong)}",
+                hint="download or copy the weights again; if they are as they were trained, use an older checkpoint",
+            )
         return to_pairs(name, weight, self.config) if self.in_halves else weight
 
     def model(self, device: torch.device | str) -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         weights = {name: self.read(name) for name in self.specs}
         return filled_model(self.config, weights, device=device, origin=self.path)
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    """Return whether no number is infinite or NaN; one pass over memory, which makes nothing of the tensor's size."""
+    return not weight.numel() or all(bool(extreme.isfinite()) for extreme in weight.aminmax())
 
 
 class WeightsOnDemand(Mapping[str, torch.Tensor]):
@@ -141,6 +165,9 @@ def is_hugging_face(path: Path) -> bool:
 def open_hugging_face(folder: Path, *, context_length: int | None = None) -> GivenWeights:
     """Open a folder with `config.json` and `model.safetensors`, or its shards and their index.
 
+    Every tensor becomes a weight, or is known to say nothing new: see `_drop_copies`. Both matrices of a tied model
+    become weights if they differ, as in transformers 5.
+
     Args:
         context_length: of the model; None: what the folder says. At most that.
 
@@ -148,14 +175,13 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
         UsageError, LmkitError: as `open_weights`.
     """
     config = read_config(folder / CONFIG, context_length=context_length)
-    theirs = {name: file for file in _tensor_files(folder) for name in file.tensors}
-    for name in [*theirs]:
-        # Buffers that older versions saved, and the second name of a tied matrix
-        if name.endswith(".rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
-            del theirs[name]
+    theirs = _tensors(folder, config)
+    config = _drop_copies(folder, config, theirs)
     places: dict[str, tuple[TensorFile, str]] = {}
     missing: list[str] = []
     for ours, stored_as in weight_names(config):
+        if config.tie_embeddings and stored_as == EMBEDDING and stored_as not in theirs:
+            stored_as = HEAD  # the other name of the same matrix
         if stored_as in theirs:
             places[ours] = (theirs.pop(stored_as), stored_as)
         else:
@@ -179,29 +205,77 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
     return GivenWeights(folder, config, tokenizer if tokenizer.is_file() else None, specs, places, True)
 
 
-def _tensor_files(folder: Path) -> Iterator[TensorFile]:
-    """Yield the files of a Hugging Face folder, after comparing them with the index if there is one."""
+def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile]) -> ModelConfig:
+    """Drop the tensors from `theirs` that say nothing new: a head that equals the embedding to which it is tied, the
+    frequencies of RoPE, which older versions saved, and biases of attention's output that are 0.
+
+    Returns:
+        The configuration; not tied if the head differs.
+    """
+    if config.tie_embeddings and HEAD in theirs and EMBEDDING in theirs:
+        head, embedding = (theirs[name].read(name) for name in (HEAD, EMBEDDING))
+        if head.dtype == embedding.dtype and torch.equal(head, embedding):
+            del theirs[HEAD]
+        else:
+            log.warning(
+                "%s: %s says tie_word_embeddings, but %s and %s differ: they stay two matrices, as in transformers 5",
+                *(folder, CONFIG, HEAD, EMBEDDING),
+            )
+            config = config.changed(tie_embeddings=False)
+    known = plain_frequencies(config.head_dim, config.rope_theta)
+    differing = []
+    for name in [name for name in theirs if name.endswith("rotary_emb.inv_freq")]:
+        found = theirs.pop(name).read(name).double()
+        # Those of 16 bits are rounded to 2^-9; another theta makes other slow frequencies.
+        if not any(
+            found.shape == right.shape and torch.allclose(found, right, rtol=1e-2, atol=1e-7)
+            for right in (known, scale_frequencies(config, known))
+        ):
+            differing.append(name)
+    if differing:
+        log.warning(
+            "%s: %s differs from the frequencies of %s, which count, as in transformers",
+            *(folder, some_of(differing), CONFIG),
+        )
+    for name in theirs.keys() & set(output_biases(config)):
+        if not theirs[name].read(name).any():
+            del theirs[name]
+    return config
+
+
+def _tensors(folder: Path, config: ModelConfig) -> dict[str, TensorFile]:
+    """Return the tensors of a Hugging Face folder. Of two shards with a tensor, the index says which counts."""
     index = folder / INDEX
+    if (folder / ONE_FILE).exists():  # transformers looks for it first
+        if index.is_file() and {*_read_index(index).values()} != {ONE_FILE}:
+            log.warning("%s: has %s: the shards of %s are left out", folder, ONE_FILE, INDEX)
+        file = TensorFile(folder / ONE_FILE)
+        return dict.fromkeys(file.tensors, file)
     if index.is_file():
         weight_map = _read_index(index)
-        for name in sorted(set(weight_map.values())):
-            file = TensorFile(folder / name)
-            listed = {tensor for tensor, where in weight_map.items() if where == name}
-            if listed != file.tensors.keys():
-                odd = sorted(listed ^ file.tensors.keys())[0]
-                raise damaged_file(index, f"{name} and this index disagree about {odd}")
-            yield file
-    elif (folder / ONE_FILE).exists():
-        yield TensorFile(folder / ONE_FILE)
-    elif _has_any(folder, _PICKLES):
+        files = {name: TensorFile(folder / name) for name in sorted(set(weight_map.values()))}
+        for tensor, name in weight_map.items():
+            if tensor not in files[name].tensors:
+                raise damaged_file(index, f"lists {tensor}, which {name} lacks")
+        unlisted = {tensor for file in files.values() for tensor in file.tensors} - weight_map.keys()
+        if unlisted:
+            weights = {theirs for _, theirs in weight_names(config.changed(tie_embeddings=False))}
+            if lost := sorted(unlisted & weights):
+                raise damaged_file(index, f"does not list {some_of(lost)}, which a shard has")
+            log.warning("%s: does not list %s: left out", index, some_of(sorted(unlisted)))
+        return {tensor: files[name] for tensor, name in weight_map.items()}
+    if _has_any(folder, _PICKLES):
         raise UsageError(
             "import.pickle",
             f"{folder}: holds pickled weights, which lmkit never reads: loading them runs code",
             hint="download the safetensors files, or convert with transformers: save_pretrained(FOLDER)",
         )
-    else:
-        hint = f"a folder holds {ONE_FILE}, or shards with {INDEX}"
-        raise UsageError("import.no_weights", f"{folder}: no safetensors files", hint=hint)
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    raise UsageError(
+        "import.no_weights",
+        f"{folder}: neither {ONE_FILE} nor {INDEX}" + (f", but {some_of(others)}" if others else ""),
+        hint=f"a folder holds {ONE_FILE}, or shards with {INDEX}; rename the file if it is the whole model",
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -234,11 +308,7 @@ def _specs(
     stored = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in DTYPES:
-            raise UsageError(
-                "import.unsupported",
-                f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}",
-                hint="lmkit reads weights in float32, float16 and bfloat16, not quantised ones",
-            )
+            raise unsupported_dtype(path, places[name][1], str(tensor.dtype).removeprefix("torch."))
     specs = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in stored.items()}
     held, wanted = sum(spec.numel() for spec in specs.values()), count_parameters(config).total
     wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]

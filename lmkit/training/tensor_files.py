@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmkit.errors import LmkitError, reason
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage.inputs import open_input
 from lmkit.training.atomic_checkpoint import DTYPE_CODES
 
@@ -45,6 +45,7 @@ class TensorFile:
 
     Raises:
         LmkitError: there is no such file, or its header does not describe exactly its bytes.
+        UsageError: a tensor has a dtype that lmkit does not read ("import.unsupported").
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +66,7 @@ class TensorFile:
             if not isinstance(header, dict):
                 raise ValueError("not an object")
             header.pop("__metadata__", None)
-            self.tensors = {name: _stored(name, entry) for name, entry in header.items()}
+            self.tensors = {name: _stored(path, name, entry) for name, entry in header.items()}
             expected = 0
             for name, stored in sorted(self.tensors.items(), key=lambda item: item[1].begin):
                 if stored.begin != expected:
@@ -108,7 +109,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stored(name: str, entry: Any) -> Stored:
+def unsupported_dtype(path: Path, name: str, dtype: str) -> UsageError:
+    """Return the error that names a tensor whose dtype lmkit does not read."""
+    hint = "lmkit reads weights in float32, float16 and bfloat16, not quantized ones"
+    return UsageError("import.unsupported", f"{path}: {name} is {dtype}, which is not supported", hint=hint)
+
+
+def _stored(path: Path, name: str, entry: Any) -> Stored:
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [begin, end], **others} if not others:
             pass
@@ -119,7 +126,7 @@ def _stored(name: str, entry: Any) -> Stored:
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{name}: {len(shape)} dimensions")
     if code not in _DTYPES:
-        raise ValueError(f"{name}: dtype {code} is not supported")
+        raise unsupported_dtype(path, name, json.dumps(code)[:40])
     dtype = _DTYPES[code]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name}: {end - begin} bytes for a shape of {math.prod(shape)} elements")

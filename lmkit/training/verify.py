@@ -162,8 +162,10 @@ def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
 
 
 def _hugging_face(path: Path) -> str:
-    open_hugging_face(path)
-    return f"weights fit {CONFIG}; there are no checksums"
+    weights = open_hugging_face(path)
+    for name in weights.specs:
+        weights.read(name)
+    return f"weights are finite and fit {CONFIG}; there are no checksums"
 
 
 def _token_file(path: Path, tokenizer_sha256: str | None = None) -> str:

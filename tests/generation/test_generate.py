@@ -334,7 +334,11 @@ def test_a_prompt_begins_with_the_prefix_of_the_tokenizer_and_ends_without_its_s
 
 def test_fault_92_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
     model = scripted(list(b"hi"))
-    content = {"vocab": tokenizer.vocab, "merges": tokenizer.merges, "special_tokens": ["<|endoftext|>", "<s>"]}
+    content = {
+        "vocab": tokenizer.vocab,
+        "merges": tokenizer.merges,
+        "special_tokens": ["<|endoftext|>", "<s>"],
+    }
     begun = Tokenizer(**content, marks=Marks(begin="<s>"))
     prefixed = Tokenizer(**content, prefix=[7, END])
     for each, first in ((begun, [260]), (prefixed, [7, END])):

@@ -144,7 +144,7 @@ def test_a_trained_run_opens_in_transformers(tiny, tmp_path):
     recipe = tiny(*changes, "model.norm_eps=1e-3")
     train(recipe)
     exported = export_model(recipe.run.path, tmp_path / "exported")
-    assert exported.files == ("config.json", "generation_config.json", "model.safetensors")
+    assert exported.files == ("config.json", "model.safetensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     ids = torch.randint(64, (2, 8))
     with torch.no_grad():

@@ -1,0 +1,218 @@
+"""Weights of other people's folders: which tensors count, and what is said of those that do not."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from raising import raises
+from safetensors.torch import load_file, save_file
+from their_models import GROUPED, LINEAR, TIED, make_theirs, their_folder
+
+from lmkit.errors import LmkitError, UsageError
+from lmkit.training.atomic_checkpoint import MODEL, read_manifest, write_manifest, write_tensors
+from lmkit.training.exchange import export_model, import_model
+from lmkit.training.given_weights import INDEX, ONE_FILE, open_hugging_face, open_weights
+from lmkit.training.verify import verify_path
+
+transformers = pytest.importorskip("transformers")
+
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
+IDS = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(0))
+Change = Callable[[dict[str, torch.Tensor]], object]
+
+
+def folder(parent: Path, change: Change | None = None, kind: str = "Llama", **config: Any) -> Path:
+    """A folder of transformers whose tensors, by name, `change` has changed."""
+    path = their_folder(parent, kind, config)
+    if change is not None:
+        tensors = load_file(path / ONE_FILE)
+        change(tensors)
+        save_file(tensors, path / ONE_FILE, metadata={"format": "pt"})
+    return path
+
+
+def shards(path: Path, *parts: dict[str, torch.Tensor], weight_map: dict[str, int]) -> None:
+    """Put the weights of a folder into shards; `weight_map`: name -> number of its shard."""
+    (path / ONE_FILE).unlink(missing_ok=True)
+    for number, part in enumerate(parts):
+        save_file(part, path / f"part-{number}.safetensors", metadata={"format": "pt"})
+    places = {name: f"part-{number}.safetensors" for name, number in weight_map.items()}
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def check_logits(path: Path) -> Any:
+    """Compare with transformers' own way to open the folder; return its model."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        # As in test_exchange.py.
+        torch.testing.assert_close(
+            open_weights(path).model("cpu")(IDS), theirs(IDS).logits, rtol=0, atol=1e-5
+        )
+    return theirs
+
+
+# Tied matrices
+
+
+def test_a_head_that_differs_from_the_embedding_stays(tmp_path, caplog):
+    """`tie_word_embeddings` beside two matrices: transformers 5 does not tie them, and says so."""
+    path = folder(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] * 2}), **TIED)
+    theirs = check_logits(path)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="lmkit"):
+        import_model(path, tmp_path / "run")
+    assert "tie_word_embeddings" in caplog.text
+    assert not open_weights(tmp_path / "run").config.tie_embeddings
+    exported = tmp_path / "exported"
+    export_model(tmp_path / "run", exported)
+    assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(load_file(exported / ONE_FILE)[HEAD], load_file(path / ONE_FILE)[HEAD])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
+        lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
+    ],
+    ids=["both names", "the head's name alone"],
+)
+def test_one_matrix_under_either_name_is_tied(tmp_path, caplog, change):
+    path = folder(tmp_path, change, **TIED)
+    assert open_hugging_face(path).config.tie_embeddings
+    assert not [record for record in caplog.records if record.name == "lmkit"]
+    check_logits(path)
+
+
+# Tensors beside the weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [{}, {**LINEAR, **GROUPED}], ids=["plain", "scaled"])
+def test_frequencies_of_the_configuration_are_left_out(tmp_path, caplog, dtype, config):
+    theirs = make_theirs("Llama", config)
+    known = theirs.model.rotary_emb.inv_freq.to(dtype)
+    path = folder(tmp_path, lambda tensors: tensors.update({FREQUENCIES: known.clone()}), **config)
+    assert open_hugging_face(path)
+    assert FREQUENCIES not in caplog.text
+
+
+def test_other_frequencies_are_named(tmp_path, caplog):
+    path = folder(tmp_path, lambda tensors: tensors.update({FREQUENCIES: torch.ones(4)}))
+    with caplog.at_level(logging.WARNING, logger="lmkit"):
+        assert verify_path(path).ok
+    assert FREQUENCIES in caplog.text
+    check_logits(path)
+
+
+def test_biases_of_attention_are_imported_and_that_of_its_output_is_refused(tmp_path):
+    path = folder(tmp_path, attention_bias=True)
+    with raises(UsageError, "import.unsupported", path, "self_attn.o_proj.bias"):
+        import_model(path, tmp_path / "run")
+    zero = lambda tensors: [value.zero_() for name, value in tensors.items() if name.endswith("o_proj.bias")]  # noqa: E731
+    path = folder(tmp_path, zero, attention_bias=True)
+    assert open_hugging_face(path).config.qkv_bias
+    check_logits(path)
+
+
+def test_an_unknown_tensor_is_refused_by_name(tmp_path):
+    path = folder(tmp_path, lambda tensors: tensors.update({"model.adapter": torch.zeros(3)}))
+    with raises(UsageError, "import.unsupported", path, "model.adapter"):
+        open_hugging_face(path)
+
+
+# Files and their index
+
+
+def test_the_index_decides_which_tensors_of_a_shard_count(tmp_path, caplog):
+    path = folder(tmp_path)
+    weights = load_file(path / ONE_FILE)
+    stale = {NORM: torch.zeros(32), "unused": torch.ones(4)}
+    shards(path, weights, stale, weight_map={**dict.fromkeys(weights, 0), HEAD: 0})
+    assert verify_path(path).ok
+    # A tensor in two shards: that of the index.
+    shards(path, stale, weights, weight_map=dict.fromkeys(weights, 1) | {HEAD: 1, EMBEDDING: 1})
+    assert torch.equal(open_hugging_face(path).read("ln_final.weight"), weights[NORM])
+    shards(path, {**weights, FREQUENCIES: torch.ones(4)}, weight_map=dict.fromkeys(weights, 0))
+    with caplog.at_level(logging.WARNING, logger="lmkit"):
+        assert verify_path(path).ok
+    assert FREQUENCIES in caplog.text
+    check_logits(path)
+
+
+def test_a_weight_that_the_index_does_not_list_is_damage_not_a_default(tmp_path):
+    path = folder(tmp_path, **TIED)
+    weights = load_file(path / ONE_FILE)
+    shards(path, {**weights, HEAD: torch.ones(300, 32)}, weight_map=dict.fromkeys(weights, 0))
+    with raises(LmkitError, "weights.damaged_file", path / INDEX, HEAD):
+        open_hugging_face(path)
+
+
+def test_a_single_file_counts_beside_an_index(tmp_path, caplog):
+    path = folder(tmp_path)
+    weights = load_file(path / ONE_FILE)
+    data = (path / ONE_FILE).read_bytes()
+    shards(path, {name: value + 1 for name, value in weights.items()}, weight_map=dict.fromkeys(weights, 0))
+    (path / ONE_FILE).write_bytes(data)
+    check_logits(path)
+    assert INDEX in caplog.text
+    caplog.clear()
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights, ONE_FILE)}))
+    check_logits(path)
+    assert INDEX not in caplog.text
+
+
+def test_a_file_without_metadata_is_read_and_one_of_another_name_is_named(tmp_path):
+    path = folder(tmp_path)
+    save_file(load_file(path / ONE_FILE), path / ONE_FILE)
+    check_logits(path)
+    (path / ONE_FILE).rename(path / "weights.safetensors")
+    with raises(UsageError, "import.no_weights", path, "weights.safetensors", hint=ONE_FILE):
+        open_hugging_face(path)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.int8], ids=str
+)
+def test_dtypes_that_are_not_supported_are_named(tmp_path, dtype):
+    path = folder(tmp_path, lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)}))
+    with raises(UsageError, "import.unsupported", path, NORM):
+        open_hugging_face(path)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        for name in (NORM, EMBEDDING):
+            tensors[name].view(-1)[7] = value
+
+    path = folder(tmp_path, spoil)
+    with raises(LmkitError, "weights.not_finite", path, NORM, EMBEDDING):
+        import_model(path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not verify_path(path).ok
+    with raises(LmkitError, "weights.not_finite", path, NORM):
+        open_weights(path).model("cpu")
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_exported(tmp_path):
+    import_model(folder(tmp_path), tmp_path / "run")
+    step = tmp_path / "run/checkpoints/step-00000000"
+    tensors = {name: weight.clone() for name, weight in load_file(step / MODEL).items()}  # not mapped
+    tensors["ln_final.weight"][0] = torch.nan
+    write_manifest(step, {**read_manifest(step), MODEL: write_tensors(step / MODEL, tensors)})
+    with raises(LmkitError, "weights.not_finite", "ln_final.weight"):
+        export_model(tmp_path / "run", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
