@@ -198,6 +198,7 @@ def _describe_tokenizer(
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": length,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds one that Llama refuses
         "padding_side": "left",  # generation goes on at the right
         **{f"{key}_token": tokenizer.vocab[i].decode() for key, i in ids.items() if i is not None},
     }
