@@ -43,7 +43,7 @@ def decoder_needs(
     hidden = config.mlp_inputs * config.d_ff
     at_once = max(capacity, min(TOKENS_AT_ONCE, rows // 16 * capacity)) if kernels else capacity
     reading = at_once * (hidden + config.d_ff + 8 * width) * element
-    once = vocab_size + reading
+    once = 2 * vocab_size + reading  # ids that are banned, ids that end a text
     if kernels:
         step = sum(kernel_step_needs(model, rows))
         once += reading  # recorded, in a pool of its own
@@ -106,5 +106,9 @@ def check_memory(
 
 def does_not_fit(why: str, fits: int) -> LmkitError:
     """Return the error that says which batch fits."""
-    hint = f"set generate.batch_size to at most {fits}" if fits else "use a smaller model, or more memory"
+    hint = (
+        f"set generate.batch_size to at most {fits}"
+        if fits
+        else "use a smaller model, a shorter context (lmkit import --context-length), or more memory"
+    )
     return LmkitError("generate.out_of_memory", f"generate.batch_size: {why}", hint=hint)

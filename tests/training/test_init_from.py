@@ -10,6 +10,7 @@ from run_folders import assert_same_state, losses, newest, train_here
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
+from lmkit.training.atomic_checkpoint import MODEL, write_manifest, write_tensors
 from lmkit.training.checkpoint import Checkpoint
 from lmkit.training.exchange import export_model
 from lmkit.training.given_weights import open_weights
@@ -53,6 +54,15 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(trained,
         train_here(recipe)
         found.append((losses(recipe), losses(recipe, "valid")))
     assert found[0] == found[1] == found[2]
+
+
+def test_weights_that_are_not_finite_are_refused(trained, tiny):
+    tensors = trained.model_tensors()
+    tensors["ln_final.weight"][0] = float("nan")
+    entries = {**trained.entries, MODEL: write_tensors(trained.path / MODEL, tensors)}
+    write_manifest(trained.path, entries)
+    with raises(LmkitError, "weights.not_finite", trained.path, "ln_final.weight"):
+        train_here(tiny("run.name=after", f"train.init_from={trained.path}"))
 
 
 def test_it_resumes_without_the_weights_bit_for_bit(trained, tiny):
