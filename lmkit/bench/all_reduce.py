@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import NOT_MEASURED, Measured, Summary, grouped
+from lmkit.bench.harness import Measured, grouped
+from lmkit.bench.summary import NOT_MEASURED, Summary
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory

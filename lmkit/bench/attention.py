@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
@@ -32,12 +33,14 @@ from lmkit.bench.attention_variants import (
 )
 from lmkit.bench.context import Context, Empties, FlagNames
 from lmkit.bench.harness import (
+    add_figures,
     grouped,
     not_enough_memory,
     out_of_memory_is_a_row,
     ratio_fields,
     time_fields,
     time_what_fits,
+    wrong_result,
 )
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
@@ -281,8 +284,7 @@ class Sweep:
             results = gate.inputs.run(function)
         faults += gate.faults_against_pytorch(results, arithmetic)
         return fields | {
-            "status": "wrong result" if faults else "ok",
-            "detail": "; ".join(faults),
+            **(wrong_result("; ".join(faults)) if faults else {}),
             "peak_gb": peak.extra_bytes / GB,
             "first_call_s": first_call + seconds,
             "implementation": implementation_of(name, gate.inputs),
@@ -368,21 +370,35 @@ class Sweep:
 
         timings = time_what_fits(functions, rows, self._device, time_together)
         flops = case.flops(options, direction)
-        for name, timing in timings.items():
-            rows[name] |= self._time_fields(name, timings, flops)
+        believed = {
+            name: timing
+            for name, timing in timings.items()
+            if add_figures(rows[name], self._limits, partial(self._time_fields, name, timing, flops))
+        }
+        for name, timing in believed.items():
+            rows[name] |= self._ratios(name, believed)
             # Predict from the fastest sample: a busy moment says nothing about the next length.
             self._calls[name, case.head_dim, direction] = (flops, min(timing.samples_ms))
 
-    def _time_fields(self, name: str, timings: Mapping[str, Timing], flops: float) -> dict[str, Any]:
-        """Return times, rates and ratios of one variant among those that were timed with it."""
-        timing, options = timings[name], self._options
+    def _time_fields(self, name: str, timing: Timing, flops: float) -> dict[str, Any]:
+        """Return times and rates of one variant."""
         fields = time_fields(timing.samples_ms)
         rate = flops / (fields["median_ms"] * 1e-3)
+        peak = self._limits.matmul_flops[precision_of(name, self._options.dtype)]
         fields |= {
             "repeats": len(timing.samples_ms),
             "tflops": rate / 1e12,
-            "share_of_matmul": rate / self._limits.matmul_flops[precision_of(name, options.dtype)],
+            "share_of_matmul": rate / peak,
+            "clock": timing.clock,
+            "cache": timing.cache,
+            "calls_per_sample": timing.calls_per_sample,
         }
+        return fields | {"sample_rounds": list(timing.rounds)}
+
+    def _ratios(self, name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
+        """Compare one variant with the baseline and PyTorch's best, among those that were timed with it."""
+        timing, options = timings[name], self._options
+        fields: dict[str, Any] = {}
         if options.baseline in timings:
             fields |= ratio_fields(timing.versus(timings[options.baseline]))
         rivals = {rival: other for rival, other in timings.items() if rival.split(":")[0] == "sdpa"}
@@ -390,8 +406,7 @@ class Sweep:
             best = min(rivals, key=lambda rival: rivals[rival].median_ms)
             fields["best_sdpa"] = best
             fields |= ratio_fields(timing.versus(rivals[best]), "versus_sdpa", "versus_sdpa_verdict")
-        fields |= {"clock": timing.clock, "cache": timing.cache, "calls_per_sample": timing.calls_per_sample}
-        return fields | {"sample_rounds": list(timing.rounds)}
+        return fields
 
     def longest_that_fit(self, rows: Rows) -> Rows:
         """Return, for each kernel that ran out of GPU memory in a square tier, the longest forward pass that fits."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmkit.bench.harness import Summary, grouped
+from lmkit.bench.harness import grouped
+from lmkit.bench.summary import Summary
 from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.bench.report import read_rows
+from lmkit.bench.summary import WRONG
 from lmkit.errors import LmkitError, UsageError, some_of
-from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median
+from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median, verdict_in_words
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Text and whole numbers that are results: they do not identify a measurement.
@@ -52,33 +53,41 @@ class Compared:
     """One row per measurement that either file has.
 
     Attributes:
-        compared: how many have a verdict on their times: measured in both, often enough.
-        worse: how many became slower, now fail, or are missing.
+        compared: how many have a verdict on their times other than "unclear": measured in both, often enough.
+        worse: how many became slower or wrong, now fail, or are missing.
         suspected: how many became slower when all rows did and no row of other code shows that the machine did.
+        threshold: the smallest relative difference that counts.
     """
 
     rows: Rows
     compared: int
     worse: int
     suspected: int
+    threshold: float
 
     def __str__(self) -> str:
         if self.worse:
             verdict = f"{self.worse} of {len(self.rows)} became worse"
         elif self.compared:
-            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared)"
+            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} decided)"
         else:
-            verdict = "nothing was compared: no measurement has enough steady samples in both"
+            verdict = "nothing was decided: no measurement has enough steady samples in both"
         reasons: dict[str, list[str]] = {}
         for row in self.rows:
             if row.get("why"):
                 reasons.setdefault(row["why"], []).append(row["what"])
         lines = [f"unclear, {why}: {some_of(names)}\n" for why, names in reasons.items()]
-        return terminal_table(self.rows, COLUMNS) + "".join(lines) + verdict
+        told = [
+            row | {"verdict": verdict_in_words(row["verdict"], row["low"], row["high"], self.threshold)}
+            if "low" in row
+            else row
+            for row in self.rows
+        ]
+        return terminal_table(told, COLUMNS) + "".join(lines) + verdict
 
     @property
     def is_fine(self) -> bool:
-        """Whether something was compared and nothing became worse, or is suspected to."""
+        """Whether something was decided and nothing became worse, or is suspected to."""
         return self.compared > 0 and self.worse == 0 and self.suspected == 0
 
 
@@ -165,6 +174,9 @@ def compare_rows(
         # Name only the fields in which rows differ.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
         rows.append({"what": what})
+        if key in new and new[key].get("status") in WRONG:
+            rows[-1]["verdict"] = new[key]["status"]
+            continue
         if key not in old or key not in new:
             rows[-1]["verdict"] = "missing" if key in old else "new"
             continue
@@ -187,10 +199,11 @@ def compare_rows(
     return Compared(
         rows,
         compared=sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
-        worse=sum(verdict in ("slower", "stopped working", "missing") for verdict in verdicts),
+        worse=sum(verdict in ("slower", "stopped working", "missing", *WRONG) for verdict in verdicts),
         suspected=sum(
             ALL_CHANGED in row.get("why", "") and row["after_ms"] > row["before_ms"] for row in rows
         ),
+        threshold=smallest_difference,
     )
 
 

@@ -92,6 +92,7 @@ class Context:
     report: Progress
     journal: Journal
     environment: dict[str, Any] = field(default_factory=dict)
+    _limits: Limits | None = None
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +114,10 @@ class Context:
             self.journal.add(rows)
 
     def limits(self, dtypes: Sequence[str]) -> Limits:
-        """Measure what the device can do and note it in the environment."""
-        limits = measure_limits(self.device, dict.fromkeys(dtypes))
-        self.environment["limits"] = limits.as_dict()
-        return limits
+        """Measure what the device can do, and note it in the environment."""
+        self._limits = measure_limits(self.device, dict.fromkeys(dtypes))
+        return self._limits
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `environment.json` says besides the machine, when the bench has ended."""
+        return self.environment | ({"limits": self._limits.as_dict()} if self._limits is not None else {})

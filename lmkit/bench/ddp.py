@@ -1,7 +1,7 @@
 """`lmkit bench ddp`: compare every gradient strategy on one model with one GPU and with no communication.
 
-It times the step that `lmkit train` runs, variants interleaved. Each quantity is computed per round and summarized by
-its median and a 95% interval over rounds:
+It times the step that `lmkit train` runs, variants interleaved, after it has checked their gradients
+(`training_gate`). Each quantity is computed per round and summarized by its median and a 95% interval over rounds:
 
 - step time (ms): the slowest rank's, in every variant;
 - one rank: all GPUs train at the same time, each alone with the rows of one rank;
@@ -33,6 +33,7 @@ from lmkit.bench.ddp_variants import (
     NAMED,
     SOLO,
     Case,
+    Gates,
     RanksOptions,
     baseline_of,
     case_of,
@@ -137,12 +138,14 @@ def ddp(context: Context) -> Rows:
 def measure(case: Case, names: Sequence[str], context: Context, *, part: str, journal: bool = True) -> Rows:
     """Measure variants that fit into memory together. Every rank calls this and gets the same rows.
 
-    A variant that runs out of memory has `status` "out of memory".
+    A variant that runs out of memory, or is wrong, has a `status` that says so.
     """
     from lmkit.bench.parking import Parking
 
     ranks, options = context.ranks, context.options
     claim_workspaces(ranks.device)
+    gates = Gates(names, case, ranks)
+    release_memory(ranks.device)
     trainings: Trainings = {}
     parking = Parking(ranks.device, is_used=options.park)
     facts: dict[str, dict[str, Any]] = {}
@@ -152,12 +155,10 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
             facts[name] = {"status": "unsupported", "detail": why}
             continue
         parking.park()
-        built = _build(name, case, ranks)
-        if isinstance(built, str):
-            facts[name] = not_enough_memory(built)
-            continue
-        trainings[name], facts[name] = built
-        parking.take(name, trainings[name])
+        built, facts[name] = _build(name, case, ranks, gates)
+        if built is not None:
+            trainings[name] = built
+            parking.take(name, built)
 
     def rows_of(samples: Samples) -> Rows:
         rows: Rows = []
@@ -181,8 +182,11 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     return rows_of(samples)
 
 
-def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str, Any]] | str:
-    """Build a variant and run its first steps; return it and its memory and traffic, or why it does not fit."""
+def _build(name: str, case: Case, ranks: Ranks, gates: Gates) -> tuple[TrainingStep | None, dict[str, Any]]:
+    """Build a variant and check its first steps; return it and its memory and traffic.
+
+    In place of the variant it returns None if that does not fit, or is wrong.
+    """
     import torch
     import torch.distributed as dist
 
@@ -200,19 +204,25 @@ def _build(name: str, case: Case, ranks: Ranks) -> tuple[TrainingStep, dict[str,
         built = make_training(name, case, ranks)
     # Steps are collective, so ranks agree before them that all have built the variant.
     if agree(ranks, stop=facts["status"] != "ok"):
-        return str(facts.get("detail", "on another rank"))
+        return None, not_enough_memory(facts.get("detail", "on another rank"))
     with out_of_memory_is_a_row(facts, ranks.device):
         assert built is not None
-        facts |= _first_steps(built, name)
         if on_gpu:
-            torch.cuda.synchronize(ranks.device)
-            facts["peak_bytes"] = torch.cuda.max_memory_allocated(ranks.device) - start
-            facts["host_ms"] = host_ms(built.run, ranks.device)
-        facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
+            peak = torch.cuda.max_memory_allocated(ranks.device)
+        facts |= gates.judge(name, built)
+        if facts["status"] == "ok":
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(ranks.device)  # of reading the weights for the check
+            facts |= _one_step(built, name)
+            if on_gpu:
+                torch.cuda.synchronize(ranks.device)
+                facts["peak_bytes"] = max(peak, torch.cuda.max_memory_allocated(ranks.device)) - start
+                facts["host_ms"] = host_ms(built.run, ranks.device)
+            facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
     if agree(ranks, stop=facts["status"] != "ok"):
         del built
         release_memory(ranks.device)
-        return str(facts.get("detail", "on another rank"))
+        return None, facts if facts["status"] != "ok" else not_enough_memory("on another rank")
     of_first: list[Any] = [facts]  # so that all ranks return the same rows
     dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
     assert built is not None
@@ -231,12 +241,11 @@ def begin_account(ranks: Ranks) -> None:
     release_memory(ranks.device)
 
 
-def _first_steps(built: TrainingStep, name: str) -> dict[str, Any]:
-    """Run three steps (the first settles the order of buckets); return the loss, and the traffic of the last."""
+def _one_step(built: TrainingStep, name: str) -> dict[str, Any]:
+    """Run a step (not the first, which settles the order of buckets); return its loss and traffic."""
     sync = built.step.sync
-    for _ in range(3):
-        sync.traffic.reset()
-        loss = built.run()
+    sync.traffic.reset()
+    loss = built.run()
     facts: dict[str, Any] = {
         "calls_per_step": sync.traffic.calls,
         "payload_bytes": sync.traffic.payload_bytes,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmkit.bench.ddp_variants import is_own, is_sharded
-from lmkit.bench.harness import Summary, grouped
+from lmkit.bench.harness import grouped
+from lmkit.bench.summary import Summary
 from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time, timeline
 from lmkit.measure.statistics import FEWEST_PAIRS, overlap, paired_ratio, total
 from lmkit.measure.tables import Column, Rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -119,6 +120,11 @@ def is_own(name: str) -> bool:
     return known and not STRATEGIES.facts(strategy).rival
 
 
+def synchronizes(name: str) -> bool:
+    """Return whether the ranks of a variant train one model together."""
+    return name not in (*SOLO, "none")
+
+
 def baseline_of(name: str) -> str:
     """Return the variant of one rank with the same weights."""
     return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
@@ -204,21 +210,57 @@ def unfit(name: str, case: Case) -> str:
     return "; ".join(mistake for check in CHECKS for mistake in check(tables))
 
 
+def _recipe_of(case: Case, world_size: int) -> Recipe:
+    train = (case.recipe.train or TrainConfig()).changed(
+        batch_size=case.rows * world_size,
+        accumulation=1,
+        precision=case.precision,
+        cuda_graph="off",  # only some variants could be captured
+    )
+    return case.recipe.changed(model=case.model, train=train)
+
+
+class Gates:
+    """Check variants that synchronize before they are timed; see `training_gate`.
+
+    Make it before the variants: it trains in one process, with the weights that some of them have. Collective.
+    """
+
+    def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
+        from lmkit.bench.training_gate import Seen, reference
+        from lmkit.parallel.collectives import agree
+
+        self._case, self._ranks = case, ranks
+        self._seen: dict[str, list[Seen] | None] = {}
+        recipe = _recipe_of(case, ranks.world_size)
+        checked = [name for name in names if synchronizes(name) and not unfit(name, case)]
+        for baseline in dict.fromkeys(map(baseline_of, checked)):
+            seen = reference(recipe, ranks.device, parallel=parallel_of(baseline, recipe.parallel))
+            self._seen[baseline] = None if agree(ranks, stop=seen is None) else seen
+
+    def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
+        """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""
+        from lmkit.bench.training_gate import ROUNDED, STEPS, budget_of, judge
+
+        if not synchronizes(name):
+            for _ in range(STEPS):
+                training.run()
+            return {"status": "ok"}
+        budget = ROUNDED if "bf16" in name else budget_of(self._case.precision)
+        return judge(training, self._seen[baseline_of(name)], budget, self._ranks)[0]
+
+
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
     """Make the training loop of a variant: the step that `lmkit train` runs, on random tokens."""
     from lmkit.parallel.ranks import Ranks as Place
     from lmkit.training.setup import TrainingStep
 
     ranks = Place(device=ranks.device) if name in SOLO else ranks
-    how: Literal["none", "block", "whole"] = "block" if name.endswith(COMPILED) else case.model.compile
-    train = (case.recipe.train or TrainConfig()).changed(
-        batch_size=case.rows * ranks.world_size,
-        accumulation=1,
-        # PyTorch's ZeRO keeps no masters of bf16 weights.
-        precision="bf16-autocast" if (case.precision, name) == ("bf16", TORCH_ZERO) else case.precision,
-        cuda_graph="off",  # only some variants could be captured
-    )
-    recipe = case.recipe.changed(model=case.model.changed(compile=how), train=train)
+    recipe = _recipe_of(case, ranks.world_size)
+    if name.endswith(COMPILED):
+        recipe = recipe.changed(model={"compile": "block"})
+    if (case.precision, name) == ("bf16", TORCH_ZERO):  # it keeps no masters of bf16 weights
+        recipe = recipe.changed(train={"precision": "bf16-autocast"})
     training = TrainingStep(
         recipe,
         ranks,

@@ -7,19 +7,23 @@ step reads at least all weights but the embedding, and the filled part of the ca
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import Summary, build_what_fits, time_fields, time_what_fits
+from lmkit.bench.harness import add_figures, build_what_fits, time_fields, time_what_fits
 from lmkit.bench.step import config_of
+from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
     SPREAD,
+    VERDICT,
     compare_with_first,
     comparison,
     comparison_column,
     host_ms,
     samples_in_turns,
+    with_verdicts,
 )
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
@@ -27,7 +31,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import cache_bytes, clock_for
 from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -263,19 +267,26 @@ def _measure(
     built: dict[str, Any] = build_what_fits(rows, build, device)
     samples = time_what_fits(built, rows, device, time_together)
     element_bytes = 2 if options.precision == "bf16" else 4
-    for variant, samples_ms in samples.items():
+
+    def figures(variant: str) -> dict[str, Any]:
         fp8 = variant == "lmkit_fp8"
         least = least_bytes(config, batch_size, filled, element_bytes, fp8=fp8)
-        fields = time_fields(samples_ms)
+        fields = time_fields(samples[variant])
         seconds = fields["median_ms"] * 1e-3
-        rows[variant] |= fields | {
-            "tokens_per_s": batch_size / seconds,
-            "least_bytes": least,
-            "share": least / seconds / limits.copy_bytes_per_s,
-        }
-        if "queue_tokens_per_s" in rows[variant]:
-            rows[variant]["queue_share"] = rows[variant]["queue_tokens_per_s"] * seconds / batch_size
-    compare_with_first(rows, samples, options.variants[0])
+        share = least / seconds / limits.copy_bytes_per_s
+        fields |= {"tokens_per_s": batch_size / seconds, "least_bytes": least}
+        if share <= 1 or least > cache_bytes(device):  # the memory's speed does not limit a cache
+            fields["share"] = share
+        if (queued := rows[variant].get("queue_tokens_per_s")) is not None:
+            fields["queue_share"] = queued * seconds / batch_size
+        return fields
+
+    believed = {
+        variant: samples_ms
+        for variant, samples_ms in samples.items()
+        if add_figures(rows[variant], limits, partial(figures, variant))
+    }
+    compare_with_first(rows, believed, options.variants[0])
     return list(rows.values())
 
 
@@ -339,7 +350,7 @@ WIDE = (
     Column("prefill_ms", "prefill ms", ".2f"),
     Column("queue_tokens_per_s", "queue tokens/s", ",.0f"),
     SPREAD,
-    Column("verdict", "verdict"),
+    VERDICT,
 )
 
 
@@ -349,7 +360,7 @@ def summarize(rows: Rows) -> Summary:
     return Summary(
         "Generation",
         (*COLUMNS, comparison_column(rows, ".2f")),
-        rows,
+        with_verdicts(rows),
         about=f"{first['precision']}, {first['kv_heads']} key heads"
         if len({r["size"] for r in rows}) == 1
         else "",

@@ -21,33 +21,26 @@ Importing this module is cheap: torch loads when a bench runs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmkit.bench.context import Context, Journal, RankOutOfMemory
+from lmkit.bench.summary import NOT_MEASURED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import UsageError
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import Limits, limits_sentence, model_flops_utilization
+from lmkit.measure.limits import Limits, model_flops_utilization
 from lmkit.measure.memory import is_out_of_memory, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import (
-    TERMINAL_WIDTH,
-    Column,
-    Rows,
-    markdown_table,
-    picture_lines,
-    row_files,
-    terminal_table,
-    wrote,
-)
+from lmkit.measure.tables import Column, Rows, row_files, wrote
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
@@ -59,9 +52,11 @@ if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
 
 JOURNAL = "rows.jsonl.partial"
-NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", "wrong result")
-"""Values of `status` in rows without a measurement; `detail` says why."""
-REASONS_SHOWN = 3
+MOST = {"mfu": 1.25, "share_of_matmul": 1.25, "share": 1.5}
+"""Field of a row that is a share of what the machine can do -> the largest that is believed.
+
+The limits are those of square matrix products and of a copy. Other shapes, clocks that rise, and the peak of a data
+sheet leave 25%; a copy also reads the lines that it overwrites, so that reads alone are up to 1.5 times as fast."""
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
@@ -78,6 +73,7 @@ class BenchStored:
 
     Attributes:
         measured: whether any row of the table has a measurement.
+        wrong: sentences on variants that compute something else, or whose figures cannot be true.
     """
 
     bench: str
@@ -86,6 +82,12 @@ class BenchStored:
     rows: Rows
     table: str
     measured: bool
+    wrong: tuple[str, ...]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether something was measured and nothing is wrong; otherwise the exit code is 1."""
+        return self.measured and not self.wrong
 
     def __str__(self) -> str:
         nothing = "" if self.measured else "nothing in this table could be measured\n"
@@ -126,13 +128,14 @@ def run_bench(
         measured = in_worlds(recipe, nproc, start) if in_worlds else start(recipe, nproc)
         if measured is None:
             return None
-        rows, environment = measured
+        rows, environment = [believed(row) for row in measured[0]], measured[1]
         summary, files = result_files(name, rows, environment)
         files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
         for file, content in files.items():
             write_atomic(folder / file, content)
         journal.path.unlink(missing_ok=True)
-    return BenchStored(bench, str(folder), tuple(files), rows, terminal_text(summary), summary.measured)
+    table, wrong = terminal_text(summary), tuple(summary.wrong)
+    return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong)
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -200,65 +203,12 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
         if not ranks.is_first:
             return None
         size = {"world_size": ranks.world_size} if ranks.world_size > 1 else {}
-        return rows, describe_environment() | size | context.environment
+        return rows, describe_environment() | size | context.facts()
 
 
 def bench_module(name: str) -> Any:
     """Import and return the module that registers a bench."""
     return sys.modules[BENCHES.load(name).__module__]
-
-
-# Rows in words
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The table and the sentences of a terminal, a report or a document of `lmkit report`.
-
-    Attributes:
-        columns: columns of the table; a column without any value is left out.
-        rows: rows of the table.
-        about: one line on the case: sizes, dtype.
-        findings: sentences that the rows support, the most important first.
-        tables: heading -> further Markdown for reports.
-        notes: what the table does not say; the columns' own notes come after them.
-        wide: further columns for reports; a terminal has no room for them.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    rows: Rows
-    about: str = ""
-    findings: Sequence[str] = ()
-    tables: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    wide: Sequence[Column] = ()
-
-    @property
-    def measured(self) -> bool:
-        """Whether any row has a measurement, or there is none."""
-        return not self.rows or any(row.get("status") not in NOT_MEASURED for row in self.rows)
-
-    def filled(self, columns: Sequence[Column]) -> list[Column]:
-        """Return the columns for which some row has something to show."""
-        keys = {key for row in self.rows for key, value in row.items() if value is not None}
-        return [column for column in columns if column.key in keys or column.instead in keys]
-
-    def explained(self, shown: Sequence[Column]) -> list[str]:
-        """Return the notes below a table of these columns."""
-        meanings = "; ".join(f"{column.header}: {column.note}" for column in shown if column.note)
-        return [*self.notes, *([meanings] if meanings else [])]
-
-    def reasons(self) -> dict[str, list[str]]:
-        """Return `status: detail` -> the rows without a measurement that have it, named by their first columns."""
-        named = [column.instead for column in self.columns]
-        names = self.columns[: named.index("status")] if "status" in named else ()
-        found: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.get("status") in NOT_MEASURED:
-                reason = ": ".join(str(row[key]) for key in ("status", "detail") if row.get(key))
-                found.setdefault(reason, []).append(" ".join(column.text(row) for column in names))
-        return found
 
 
 def result_files(
@@ -267,8 +217,11 @@ def result_files(
     """Return the summary of a bench's rows, and name -> content of their files: rows, pictures, report."""
     prefix = BENCHES.facts(name).prefix(name)
     module = bench_module(name)
-    summary = module.summarize(rows) if hasattr(module, "summarize") else _all_keys(name, rows)
-    pictures: dict[str, bytes] = module.pictures(rows) if hasattr(module, "pictures") else {}
+    summarize = getattr(module, "summarize", lambda rows: _all_keys(name, rows))
+    summary = summarized(summarize, rows)
+    pictures: dict[str, bytes] = {}
+    if hasattr(module, "pictures"):
+        pictures = decorate(f"pictures of bench {name}", lambda: module.pictures(rows)) or {}
     shown = {picture: file for file, picture in reversed(pictures.items())}  # some have several names
     report = report_text(summary, environment, tuple(reversed(shown.values())))
     return summary, {**row_files(f"{prefix}results", rows), **pictures, f"{prefix}report.md": report}
@@ -277,67 +230,6 @@ def result_files(
 def _all_keys(name: str, rows: Rows) -> Summary:
     keys = {key: None for row in rows for key, value in row.items() if not isinstance(value, list | dict)}
     return Summary(name, [Column(key, key, ".4g") for key in keys], rows)
-
-
-def terminal_text(summary: Summary) -> str:
-    """Return the table, the reasons of rows without a measurement, and the notes; at most 100 characters wide."""
-    reasons = list(summary.reasons())
-    more = len(reasons) - REASONS_SHOWN
-    reasons = reasons[:REASONS_SHOWN] + ([f"and {more} more of these: see the report"] if more > 0 else [])
-    shown = summary.filled(summary.columns)
-    below = (*reasons, *summary.explained(shown))
-    lines = "".join(f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in below)
-    return terminal_table(summary.rows, shown) + lines
-
-
-def report_text(summary: Summary, environment: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    """Return the Markdown report of one bench."""
-    return document(f"# {summary.title}", *report_body(summary, environment), *picture_lines(pictures))
-
-
-def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2) -> list[str]:
-    """Return the paragraphs of a report below its title; `level` is that of their headings."""
-    heading = "#" * level
-    about = f"{summary.about}. " if summary.about else ""
-    parts = [f"{about}Measured on {machine(environment)}."]
-    if limits := environment.get("limits"):
-        parts.append(f"{limits_sentence(limits)}.")
-    if summary.findings:
-        parts += [f"{heading} What was found", bullets(summary.findings)]
-    if columns := summary.filled((*summary.columns, *summary.wide)):
-        parts += [
-            f"{heading} Results",
-            markdown_table(summary.rows, columns),
-            bullets(summary.explained(columns)),
-        ]
-    for title, table in summary.tables.items():
-        parts += [f"{heading} {title}", table]
-    if reasons := summary.reasons():
-        lines = (f"{reason} ({'; '.join(names)})" for reason, names in reasons.items())
-        parts += [f"{heading} Not measured", bullets(lines)]
-    return parts
-
-
-def machine(environment: Mapping[str, Any]) -> str:
-    """Return one line that names the machine, as far as `environment.json` does."""
-    gpus = [gpu.get("name", "") for gpu in environment.get("gpus", ())]
-    cpu = environment.get("cpu", {}).get("name", "")
-    parts = [f"{len(gpus)} x {gpus[0]}" if gpus else f"a CPU ({cpu})" if cpu else "an unnamed machine"]
-    if version := environment.get("packages", {}).get("torch"):
-        parts.append(f"torch {version}")
-    if time := environment.get("time_utc"):
-        parts.append(time[:10])
-    return ", ".join(parts)
-
-
-def bullets(sentences: Iterable[str]) -> str:
-    """Return a Markdown list, or nothing."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def document(*paragraphs: str) -> str:
-    """Join paragraphs by empty lines."""
-    return "\n\n".join(text.strip("\n") for text in paragraphs if text.strip()) + "\n"
 
 
 # What benches share
@@ -370,6 +262,52 @@ def out_of_memory_is_a_row(row: dict[str, Any], device: torch.device | str) -> I
 def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
     """Return the status and detail of a row that does not fit; the detail of an error is its first sentence."""
     return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
+
+
+def wrong_result(why: str) -> dict[str, Any]:
+    """Return the status and detail of a variant that computes something else than it should."""
+    return {"status": "wrong result", "detail": why}
+
+
+def believed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
+    why: dict[str, Any] = {}
+    for key, value in row.items() if row.get("status") not in NOT_MEASURED else ():
+        if not _is_finite(value):
+            why = wrong_result(f"{key} is not finite")
+        elif key in MOST and value is not None and value > MOST[key]:
+            bases = {"share_of_matmul": "measured matmul rate", "share": "measured copy bandwidth"}
+            basis = bases.get(key) or row.get("mfu_basis")
+            detail = f"{value:.1%} of the {basis}, at most {MOST[key]:.0%} is believed"
+            why = {"status": "impossible rate", "detail": detail}
+    if not why:
+        return row
+    return {key: value for key, value in row.items() if not isinstance(value, float | list | dict)} | why
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple) else True
+
+
+def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], dict[str, Any]]) -> bool:
+    """Add what was measured to a row, if it is `believed`; return whether it was. Only then compare it with others.
+
+    Args:
+        limits: what `make` reads. If a rate is above them, they are measured again first: another program may have
+            disturbed them.
+        make: returns the fields.
+    """
+    found = believed(row | make())
+    if found["status"] == "impossible rate" and limits is not None:
+        limits.measure_again()
+        found = believed(row | make())
+    row.clear()
+    row |= found
+    return row["status"] not in WRONG
 
 
 def build_what_fits(

@@ -10,19 +10,20 @@ without that cell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context, FlagNames, RankOutOfMemory
-from lmkit.bench.harness import mfu_fields, out_of_memory_is_a_row, ratio_fields, time_fields
+from lmkit.bench.harness import add_figures, mfu_fields, out_of_memory_is_a_row, ratio_fields, time_fields
+from lmkit.bench.lm_matrix_data import batches_of, check_batches, parted, tokens_of
 from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
 from lmkit.bench.lm_matrix_summary import summarize as summarize
-from lmkit.errors import UsageError, reason
+from lmkit.errors import UsageError
 from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
@@ -40,17 +41,16 @@ from lmkit.recipe.tables import (
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import BENCHES, STRATEGIES
-from lmkit.storage.inputs import refuse_irregular
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from lmkit.bench.training_gate import Seen
+    from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
+    from lmkit.recipe.schema import Recipe
     from lmkit.training.setup import TrainingStep
 
-STORIES = 400  # about half a megabyte
-HELD_OUT = 0.1
-"""The share of the tokens, at their end, that no training sees."""
 EVAL_BATCHES = 20
 
 
@@ -150,81 +150,68 @@ def lm_matrix(context: Context) -> Rows:
     import torch
 
     options = context.options
-    tokens = _tokens(options, context.recipe.run.seed)
-    _check_batches(options, tokens, context.ranks)
+    tokens = tokens_of(options, context.recipe.run.seed)
+    check_batches(options, tokens, context.ranks)
     # Rank 0 measures while the others wait for it at the first collective.
     limits = context.limits([options.precision]) if context.ranks.is_first else None
-    training_part, held_out = _parted(tokens)
+    training_part, held_out = parted(tokens)
+    references: dict[bool, list[Seen] | None] = {}
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
     for done, kernel in enumerate(options.kernels):
         context.progress("kernels", done, len(options.kernels))
         missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
-        rows = _train_kernel(kernel, missing, context, training_part, held_out) if missing else []
+        if missing and not references:
+            references = _references(context, training_part)
+        rows = (
+            _train_kernel(kernel, missing, context, training_part, held_out, references, limits)
+            if missing
+            else []
+        )
         torch.compiler.reset()
         release_memory(context.device)
-        for row in rows:
-            if flops := row.pop("flops_per_token", None):
-                rate = row["tokens_per_s"] / row["ranks"] * flops
-                row |= mfu_fields(rate, context.device, options.precision, limits)
         context.keep(rows)
         known |= {(kernel, row["strategy"]): row for row in rows}
     context.progress("kernels", len(options.kernels), len(options.kernels))
     return [known[kernel, strategy] for kernel in options.kernels for strategy in options.strategies]
 
 
-def _tokens(options: Options, seed: int) -> np.ndarray:
-    """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
-    import numpy as np
+def _references(context: Context, tokens: np.ndarray) -> dict[bool, list[Seen] | None]:
+    """Return the steps of PyTorch's operations in one process: of the whole batch (True), and of this rank's rows,
+    on which `none` trains."""
+    from lmkit.bench.training_gate import of_pytorch, reference
+    from lmkit.parallel.collectives import agree
+    from lmkit.parallel.ranks import Ranks
 
-    from lmkit.data.synth import generate_stories
-    from lmkit.data.token_files import open_tokens
-
-    if options.tokens is not None and options.tokens.suffix == ".npy":
-        return open_tokens(options.tokens).tokens
-    if options.tokens is not None:
-        return _bytes_of(options.tokens)
-    text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
-
-def _bytes_of(path: Path) -> np.ndarray:
-    """Return a text's bytes, memory-mapped."""
-    import numpy as np
-
-    try:
-        refuse_irregular(path)
-        return np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:  # numpy refuses empty files with a ValueError
-        why = reason(error) if isinstance(error, OSError) else "an empty file"
-        hint = "name a token file (.npy) or a text"
-        raise UsageError("bench.no_text", f"bench.lm_matrix.tokens: {path}: {why}", hint=hint) from error
+    options, ranks = context.options, context.ranks
+    found: dict[bool, list[Seen] | None] = {}
+    for whole in (True, False):
+        place = Ranks(device=ranks.device) if whole else ranks
+        if whole or (ranks.world_size > 1 and "none" in options.strategies):
+            recipe = of_pytorch(_recipe(context, _config("sdpa", options)))
+            seen = reference(recipe, ranks.device, batches_of(context, tokens, place))
+            found[whole] = None if agree(ranks, stop=seen is None) else seen
+    return found
 
 
-def _parted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens to train on and those that are held out."""
-    border = int(len(tokens) * (1 - HELD_OUT))
-    return tokens[:border], tokens[border:]
+def _config(kernel: str, options: Options) -> ModelConfig:
+    shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
+    switches = ("tie_embeddings", "activation_checkpointing", "compile")
+    return ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
 
 
-def _check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
-    if options.batch_size % ranks.world_size:
-        raise UsageError(
-            "bench.batch_size",
-            f"bench.lm_matrix.batch_size: {options.batch_size} sequences are not divisible by "
-            f"{ranks.world_size} ranks",
-            hint=f"give a multiple of {ranks.world_size}",
-        )
-    if (shortest := min(map(len, _parted(tokens)))) <= options.context_length:
-        raise UsageError(
-            "bench.context_length",
-            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the held-out text "
-            f"has, {shortest}",
-            hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
-        )
+def _recipe(context: Context, config: ModelConfig) -> Recipe:
+    table = {key: getattr(context.options, key) for key in ("lr", "precision", "cuda_graph")}
+    return context.recipe_of(config, **table)
 
 
 def _train_kernel(
-    kernel: str, strategies: Sequence[str], context: Context, tokens: np.ndarray, held_out: np.ndarray
+    kernel: str,
+    strategies: Sequence[str],
+    context: Context,
+    tokens: np.ndarray,
+    held_out: np.ndarray,
+    references: Mapping[bool, list[Seen] | None],
+    limits: Limits | None,
 ) -> Rows:
     """Return one row per strategy. Epochs are interleaved; each round begins with another strategy."""
     from lmkit.model.accounting import count_parameters
@@ -232,9 +219,7 @@ def _train_kernel(
     from lmkit.parallel.failures import StepWatch
 
     options, ranks = context.options, context.ranks
-    shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
-    switches = ("tie_embeddings", "activation_checkpointing", "compile")
-    config = ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
+    config = _config(kernel, options)
     claim_workspaces(ranks.device)
     rows: dict[str, dict[str, Any]] = {
         strategy: {
@@ -269,7 +254,11 @@ def _train_kernel(
         for strategy in strategies:
             try:
                 with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(0):
-                    trainings[strategy] = Training(strategy, context, config, tokens)
+                    training = Training(strategy, context, config, tokens, references)
+                    rows[strategy] |= training.judged
+                    if rows[strategy]["status"] == "ok":
+                        trainings[strategy] = training
+                    del training
             except UsageError as error:
                 rows[strategy] |= {"status": "unsupported", "detail": error.message}
                 release_memory(ranks.device)
@@ -292,9 +281,11 @@ def _train_kernel(
             with watch.step(options.warmup_epochs + options.timed_epochs):
                 training.end(held_out)
             if ranks.is_first:
-                rows[strategy] |= training.fields(config)
-                if baseline not in (None, training):
-                    rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
+                add_figures(rows[strategy], limits, partial(training.fields, config, limits))
+        for strategy, training in trainings.items() if ranks.is_first else ():
+            both = (rows[strategy]["status"], rows[options.strategies[0]]["status"]) == ("ok", "ok")
+            if baseline not in (None, training) and both:
+                rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
     return list(rows.values())
 
 
@@ -303,14 +294,23 @@ class Training:
 
     Attributes:
         step: None on ranks that wait for the training of one rank.
+        judged: fields of its row: whether its first steps are right.
     """
 
-    def __init__(self, strategy: str, context: Context, config: ModelConfig, tokens: np.ndarray) -> None:
-        from lmkit.data.batches import TokenBatches
+    def __init__(
+        self,
+        strategy: str,
+        context: Context,
+        config: ModelConfig,
+        tokens: np.ndarray,
+        references: Mapping[bool, list[Seen] | None],
+    ) -> None:
+        from lmkit.bench.training_gate import budget_of, judge
         from lmkit.parallel.ranks import Ranks
         from lmkit.training.setup import TrainingStep
 
-        self._options, seed = context.options, context.recipe.run.seed
+        self._options = context.options
+        self.judged: dict[str, Any] = {"status": "ok"}
         self._all_ranks = context.ranks
         self._ranks = ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
         self.step: TrainingStep | None = None
@@ -321,22 +321,16 @@ class Training:
         self._own_bytes = self._peak_bytes = 0
         if strategy == ONE_RANK and not context.ranks.is_first:
             return
-        batches = TokenBatches(
-            tokens,
-            batch_size=self._options.batch_size,
-            context_length=self._options.context_length,
-            seed=seed,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
+        batches = batches_of(context, tokens, ranks)
         _settle(ranks)
         before = memory_in_use(ranks.device)
-        table = {key: getattr(self._options, key) for key in ("lr", "precision", "cuda_graph")}
         parallel = ParallelConfig(
             strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
         )
-        self.step = TrainingStep(context.recipe_of(config, **table), ranks, batches, parallel=parallel)
-        self._losses.append(self.step.run().item())  # the optimizer's state exists from here on
+        self.step = TrainingStep(_recipe(context, config), ranks, batches, parallel=parallel)
+        theirs = references[ranks.world_size == 1 or strategy != "none"]
+        # The optimizer's state exists from here on.
+        self.judged, self._losses = judge(self.step, theirs, budget_of(self._options.precision), ranks)
         _settle(ranks)
         self._own_bytes = _kept_bytes(self.step, ranks, before)
 
@@ -383,18 +377,20 @@ class Training:
         )
         self._valid_loss = None if found is None else found.loss
 
-    def fields(self, config: ModelConfig) -> dict[str, Any]:
+    def fields(self, config: ModelConfig, limits: Limits | None) -> dict[str, Any]:
         """Return the measured fields of the row."""
         from lmkit.model.accounting import flops_per_token
 
         length = self._options.context_length
         fields = time_fields(self.samples_ms)
+        rate = self._options.batch_size * length / (fields["median_ms"] * 1e-3)
+        flops = rate / self._ranks.world_size * flops_per_token(config, length)
+        fields |= mfu_fields(flops, self._ranks.device, self._options.precision, limits)
         return fields | {
             "graph": self._graph,
             "epochs": len(self.samples_ms),
             "epoch_s": fields["median_ms"] * self._options.steps_per_epoch / 1e3,
-            "tokens_per_s": self._options.batch_size * length / (fields["median_ms"] * 1e-3),
-            "flops_per_token": flops_per_token(config, length),
+            "tokens_per_s": rate,
             "peak_gb": self._peak_bytes / GB,
             "first_loss": self._losses[0],
             "final_loss": self._losses[-1],

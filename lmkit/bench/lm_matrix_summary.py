@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmkit.bench.ddp_variants import SOLO
-from lmkit.bench.harness import Summary, grouped, mfu_notes
+from lmkit.bench.harness import grouped, mfu_notes
+from lmkit.bench.summary import Summary
 from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
 from lmkit.measure.statistics import FEWEST_PAIRS, median, paired_ratio
 from lmkit.measure.tables import Column, Rows

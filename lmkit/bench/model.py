@@ -1,7 +1,7 @@
 """`lmkit bench model`: forward, forward + backward and whole steps over sizes, lengths, precisions and compilation.
 
 The variants of one model (part of a step x precision) begin with the same weights and are timed in interleaved rounds
-by the wall clock, dispatch included. A variant that does not fit becomes a row.
+by the wall clock, dispatch included. A variant that does not fit, or is wrong (`training_gate`), becomes a row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
 from lmkit.bench.harness import (
-    Summary,
+    add_figures,
     build_what_fits,
     grouped,
     mfu_fields,
@@ -24,6 +24,7 @@ from lmkit.bench.harness import (
     time_fields,
     time_what_fits,
 )
+from lmkit.bench.summary import UNCHECKED, WRONG, Summary
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, memory_in_use, release_memory, track_peak
@@ -37,6 +38,7 @@ from lmkit.recipe.values import AttentionName, OperationsName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
+    from lmkit.recipe.schema import Recipe
     from lmkit.training.setup import TrainingStep
 
 Mode = Literal["forward", "fwd+bwd", "step"]
@@ -168,8 +170,23 @@ def _build(config: ModelConfig, precision: str, context: Context) -> TrainingSte
     from lmkit.training.setup import TrainingStep
 
     torch.compiler.reset()
-    recipe = context.recipe_of(config, batch_size=context.options.batch_size, precision=precision)
-    return TrainingStep(recipe, context.ranks)
+    return TrainingStep(_recipe(config, precision, context), context.ranks)
+
+
+def _recipe(config: ModelConfig, precision: str, context: Context) -> Recipe:
+    return context.recipe_of(config, batch_size=context.options.batch_size, precision=precision)
+
+
+def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, Any]:
+    """Return fields of the rows of a precision: whether a training of its own makes the right first steps."""
+    from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
+
+    theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
+    found: dict[str, Any] = {UNCHECKED: "no room for a training"}
+    with out_of_memory_is_a_row({}, context.device):
+        found, _ = judge(_build(config, precision, context), theirs, budget_of(precision))
+    release_memory(context.device)
+    return found
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
@@ -185,12 +202,18 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
     steps: dict[str, TrainingStep] = {}
     own_bytes: Counter[str] = Counter()  # of each precision's step
     too_large = too_large_for_host(config, context)
+    judged = {
+        precision: _judged(config, precision, context) for precision in options.precisions if not too_large
+    }
 
     def build(variant: Variant, row: dict[str, Any]) -> Work | None:
         if too_large:
             row |= not_enough_memory(too_large)
             return None
         mode, precision = variant
+        row |= judged[precision]
+        if row["status"] in WRONG:
+            return None
         for step in steps.values():
             step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
         others = memory_in_use(context.device) - own_bytes[precision]
@@ -220,12 +243,17 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
     calls = build_what_fits(rows, build, context.device)
     samples = time_what_fits(calls, rows, context.device, time_together)
-    for (mode, precision), samples_ms in samples.items():
-        row = rows[mode, precision]
-        row |= _speed_fields(samples_ms, config, (mode, precision), context, limits)
-        if precision != "fp32" and (mode, "fp32") in samples:
-            ratio = paired_ratio(samples_ms, samples[mode, "fp32"])
-            row |= ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
+    believed = {
+        variant: samples_ms
+        for variant, samples_ms in samples.items()
+        if add_figures(
+            rows[variant], limits, partial(_speed_fields, samples_ms, config, variant, context, limits)
+        )
+    }
+    for (mode, precision), samples_ms in believed.items():
+        if precision != "fp32" and (mode, "fp32") in believed:
+            ratio = paired_ratio(samples_ms, believed[mode, "fp32"])
+            rows[mode, precision] |= ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
     calls.clear()
     steps.clear()
     release_memory(context.device)

@@ -1,10 +1,11 @@
 """`lmkit bench optimizer`: memory and speed of a step with whole and with sharded optimizer state.
 
-It times the step that `lmkit train` runs.
+It times the step that `lmkit train` runs, after a check of its first steps (`training_gate`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
@@ -14,6 +15,7 @@ from lmkit.bench.ddp_variants import (
     SOLO,
     TORCH_ZERO,
     Case,
+    Gates,
     RanksOptions,
     case_of,
     is_own,
@@ -22,7 +24,8 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
     unfit,
 )
-from lmkit.bench.harness import Summary, mfu_fields, mfu_notes, time_fields
+from lmkit.bench.harness import add_figures, mfu_fields, mfu_notes, time_fields
+from lmkit.bench.summary import Summary
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars
@@ -86,6 +89,7 @@ def optimizer(context: Context) -> Rows:
     limits = context.limits([dtype]) if ranks.is_first else None
     claim_workspaces(ranks.device)
     names = options.variants or default_variants()
+    gates = Gates(names, case, ranks)
     flops = flops_per_token(case.model, case.model.context_length)
     rows: Rows = []
     for number, name in enumerate(names):
@@ -97,8 +101,11 @@ def optimizer(context: Context) -> Rows:
             context.keep([row])
             continue
         begin_account(ranks)
-        built, found = _measure_memory(name, case, context)
+        built, found = _measure_memory(name, case, context, gates)
         row |= found
+        if row["status"] != "ok":
+            context.keep([row])
+            continue
         with without_garbage_collection():
             timing = time_variants(
                 {name: built.run},
@@ -108,11 +115,12 @@ def optimizer(context: Context) -> Rows:
                 prepare={name: lambda: agree(ranks)},
                 clock=SteadyStateClock(ranks.device, options.steps_per_sample),
             )[name]
-        row |= time_fields(largest_of_ranks(timing.samples_ms, ranks), "step_ms")
-        row["tokens_per_s"] = ranks.world_size * case.tokens_per_step / row["step_ms"] * 1e3
-        rate = row["tokens_per_s"] / ranks.world_size * flops
-        row |= {"precision": case.precision, "flops_per_token": flops}
-        row |= mfu_fields(rate, ranks.device, dtype, limits)
+        times = time_fields(largest_of_ranks(timing.samples_ms, ranks), "step_ms")
+        times["tokens_per_s"] = ranks.world_size * case.tokens_per_step / times["step_ms"] * 1e3
+        rate = times["tokens_per_s"] / ranks.world_size * flops
+        facts = {"precision": case.precision, "flops_per_token": flops}
+        mfu = partial(mfu_fields, rate, ranks.device, dtype, limits)
+        add_figures(row, limits, lambda: {**facts, **times, **mfu()})  # noqa: B023 (called at once)
         context.keep([row])
         del built
     context.progress("optimizer", len(names), len(names))
@@ -136,7 +144,10 @@ def state_bytes(optimizer: Any) -> int:
     )
 
 
-def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingStep, dict[str, Any]]:
+def _measure_memory(
+    name: str, case: Case, context: Context, gates: Gates
+) -> tuple[TrainingStep, dict[str, Any]]:
+    """Build a variant and check its first steps; return it and its memory, or a status of `WRONG`."""
     import torch
 
     device = context.device
@@ -151,8 +162,9 @@ def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingSt
     start = torch.cuda.memory_allocated(device) if on_gpu else 0
     built = make_training(name, case, context.ranks)
     note("init")
-    for _ in range(3):  # state exists, and the order of buckets is settled
-        built.run()
+    judged = gates.judge(name, built)  # afterwards state exists, and the order of buckets is settled
+    if judged["status"] != "ok":
+        return built, {"state_bytes": None, **judged}
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     built.run(before_update=lambda: note("before_step"))
@@ -160,6 +172,7 @@ def _measure_memory(name: str, case: Case, context: Context) -> tuple[TrainingSt
     points["peak_bytes"] = torch.cuda.max_memory_allocated(device) - start if on_gpu else None
     built.wait_for_weights()
     return built, {
+        **judged,
         "parameters": sum(p.numel() for p in built.model.parameters()),
         "state_bytes": state_bytes(built.optimizer),
         **points,

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.bench.explained import PICTURES, page
-from lmkit.bench.harness import Summary, bench_module, bullets, document, grouped, report_body
+from lmkit.bench.harness import bench_module, grouped
+from lmkit.bench.summary import Summary, bullets, document, report_body, summarized
 from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.measure.decoration import decorate
 from lmkit.measure.tables import Rows
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
@@ -253,7 +255,8 @@ def write_reports(
             missing.append(name)
         elif not check:
             write_atomic(path, text)
-            write_atomic(target / _picture_of(path.stem), PICTURES[path.stem]())
+            if picture := decorate(_picture_of(path.stem), PICTURES[path.stem]):
+                write_atomic(target / _picture_of(path.stem), picture)
             written.append(str(path))
         elif not path.is_file() or read_input(path) != text.encode():
             stale.append(str(path))
@@ -286,14 +289,14 @@ def _write_up(
             if results.kind != kind:
                 continue
             summarize = profiles[kind] if kind in profiles else getattr(bench_module(kind), function)
-            summary = _or_damaged(root / results.path, partial(summarize, results.rows))
+            summary = _or_damaged(root / results.path, partial(summarized, summarize, results.rows))
             if not summary.rows:
                 continue
             alone = results.path.stem.endswith(("_results", "_summary", "_peaks"))
             title = (results.path.parent if alone else results.path.with_suffix("")).as_posix()
             source = Path(os.path.relpath(root / results.path, output)).as_posix()
-            if summary.findings:
-                short.append(f"**{title}**: {summary.findings[0]}")
+            if said := [*summary.wrong, *summary.findings]:
+                short.append(f"**{title}**: {said[0]}")
             parts += [
                 f"## {summary.title}: {title}",
                 f"Rows with raw samples: [{results.path.as_posix()}]({source}).",

@@ -1,7 +1,8 @@
 """`lmkit bench step`: compare the whole training step with rivals, and show which kernels take its time.
 
 It times the step that `lmkit train` runs. All variants of a size are alive at once and take turns. A sample is a few
-steps of a loop in steady state. A variant whose loss is not finite or does not fall is not timed.
+steps of a loop in steady state. Variants of lmkit are checked first, beside PyTorch's operations (`training_gate`). A
+variant whose loss is not finite or does not fall is not timed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import (
-    Summary,
+    add_figures,
     build_what_fits,
     grouped,
     mfu_fields,
@@ -22,15 +24,19 @@ from lmkit.bench.harness import (
     not_enough_memory,
     time_fields,
     time_what_fits,
+    wrong_result,
 )
 from lmkit.bench.model import too_large_for_host
+from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
     SPREAD,
+    VERDICT,
     compare_with_first,
     comparison,
     comparison_column,
     host_ms,
     samples_in_turns,
+    with_verdicts,
 )
 from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
@@ -44,6 +50,7 @@ from lmkit.registry import BENCHES
 if TYPE_CHECKING:
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
+    from lmkit.bench.training_gate import Seen
     from lmkit.data.batches import Batch
     from lmkit.training.setup import TrainingStep
 
@@ -159,9 +166,12 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     """Return one row per variant of one size."""
     import torch
 
+    from lmkit.bench.training_gate import budget_of, judge
+
     options, device = context.options, context.device
     torch.compiler.reset()
     rows = {variant: _row(size, variant, options) for variant in options.variants}
+    references = _references(size, context)
     shared: dict[str, TrainingStep] = {}
     own_bytes: Counter[str] = Counter()  # of each set of weights
 
@@ -171,11 +181,17 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             return None
         weights = _precision(variant, options) if variant in ABLATIONS else variant
         before = memory_in_use(device) - own_bytes[weights]
-        training = _build(size, variant, context, shared)
+        training, new = _build(size, variant, context, shared)
         row["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
+        if new is not None:
+            precision = _precision(variant, options)
+            row |= judge(new, references[precision], budget_of(precision))[0]
+            if row["status"] != "ok":
+                shared.pop(precision, None)
+                return None
         losses = [training.run().item() for _ in range(2 * BATCHES)]
         if wrong := _why_wrong(losses, falls=variant not in ABLATIONS):
-            row |= {"status": "wrong result", "detail": wrong}
+            row |= wrong_result(wrong)
             return None
         row |= {"first_loss": losses[0], "last_loss": losses[-1]}
         with track_peak(device) as peak:
@@ -193,11 +209,13 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     trainings.clear()
     shared.clear()
     samples = time_what_fits(calls, rows, device, lambda left: samples_in_turns(left, context))
-    for variant, samples_ms in samples.items():
-        rows[variant] |= _speed_fields(samples_ms, size, context, limits)
-    compare_with_first(rows, samples, options.variants[0])
+    believed = {
+        variant: samples_ms
+        for variant, samples_ms in samples.items()
+        if add_figures(rows[variant], limits, partial(_speed_fields, samples_ms, size, context, limits))
+    }
+    compare_with_first(rows, believed, options.variants[0])
     calls.clear()
-    samples = {}
     release_memory(device)
     return list(rows.values())
 
@@ -221,32 +239,65 @@ def _precision(variant: str, options: Options) -> str:
     return "bf16-autocast" if variant in autocast else "fp8" if variant == "lmkit_fp8" else options.precision
 
 
-def _build(size: str, variant: str, context: Context, shared: dict[str, TrainingStep]) -> Training:
-    """Build a variant. `shared`: precision -> the training of its ablations."""
+def _references(size: str, context: Context) -> dict[str, list[Seen] | None]:
+    """Return precision of a variant of lmkit -> the steps of PyTorch's operations, where they fit."""
+    from lmkit.bench.training_gate import of_pytorch, reference
+
+    options = context.options
+    found: dict[str, list[Seen] | None] = {}
+    for variant in options.variants:
+        precision = _precision(variant, options)
+        config = config_of(size, "", options.attention)
+        if (
+            variant not in (*COMPILED, *ABLATIONS)
+            or precision in found
+            or too_large_for_host(config, context)
+        ):
+            continue
+        recipe = of_pytorch(context.recipe_of(config, precision=precision))
+        found[precision] = reference(recipe, context.device, _batches(size, context))
+    return found
+
+
+def _batches(size: str, context: Context) -> FewBatches:
+    from lmkit.data.batches import RandomTokens
+
+    config = config_of(size, "", "sdpa")
+    assert config.vocab_size is not None
+    rows, seed = SIZES[size][0], context.recipe.run.seed
+    random = RandomTokens(config.vocab_size, batch_size=rows, context_length=config.context_length, seed=seed)
+    return FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
+
+
+def _build(
+    size: str, variant: str, context: Context, shared: dict[str, TrainingStep]
+) -> tuple[Training, TrainingStep | None]:
+    """Build a variant; return it, and the training of lmkit that it made for it.
+
+    Args:
+        shared: precision -> the training of its ablations.
+    """
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
-    from lmkit.data.batches import RandomTokens
     from lmkit.model.fp8 import check_fp8
     from lmkit.training.setup import TrainingStep
 
-    options, seed = context.options, context.recipe.run.seed
-    config = config_of(size, variant, options.attention)
-    assert config.vocab_size is not None
-    random = RandomTokens(
-        config.vocab_size, batch_size=SIZES[size][0], context_length=config.context_length, seed=seed
-    )
-    batches = FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
-    precision = _precision(variant, options)
+    options = context.options
+    config, batches = config_of(size, variant, options.attention), _batches(size, context)
+    precision, new = _precision(variant, options), None
     if variant in ABLATIONS:
         if precision not in shared:
             recipe = context.recipe_of(config, precision=precision, cuda_graph="off")
-            shared[precision] = TrainingStep(recipe, context.ranks, batches)
-        return Ablated(variant, shared[precision])
+            shared[precision] = new = TrainingStep(recipe, context.ranks, batches)
+        return Ablated(variant, shared[precision]), new
     if variant in COMPILED:
         if precision == "fp8":
             check_fp8(context.device)
-        return TrainingStep(context.recipe_of(config, precision=precision), context.ranks, batches)
-    return RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
+        new = TrainingStep(context.recipe_of(config, precision=precision), context.ranks, batches)
+        return new, new
+    seed = context.recipe.run.seed
+    rival = RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
+    return rival, None
 
 
 def _why_wrong(losses: list[float], *, falls: bool) -> str:
@@ -310,7 +361,7 @@ WIDE = (
     SPREAD,
     Column("p10_ms", "p10 ms", ".2f"),
     Column("p90_ms", "p90 ms", ".2f"),
-    Column("verdict", "verdict"),
+    VERDICT,
 )
 
 
@@ -325,7 +376,7 @@ def summarize(rows: Rows) -> Summary:
             Column("first_is_low", "95% from", ".3f"),
             Column("first_is_high", "to", ".3f"),
         ),
-        rows,
+        with_verdicts(rows),
         about=f"{first['precision']}, attention of lmkit: {first['attention']}",
         findings=findings(rows),
         tables={

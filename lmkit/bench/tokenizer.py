@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import Summary, ratio_fields
+from lmkit.bench.harness import ratio_fields
+from lmkit.bench.summary import Summary
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.memory import process_tree_memory
 from lmkit.measure.statistics import median

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import ratio_fields
-from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.statistics import paired_ratio, verdict_in_words
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HOST_STEPS = 5
 SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
+VERDICT = Column("said", "verdict")
 Steps = Mapping[str, Callable[[], object]]
 
 
@@ -71,9 +72,20 @@ def compare_with_first(
 def comparison(row: dict[str, Any], digits: int) -> str:
     """Return the sentence about a row that `compare_with_first` filled."""
     ratio, low, high = (f"{row[key]:.{digits}f}" for key in ("first_is", "first_is_low", "first_is_high"))
-    return (
-        f"{row['versus']} is {ratio}x as fast as {row['variant']} (95%: {low} to {high}; {row['verdict']})."
-    )
+    said = verdict_of(row)
+    return f"{row['versus']} is {ratio}x as fast as {row['variant']} (95%: {low} to {high}; {said})."
+
+
+def verdict_of(row: Mapping[str, Any]) -> str | None:
+    """Return the verdict of a row that `compare_with_first` filled, in words; None for other rows."""
+    if row.get("first_is") is None:
+        return None
+    return verdict_in_words(row["verdict"], row["first_is_low"], row["first_is_high"])
+
+
+def with_verdicts(rows: Rows) -> Rows:
+    """Return the rows with their verdicts in words, for the column `VERDICT`."""
+    return [row | {"said": verdict_of(row)} for row in rows]
 
 
 def comparison_column(rows: Rows, spec: str) -> Column:

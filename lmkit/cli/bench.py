@@ -79,7 +79,7 @@ class _Benches(Group):
 
 
 app = Commands(
-    "Measure how fast each part is. Exit code 1 if nothing could be measured.",
+    "Measure how fast each part is. Exit code 1 if a variant is wrong, or nothing could be measured.",
     example="lmkit bench attention bench_attention_cpu",
     cls=_Benches,
 )
@@ -161,7 +161,7 @@ def _command(name: str) -> Any:
             result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
         if result is not None:  # ranks other than the first print nothing
             show(result, as_json=as_json)
-            if not result.measured:
+            if not result.is_fine:
                 raise typer.Exit(1)
 
     keyword = inspect.Parameter.KEYWORD_ONLY

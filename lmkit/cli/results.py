@@ -21,7 +21,13 @@ def compare(
         Path, typer.Argument(help="A bench's results, folder or .jsonl file; a run, or a folder of runs.")
     ],
     after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
-    threshold: Annotated[float, typer.Option(min=0, help="Smallest relative difference that counts.")] = 0.03,
+    threshold: Annotated[
+        float | None,
+        option(
+            "Smallest relative difference that counts.  [default: 0.03 of a time, 0.005 of a held-out loss]",
+            min=0,
+        ),
+    ] = None,
     plugin: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -30,18 +36,22 @@ def compare(
     For trainings: which recipe has the lower held-out loss at equal steps, tokens and minutes, with 95% intervals
     over seeds (`lmkit run --seeds 3` makes such runs).
 
+    "No difference above D" says that the whole interval is inside +-D, the threshold; otherwise the verdict is
+    "unclear" and says between what the difference lies.
+
     Verdicts on benches allow for the machine's noise and for its drift, which rows of other people's code (sdpa,
     torch) show. On a busy machine most verdicts are unclear; `lmkit bench NAME --against PATH` runs both versions in
-    turns. Exit code 1 if a bench's row is worse, may be worse, or nothing was compared.
+    turns. Exit code 1 if a bench's row is worse, wrong or may be worse, or nothing was decided.
     """
     if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
-        from lmkit.training.compare_runs import compare_training
+        from lmkit.training import compare_runs
 
-        show(compare_training(before, after), as_json=as_json)
+        smallest = compare_runs.SMALLEST_DIFFERENCE if threshold is None else threshold
+        show(compare_runs.compare_training(before, after, threshold=smallest), as_json=as_json)
         return
-    from lmkit.bench.compare import compare_files
+    from lmkit.bench.compare import SMALLEST_DIFFERENCE, compare_files
 
-    result = compare_files(before, after, threshold=threshold)
+    result = compare_files(before, after, threshold=SMALLEST_DIFFERENCE if threshold is None else threshold)
     show(result, as_json=as_json)
     if not result.is_fine:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """Draw PNG pictures: lines, grouped bars, heat maps, areas, timelines, a table. Callers store the bytes.
 
-matplotlib's object API on the Agg canvas: no display, no global list of figures.
+matplotlib's object API on the Agg canvas: no display, no global list of figures. `measure.decoration` calls them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "to
 
 
 def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure  # its canvas is Agg's
 
-    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
+    assert not rcParams["text.parse_math"], "pictures are drawn by `decorate`"
+    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
 
 
 def _figure(
@@ -122,8 +121,8 @@ def _log_y(axes: Axes, values: Sequence[float]) -> None:
     positive = [value for value in values if value > 0]
     if positive and max(positive) <= 50 * min(positive):
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        _write_numbers_out(axes)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _write_numbers_out(axes)  # powers of ten would be formulas
 
 
 def _write_numbers_out(axes: Axes) -> None:

@@ -17,7 +17,8 @@ FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
 
 SMALLEST_DIFFERENCE = 0.005
-"""Smaller differences are not called differences: code alignment alone makes them."""
+"""Smaller differences are not called differences: code alignment alone makes them. "No difference" means that the
+whole interval is nearer to 1 than this."""
 
 CONFIDENCE = 0.95
 
@@ -53,10 +54,11 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
 
     Raises:
-        ValueError: `samples` is empty, or `fraction` is outside [0, 1].
+        ValueError: `samples` is empty or has a number that is not finite, or `fraction` is outside [0, 1].
     """
-    if not samples or not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"need samples and a fraction in [0, 1], got {len(samples)} and {fraction}")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"need a fraction in [0, 1], got {fraction}")
+    _refuse_not_finite(samples)
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)
     below = int(position)
@@ -72,10 +74,9 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
     heads of a fair coin do (Conover, Practical Nonparametric Statistics, ch. 3.2).
 
     Raises:
-        ValueError: `samples` is empty.
+        ValueError: `samples` is empty or has a number that is not finite.
     """
-    if not samples:
-        raise ValueError("an interval needs at least one sample")
+    _refuse_not_finite(samples)
     ordered, count = sorted(samples), len(samples)
     # Of the 2^count outcomes of the coin: how many may lie outside, and how many do. Whole numbers never underflow.
     allowed = Fraction(1.0 - confidence) * 2**count
@@ -96,8 +97,10 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
     Student's interval for two normal distributions of equal width; None if there is one sample of each.
 
     Raises:
-        ValueError: a list is empty.
+        ValueError: a list is empty or has a number that is not finite.
     """
+    _refuse_not_finite(before)
+    _refuse_not_finite(after)
     freedom = len(before) + len(after) - 2
     difference = fmean(after) - fmean(before)
     if freedom < 1:
@@ -105,6 +108,11 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
     squares = sum((x - fmean(some)) ** 2 for some in (before, after) for x in some)
     error = math.sqrt(squares / freedom * (1 / len(before) + 1 / len(after)))
     return difference, _STUDENT_95[min(freedom, len(_STUDENT_95)) - 1] * error
+
+
+def _refuse_not_finite(samples: Sequence[float]) -> None:
+    if not samples or not all(map(math.isfinite, samples)):
+        raise ValueError("need samples, all of them finite")
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,8 @@ class PairedRatio:
         speedup: baseline / candidate; above 1 the candidate is faster.
         low, high: 95% confidence interval of `speedup`.
         pairs: rounds that were compared.
-        verdict: "faster", "slower", "no difference" or "too few repeats" (fewer than `FEWEST_PAIRS`).
+        verdict: "faster", "slower", "no difference" (above `SMALLEST_DIFFERENCE`), "unclear" or "too few repeats"
+            (fewer than `FEWEST_PAIRS`).
     """
 
     speedup: float
@@ -148,7 +157,8 @@ class PairedRatio:
     verdict: str
 
     def __str__(self) -> str:
-        return f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}] {self.verdict}"
+        said = verdict_in_words(self.verdict, self.low, self.high)
+        return f"{self.speedup:.3f}x [{self.low:.3f}, {self.high:.3f}] {said}"
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> PairedRatio:
@@ -158,7 +168,7 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     is at least `SMALLEST_DIFFERENCE` away from it.
 
     Raises:
-        ValueError: the lists differ in length, are empty, or hold a time that is not positive.
+        ValueError: the lists differ in length, are empty, or hold a time that is not positive and finite.
     """
     ratios = _ratios(candidate, baseline)
     speedup, interval = median(ratios), median_interval(ratios)
@@ -180,8 +190,9 @@ class RunRatio:
     Attributes:
         speedup: before / after, divided by the drift; above 1 the second run is faster. Runs in turns have no drift.
         low, high: 98% confidence interval of `speedup`, noise between runs included.
-        verdict: "faster", "slower", "no difference", "too few repeats" or "unclear".
-        why: the reason of "unclear", else "".
+        verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "too few repeats"
+            or "unclear".
+        why: the reason of "unclear" where it is not the width of the interval, else "".
     """
 
     speedup: float
@@ -212,7 +223,7 @@ def compare_runs(
         references: which measurements are of code that did not change.
 
     Raises:
-        ValueError: a list is empty, or holds a time that is not positive.
+        ValueError: a list is empty, or holds a time that is not positive and finite.
     """
     changes, variances, reasons = [], [], []  # of the logarithm of before / after
     for before, after in pairs:
@@ -252,7 +263,8 @@ def compare_runs(
         if verdict != "too few repeats":
             alone = (math.exp(change - reach), math.exp(change + reach))
             shared = _verdict(math.exp(change), alone, FEWEST_PAIRS, smallest_difference)
-            if not known and not reason and verdict == "no difference" != shared:
+            decided = ("faster", "slower")
+            if not known and not reason and verdict not in decided and shared in decided:
                 reason = f"{ALL_CHANGED} {math.exp(-drift):.3g}x the time: the machine, or what they share"
             verdict = "unclear" if reason else verdict
         results.append(RunRatio(speedup, low, high, verdict, reason if verdict == "unclear" else ""))
@@ -270,7 +282,7 @@ def compare_starts(
     differ by more. Few starts estimate that poorly: the constant counts as if it came from `STARTS_BEFORE` others.
 
     Raises:
-        ValueError: a pair's lists differ in length, are empty, or hold a time that is not positive.
+        ValueError: a pair's lists differ in length, are empty, or hold a time that is not positive and finite.
     """
     ratios = [_ratios(after, before) for before, after in pairs]
     logs = [math.log(median(each)) for each in ratios]
@@ -283,9 +295,8 @@ def compare_starts(
     verdict, why = _verdict(speedup, (low, high), FEWEST_PAIRS, smallest_difference), ""
     if min(map(len, ratios)) < FEWEST_TURNS:
         verdict = "too few repeats"
-    elif verdict == "no difference" and reach > math.log1p(smallest_difference):
+    elif verdict == "unclear":
         found = f"in {len(logs)} starts {min(map(math.exp, logs)):.3f} to {max(map(math.exp, logs)):.3f}"
-        verdict = "unclear"
         why = f"the speedup is known as {low:.3f} to {high:.3f} ({found}): the machine was busy"
     return RunRatio(speedup, low, high, verdict, why)
 
@@ -336,8 +347,8 @@ def _unsteady(samples: Sequence[float]) -> str:
 
 
 def _refuse_bad_times(*samples: Sequence[float]) -> None:
-    if any(not times or min(times) <= 0 for times in samples):
-        raise ValueError("need samples of both, all positive")
+    if any(not times or not all(0 < time < math.inf for time in times) for times in samples):  # NaN: neither
+        raise ValueError("need samples of both, all positive and finite")
 
 
 def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest_difference: float) -> str:
@@ -348,7 +359,25 @@ def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest
         return "faster"
     if high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
         return "slower"
-    return "no difference"
+    return "no difference" if _is_within(low, high, smallest_difference) else "unclear"
+
+
+def _is_within(low: float, high: float, smallest_difference: float) -> bool:
+    return 1.0 / (1.0 + smallest_difference) <= low and high <= 1.0 + smallest_difference
+
+
+def verdict_in_words(
+    verdict: str, low: float, high: float, smallest_difference: float = SMALLEST_DIFFERENCE
+) -> str:
+    """Say a verdict on a speedup and its interval.
+
+    Rows of older versions have "no difference" wherever an interval contains 1; the interval decides for them, too.
+    """
+    if verdict not in ("no difference", "unclear") or not math.isfinite(low + high):
+        return verdict
+    if verdict == "no difference" and _is_within(low, high, smallest_difference):
+        return f"no difference above {100 * smallest_difference:.3g}%"
+    return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}"
 
 
 Time = TypeVar("Time", int, float)

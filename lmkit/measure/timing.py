@@ -346,8 +346,14 @@ def cache_flusher(device: torch.device | str) -> Work:
     """Return a call that overwrites a buffer larger than the last-level cache of `device`."""
     import torch
 
-    size = GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
-    return torch.zeros(size, dtype=torch.uint8, device=device).zero_
+    return torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_
+
+
+def cache_bytes(device: torch.device | str) -> int:
+    """Return more bytes than the last-level cache of `device` has."""
+    import torch
+
+    return GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from lmkit.bench.harness import Summary, out_of_memory_is_a_row, report_text, terminal_text
+from lmkit.bench.harness import out_of_memory_is_a_row
+from lmkit.bench.summary import Summary, report_text, terminal_text
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels
@@ -84,10 +86,12 @@ def _summarized(rows: Rows, findings: Sequence[str]) -> tuple[str, dict[str, byt
         ),
     )
     environment = describe_environment()
+    drawn = decorate(PICTURE, lambda: picture(rows))
+    pictures = {PICTURE: drawn} if drawn else {}
     return terminal_text(summary), {
-        PICTURE: picture(rows),
+        **pictures,
         "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
-        "memory_contexts_report.md": report_text(summary, environment, [PICTURE]),
+        "memory_contexts_report.md": report_text(summary, environment, [*pictures]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from lmkit.bench.harness import report_text, terminal_text
+from lmkit.bench.summary import report_text, terminal_text
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB
@@ -94,10 +95,12 @@ def run_profile(work: Workload) -> MemoryResult:
         notes=(f"GiB = 2^30 bytes, of {recording.source}",),
     )
     environment = describe_environment()
+    drawn = decorate(PICTURE, lambda: _picture(profile, work))
+    pictures = {PICTURE: drawn} if drawn else {}
     files = row_files("memory_peaks", rows) | {
-        PICTURE: _picture(profile, work),
+        **pictures,
         "memory_snapshot.pickle": recording.pickled,
-        "memory_report.md": report_text(summary, environment, [PICTURE]),
+        "memory_report.md": report_text(summary, environment, [*pictures]),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
     columns = (*LINES[:-1], replace(LINES[-1], header="the lines that hold most"))

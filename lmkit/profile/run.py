@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import profile_work, read_chrome_trace
 from lmkit.measure.plots import grouped_bars
@@ -137,11 +138,11 @@ def _store(
     """Write `profile_summary.json`, `profile_report.md`, `environment.json`, the recording, and, for recorded ranges,
     `profile_ranges.png`."""
     summary = summarize(trace, skip_steps=skip_steps)
-    picture = f"\n![{PICTURE}]({PICTURE})\n" if summary["ranges"] else ""
+    picture = decorate(PICTURE, lambda: _picture(summary)) if summary["ranges"] else None
     files = {
         "profile_summary.json": json.dumps(summary, indent=2, allow_nan=False) + "\n",
-        "profile_report.md": report_of(summary) + picture,
-        **({PICTURE: _picture(summary)} if picture else {}),
+        "profile_report.md": report_of(summary) + (f"\n![{PICTURE}]({PICTURE})\n" if picture else ""),
+        **({PICTURE: picture} if picture else {}),
         **(recording or {}),
         ENVIRONMENT: json.dumps(describe_environment(), indent=1) + "\n",
     }

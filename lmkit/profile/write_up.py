@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmkit.bench.harness import Summary, bullets
 from lmkit.bench.report import Results
+from lmkit.bench.summary import Summary, bullets
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.profile.allocations import BUILD, CATEGORIES, WHOLE_RUN
 from lmkit.profile.summary import FACTS, named_table, range_table

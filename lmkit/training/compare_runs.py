@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.recipe.load import differences, load_recipe
@@ -19,6 +20,8 @@ from lmkit.training.metrics import Record, read_metrics
 
 METRICS_SHOWN = {"bits_per_byte": "bits per byte", "loss": "loss"}
 AXES = ("steps", "tokens", "minutes")
+SMALLEST_DIFFERENCE = 0.005
+"""The share of a loss that counts as a difference: 0.015 nats of 3."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Difference:
         place: how many.
         difference: after - before.
         low, high: 95% interval of the difference over seeds; None: a single run on both sides.
-        verdict: "better", "worse", "no difference", or "one seed".
+        threshold: the smallest difference that counts.
+        verdict: "better", "worse": the interval excludes 0; "no difference": it lies inside +- threshold; else
+            "unclear"; "one seed": there is no interval.
     """
 
     at: str
@@ -59,7 +64,19 @@ class Difference:
     difference: float
     low: float | None
     high: float | None
+    threshold: float
     verdict: str
+
+    @property
+    def said(self) -> str:
+        """The verdict in words."""
+        if self.verdict == "no difference":
+            return f"no difference above {self.threshold:.4f}"
+        return (
+            f"unclear: between {self.low:+.4f} and {self.high:+.4f}"
+            if self.verdict == "unclear"
+            else self.verdict
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class RunsCompared:
             Column("difference", "difference", "+.4f"),
             Column("low", "95% from", "+.4f"),
             Column("high", "to", "+.4f"),
-            Column("verdict", "after is"),
+            Column("said", "after is"),
         )
         lines = [
             f"{METRICS_SHOWN[self.metric]} on held-out text; runs: {self.runs[0]} before, {self.runs[1]} after"
@@ -96,7 +113,8 @@ class RunsCompared:
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
             ]
         lines += self.changes or ("the recipes are equal",)
-        return terminal_table([asdict(row) for row in self.rows], columns) + "\n".join(lines)
+        told = [asdict(row) | {"said": row.said} for row in self.rows]
+        return terminal_table(told, columns) + "\n".join(lines)
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -106,14 +124,18 @@ def run_folders(path: Path) -> list[Path]:
     return sorted(file.parent for file in path.glob(f"*/{METRICS}"))
 
 
-def compare_training(before: Path, after: Path) -> RunsCompared:
+def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_DIFFERENCE) -> RunsCompared:
     """Compare the held-out losses of two runs, or of two folders of runs that differ in their seeds only.
 
     Places are the largest that all runs have reached. The interval takes the runs as drawn from two normal
     distributions of equal width.
 
+    Args:
+        threshold: the smallest difference that counts, as a share of the loss before.
+
     Raises:
         UsageError: a folder holds no runs, or no run was evaluated.
+        LmkitError: a held-out loss is not finite.
     """
     folders = [run_folders(path) for path in (before, after)]
     for path, found in zip((before, after), folders, strict=True):
@@ -131,12 +153,11 @@ def compare_training(before: Path, after: Path) -> RunsCompared:
         begins = [curve.places[axis][0] for curve in (*ours, *theirs) if curve.values]
         if len(ends) == len(ours) + len(theirs) and min(ends) >= max(begins):
             place = min(ends)
-            rows.append(
-                _row(axis, place, [c.at(axis, place) for c in ours], [c.at(axis, place) for c in theirs])
-            )
+            of_both = ([curve.at(axis, place) for curve in group] for group in (ours, theirs))
+            rows.append(_row(axis, place, *of_both, threshold=threshold))
     finals = [[curve.final for curve in group if curve.final is not None] for group in (ours, theirs)]
     if [len(some) for some in finals] == [len(ours), len(theirs)]:
-        rows.append(_row("the end", None, *finals))
+        rows.append(_row("the end", None, *finals, threshold=threshold))
     if not rows:
         hint = "train them further, with train.eval_interval below train.steps"
         raise UsageError("compare.not_evaluated", f"{before}, {after}: no evaluations to compare", hint=hint)
@@ -146,15 +167,34 @@ def compare_training(before: Path, after: Path) -> RunsCompared:
     return RunsCompared(metric, (len(ours), len(theirs)), tuple(rows), tuple(changes))
 
 
-def _row(at: str, place: float | None, before: Sequence[float], after: Sequence[float]) -> Difference:
+def _finite_records(path: Path) -> list[Record]:
+    """Return the records of a run; refuse held-out losses that are not finite, which the file has as null."""
+    records = read_metrics(path)
+    for record in records:
+        loss = record.get("loss", math.nan)
+        if record["kind"] in ("valid", "final") and not (isinstance(loss, float) and math.isfinite(loss)):
+            raise LmkitError(
+                "compare.not_finite",
+                f"{path}: the held-out loss of step {record['step']} is not finite",
+                hint="a diverged run compares with nothing; train it again with a lower optimizer.lr",
+            )
+    return records
+
+
+def _row(
+    at: str, place: float | None, before: Sequence[float], after: Sequence[float], *, threshold: float
+) -> Difference:
     difference, reach = mean_difference(before, after)
+    counts = threshold * fmean(before)
     if reach is None:
         low = high = None
         verdict = "one seed"
     else:
         low, high = difference - reach, difference + reach
-        verdict = "better" if high < 0 else "worse" if low > 0 else "no difference"
-    return Difference(at, place, fmean(before), fmean(after), difference, low, high, verdict)
+        verdict = "better" if high < 0 else "worse" if low > 0 else "unclear"
+        if verdict == "unclear" and max(-low, high) <= counts:
+            verdict = "no difference"
+    return Difference(at, place, fmean(before), fmean(after), difference, low, high, counts, verdict)
 
 
 def _curve(records: Sequence[Record], metric: str) -> Curve:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.measure.decoration import decorate
 from lmkit.measure.plots import loss_curve
 from lmkit.recipe.load import differences, read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
@@ -230,12 +231,11 @@ def _picture(
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
-    wide, narrow = (
-        base64.b64encode(
-            loss_curve(series, title=title, x_label=x_label, y_label=y_label, marked=marked, width=width)
-        ).decode("ascii")
-        for width in (8.0, 4.2)
-    )
+    look: dict[str, Any] = {"title": title, "x_label": x_label, "y_label": y_label, "marked": marked}
+    drawn = decorate(title, lambda: [loss_curve(series, width=width, **look) for width in (8.0, 4.2)])
+    if drawn is None:
+        return ""
+    wide, narrow = (base64.b64encode(picture).decode("ascii") for picture in drawn)
     return (
         f'<p><picture><source media="(max-width: 40rem)" srcset="data:image/png;base64,{narrow}">'
         f'<img alt="{escape(title)}" src="data:image/png;base64,{wide}"></picture></p>'

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lmkit.data.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -208,7 +209,7 @@ def _run_rank(
             sink.close()
         if not ranks.is_first:
             return None
-        draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss")
+        decorate("loss.png", lambda: draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss"))
         return _result(
             start.recipe,
             status=ending,

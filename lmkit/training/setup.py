@@ -33,6 +33,7 @@ from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
+from lmkit.training.outcome import Outcome
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
 from lmkit.training.run_data import Data, make_batches, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
@@ -179,7 +180,12 @@ class TrainingStep:
         recipe: resolved; its `optimizer.lr` is constant.
         batches: this rank's batches; None: random tokens.
         changes: `parallel` and `make_optimizer` of `step_of`.
+
+    Attributes:
+        outcome: of the last step that `run` made.
     """
+
+    outcome: Outcome
 
     def __init__(
         self, recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None, **changes: Any
@@ -210,6 +216,7 @@ class TrainingStep:
                 )
             if wait and outcome.loss.is_cuda:
                 torch.cuda.synchronize(outcome.loss.device)
+        self.outcome = outcome
         return outcome.loss
 
     def backward(self) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 
 from lmkit.bench import context as bench_context
 from lmkit.bench.context import Context, Journal
-from lmkit.bench.harness import result_files, terminal_text
+from lmkit.bench.harness import believed, result_files
+from lmkit.bench.summary import terminal_text
 from lmkit.measure.limits import Limits
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import validate
@@ -62,7 +63,7 @@ def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
             journal or Journal(tmp_path / "rows.partial"),
         )
         rows = BENCHES.load(name)(context)
-        summary, files = result_files(name, rows, context.environment)
+        summary, files = result_files(name, [believed(row) for row in rows], context.facts())
         return SimpleNamespace(rows=rows, files=files, table=terminal_text(summary), reports=reports)
 
     return run

@@ -21,7 +21,8 @@ from lmkit.bench.ddp_variants import (
     is_sharded,
     parallel_of,
 )
-from lmkit.bench.harness import result_files, terminal_text
+from lmkit.bench.harness import result_files
+from lmkit.bench.summary import terminal_text
 from lmkit.bench.parking import Parking
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives

@@ -5,7 +5,7 @@ import pytest
 from lmkit.bench.compare import compare_rows
 from lmkit.bench.ddp import read_step
 from lmkit.bench.ddp_summary import findings, pictures, summarize, summarize_sharding
-from lmkit.bench.harness import terminal_text
+from lmkit.bench.summary import terminal_text
 from lmkit.measure import plots
 from lmkit.measure.statistics import overlap, total
 from lmkit.measure.trace import DeviceWork

@@ -9,7 +9,7 @@ import torch
 from raising import raises
 
 from lmkit.bench import harness
-from lmkit.bench.harness import report_text
+from lmkit.bench.summary import report_text
 from lmkit.bench.harness import run_bench as run_on_ranks
 from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, pictures, summarize, with_ratios
 from lmkit.data.token_files import TokenFileWriter

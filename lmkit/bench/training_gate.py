@@ -1,0 +1,234 @@
+"""Check a training before it is timed: its first steps beside the same steps of one process on the whole batch.
+
+What is compared, step by step: the loss, the norm of the mean gradient, gradients where every rank has whole ones,
+and what the weights have changed by since the start. Of large tensors, elements at random places are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lmkit.bench.harness import out_of_memory_is_a_row, wrong_result
+from lmkit.bench.summary import UNCHECKED
+from lmkit.data.batches import Batch, BatchSource
+from lmkit.measure.memory import release_memory
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import Recipe
+from lmkit.registry import STRATEGIES
+from lmkit.training.run_data import make_batches
+from lmkit.training.setup import ALONE, RANDOM, TrainingStep
+
+STEPS = 3
+"""Some strategies average in every second step only, and the first gradients say nothing of the optimizer's step."""
+SAMPLED = 4096
+EDGE = 64
+
+
+class Budget(NamedTuple):
+    """Largest distances from one process, over the size of what is compared.
+
+    Attributes:
+        gradients: also of the loss and of the norm.
+        changes: of weights. AdamW divides a gradient by its size, so rounding turns the signs of small ones.
+    """
+
+    gradients: float
+    changes: float
+
+
+EXACT = Budget(1e-3, 0.02)
+"""Sums of float32 in another order differ by 1e-6, and changes by 1e-4."""
+ROUNDED = Budget(0.1, 0.4)
+"""Products, weights or messages that are rounded to 16 bits: 0.015 and 0.25 were seen."""
+COARSE = Budget(0.3, 0.8)
+"""Products in fp8."""
+SMALL = 0.02
+"""A tensor whose root mean square is a smaller share of that of all is compared as if it had this share: gradients
+that cancel to nearly nothing hold only rounding errors."""
+Numbers = dict[str, Tensor]
+"""Name of a parameter -> elements in host memory."""
+Distances = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one step made of a training.
+
+    Attributes:
+        loss: mean over the rows that it trains on: the whole batch, or with `none` those of this rank.
+        norm: of the mean gradient.
+        gradients: means over the whole batch, in units of their joint norm, which clipping may have changed; none
+            where ranks share them out.
+        start, weights: before the first step, and after this one; only those that this rank has whole.
+    """
+
+    loss: float
+    norm: float
+    gradients: Numbers
+    start: Numbers
+    weights: Numbers
+
+
+def budget_of(precision: str) -> Budget:
+    """Return the budget of a precision of [train]."""
+    return {"fp32": EXACT, "fp8": COARSE}.get(precision, ROUNDED)
+
+
+def reference(
+    recipe: Recipe, device: torch.device, batches: BatchSource | None = None, **changes: Any
+) -> list[Seen] | None:
+    """Follow the recipe's training in one process, row by row; None if it does not fit into memory.
+
+    Args:
+        batches: of the whole batch; None: random tokens, as `TrainingStep` draws them.
+        changes: of `TrainingStep`.
+    """
+    plain = recipe.changed(model={"compile": "none"}, train={"cuda_graph": "off"})
+    alone = Ranks(device=device)
+    whole = make_batches(plain, RANDOM, alone) if batches is None else batches
+    found = None
+    with out_of_memory_is_a_row({}, device):
+        found = follow(TrainingStep(plain, alone, _RowByRow(whole), **({"parallel": ALONE} | changes)))
+    release_memory(device)
+    return found
+
+
+def of_pytorch(recipe: Recipe) -> Recipe:
+    """Return the recipe with PyTorch's attention and operations instead of the ones that it names."""
+    assert recipe.train is not None
+    precision = {"fp8": "bf16"}.get(recipe.train.precision, recipe.train.precision)
+    plain = {"attention": "sdpa", "operations": "plain", "activation_checkpointing": "none"}
+    return recipe.changed(model=plain, train={"precision": precision})
+
+
+@dataclass(frozen=True)
+class _RowByRow:
+    """Cut batches into micro-batches of one row: one process then needs the memory of one row."""
+
+    batches: BatchSource
+
+    def batch(self, step: int) -> Batch:
+        inputs, targets = (x.reshape(-1, 1, x.shape[-1]) for x in self.batches.batch(step))
+        return inputs, targets
+
+
+def follow(training: TrainingStep) -> list[Seen]:
+    """Make `STEPS` steps and return what each made. Collective."""
+    start = _weights(training)
+    return [_see(training, start) for _ in range(STEPS)]
+
+
+def _see(training: TrainingStep, start: Numbers) -> Seen:
+    gradients: Numbers = {}
+
+    def note() -> None:
+        parameters = training.model.named_parameters()
+        gradients.update({name: _sample(p.grad) for name, p in parameters if p.grad is not None})
+
+    config = getattr(training.step.sync, "config", ALONE)
+    training.run(before_update=None if STRATEGIES.facts(config.strategy).shards else note)
+    outcome = training.outcome
+    loss = outcome.loss if config.strategy == "none" else outcome.losses.mean()
+    size = sum((float(x.double().square().sum()) for x in gradients.values()), 0.0) ** 0.5 or 1.0
+    return Seen(
+        float(loss),
+        float(outcome.grad_norm),
+        {name: x.float() / size for name, x in gradients.items()},
+        start,
+        _weights(training),
+    )
+
+
+def _weights(training: TrainingStep) -> Numbers:
+    """Return the weights that this rank has whole, by their names in the model and in checkpoints. Collective."""
+    training.wait_for_weights()
+    found = training.step.sync.weights_to_save()
+    if found is None:
+        found = dict(training.model.named_parameters())
+        if any(isinstance(weight, DTensor) for weight in found.values()):
+            found = {name: weight.full_tensor() for name, weight in found.items()}  # type: ignore[attr-defined]
+        else:
+            found |= training.model.state_dict()
+    return {name: _sample(weight) for name, weight in found.items()}
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return all elements of a small tensor; of a large one the first, the last, and others at random."""
+    flat, size = tensor.detach().reshape(-1), tensor.numel()
+    if size > SAMPLED:
+        random = torch.randint(size, (SAMPLED,), generator=torch.Generator().manual_seed(size))
+        places = torch.cat((torch.arange(EDGE), random, torch.arange(size - EDGE, size)))
+        flat = flat[places.to(flat.device)]
+    return flat.to("cpu", copy=True)
+
+
+def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
+    """Return what of a training is further from one process than its budget allows, at its first such step; or ""."""
+    for number, (own, true) in enumerate(zip(mine, theirs, strict=True), 1):
+        scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
+        found = {what: abs(ratio - 1) for what, ratio in scalars.items()} | _gradients(own, true)
+        for distances, allowed in ((found, budget.gradients), (_changes(own, true), budget.changes)):
+            for what, distance in sorted(distances.items(), key=lambda item: -item[1]):
+                if not distance <= allowed:  # so that NaN is a fault
+                    return f"step {number}: {what} is {distance:.2g} from that of one process, allowed {allowed:g}"
+    return ""
+
+
+def _gradients(own: Seen, true: Seen) -> Distances:
+    return _distances("the gradient of", own.gradients, true.gradients, dict.fromkeys(own.gradients, 0.0))
+
+
+def _changes(own: Seen, true: Seen) -> Distances:
+    """Compare the changes of the weights since the start, in the narrower dtype of both; to its last digit."""
+    pairs: tuple[Numbers, Numbers] = ({}, {})
+    digits = {}
+    for name, weight in own.weights.items():
+        dtype = min(weight.dtype, true.weights[name].dtype, key=lambda dtype: dtype.itemsize)
+        digits[name] = torch.finfo(dtype).eps * _size(weight) if dtype.itemsize < 4 else 0.0
+        for changes, seen in zip(pairs, (own, true), strict=True):
+            now, before = (x[name].to(dtype).float() for x in (seen.weights, seen.start))
+            changes[name] = now - before
+    return _distances("the change of", *pairs, digits)
+
+
+def _distances(what: str, mine: Numbers, theirs: Numbers, free: Mapping[str, float]) -> Distances:
+    """Return what and name -> distance, less what is `free`, over size; of the names that `mine` has."""
+    least = SMALL * _size(torch.cat([theirs[name] for name in mine])) if mine else 0.0
+    return {
+        f"{what} {name}": max(0.0, _size(x - theirs[name]) - free[name])
+        / max(_size(theirs[name]), least, 1e-30)
+        for name, x in mine.items()
+    }
+
+
+def _size(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def judge(
+    training: TrainingStep, theirs: Sequence[Seen] | None, budget: Budget, ranks: Ranks | None = None
+) -> tuple[dict[str, Any], list[float]]:
+    """Make the first `STEPS` steps of a training; return fields of its row, and their losses. Collective.
+
+    Args:
+        theirs: of `reference`; None: nothing is checked, and the row says so.
+        ranks: that train together, and get the same fields.
+    """
+    own = follow(training)
+    losses = [seen.loss for seen in own]
+    if theirs is None:
+        return {"status": "ok", UNCHECKED: "one process has no room for the training"}, losses
+    of_ranks: list[Any] = [fault(own, theirs, budget)]
+    if ranks is not None and ranks.world_size > 1:
+        of_ranks *= ranks.world_size
+        dist.all_gather_object(of_ranks, of_ranks[0])
+        of_ranks = [f"rank {rank}: {wrong}" if wrong else "" for rank, wrong in enumerate(of_ranks)]
+    wrong = next(filter(None, of_ranks), "")
+    return wrong_result(wrong) if wrong else {"status": "ok"}, losses
