@@ -53,7 +53,8 @@ class Compared:
     """One row per measurement that either file has.
 
     Attributes:
-        compared: how many have a verdict on their times other than "unclear": measured in both, often enough.
+        compared: how many have an interval: measured in both, often and steadily enough.
+        unclear: how many of these have an interval too wide for a verdict.
         worse: how many became slower or wrong, now fail, or are missing.
         suspected: how many became slower when all rows did and no row of other code shows that the machine did.
         threshold: the smallest relative difference that counts.
@@ -61,6 +62,7 @@ class Compared:
 
     rows: Rows
     compared: int
+    unclear: int
     worse: int
     suspected: int
     threshold: float
@@ -69,9 +71,10 @@ class Compared:
         if self.worse:
             verdict = f"{self.worse} of {len(self.rows)} became worse"
         elif self.compared:
-            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} decided)"
+            unclear = f", {self.unclear} of them unclear" if self.unclear else ""
+            verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared{unclear})"
         else:
-            verdict = "nothing was decided: no measurement has enough steady samples in both"
+            verdict = "nothing was compared: no measurement has enough steady samples in both"
         reasons: dict[str, list[str]] = {}
         for row in self.rows:
             if row.get("why"):
@@ -87,7 +90,7 @@ class Compared:
 
     @property
     def is_fine(self) -> bool:
-        """Whether something was decided and nothing became worse, or is suspected to."""
+        """Whether something was compared and nothing became worse, or is suspected to."""
         return self.compared > 0 and self.worse == 0 and self.suspected == 0
 
 
@@ -196,9 +199,11 @@ def compare_rows(
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
     verdicts = [row["verdict"] for row in rows]
+    unclear = sum(row["verdict"] == "unclear" and not row["why"] for row in rows)
     return Compared(
         rows,
-        compared=sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
+        compared=unclear + sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
+        unclear=unclear,
         worse=sum(verdict in ("slower", "stopped working", "missing", *WRONG) for verdict in verdicts),
         suspected=sum(
             ALL_CHANGED in row.get("why", "") and row["after_ms"] > row["before_ms"] for row in rows

@@ -223,7 +223,7 @@ def _recipe_of(case: Case, world_size: int) -> Recipe:
 class Gates:
     """Check variants that synchronize before they are timed; see `training_gate`.
 
-    Make it before the variants: it trains in one process, with the weights that some of them have. Collective.
+    Make it before the variants: it trains in one process. Collective.
     """
 
     def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
@@ -231,12 +231,10 @@ class Gates:
         from lmkit.parallel.collectives import agree
 
         self._case, self._ranks = case, ranks
-        self._seen: dict[str, list[Seen] | None] = {}
-        recipe = _recipe_of(case, ranks.world_size)
-        checked = [name for name in names if synchronizes(name) and not unfit(name, case)]
-        for baseline in dict.fromkeys(map(baseline_of, checked)):
-            seen = reference(recipe, ranks.device, parallel=parallel_of(baseline, recipe.parallel))
-            self._seen[baseline] = None if agree(ranks, stop=seen is None) else seen
+        self._seen: list[Seen] | None = None
+        if any(synchronizes(name) and not unfit(name, case) for name in names):
+            seen = reference(_recipe_of(case, ranks.world_size), ranks.device)
+            self._seen = None if agree(ranks, stop=seen is None) else seen
 
     def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
         """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""
@@ -247,7 +245,7 @@ class Gates:
                 training.run()
             return {"status": "ok"}
         budget = ROUNDED if "bf16" in name else budget_of(self._case.precision)
-        return judge(training, self._seen[baseline_of(name)], budget, self._ranks)[0]
+        return judge(training, self._seen, budget, self._ranks)[0]
 
 
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:

@@ -10,8 +10,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 130
 Made = TypeVar("Made")
 
 log = logging.getLogger("lmkit")
@@ -32,6 +36,18 @@ def decorate(what: str, draw: Callable[[], Made]) -> Made | None:
         reason = " ".join(str(error).split())[:200]
         log.warning("%s: not drawn: %s: %s; all else is complete", what, type(error).__name__, reason)
         return None
+
+
+def blank_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+    """Return a figure of so many inches, inside `decorate`."""
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    assert not rcParams["text.parse_math"], "pictures are drawn by `decorate`"
+    figure = Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmkit.measure.decoration import blank_figure
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Row, Rows
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 130
 # Okabe and Ito's colours, which colour-blind readers can tell apart, in an order with contrast between neighbours.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#000000", "#F0E442")
 MARKERS = "osD^vPX*<"
@@ -43,19 +43,11 @@ NameOf = Callable[[Row], str]
 _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
 
 
-def _blank(width: float, height: float, layout: Any = "constrained") -> Figure:
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure  # its canvas is Agg's
-
-    assert not rcParams["text.parse_math"], "pictures are drawn by `decorate`"
-    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
-
-
 def _figure(
     title: str, x_label: str, y_label: str, *, width: float = 8.0, height: float = 4.8
 ) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes; sizes in inches."""
-    figure = _blank(width, height)
+    figure = blank_figure(width, height)
     axes = figure.add_subplot()
     _dress(axes, textwrap.fill(title, int(11 * width)), x_label, y_label)  # as many characters fit an inch
     return figure, axes
@@ -205,7 +197,7 @@ def line_panels(
     The x axis is logarithmic and labelled at the points' own values. A line without points is in the legend only;
     `notes` (panel -> text for its upper left corner) can say why.
     """
-    figure = _blank(max(6.0, 1.4 + 3.7 * len(panels)), 4.8)
+    figure = blank_figure(max(6.0, 1.4 + 3.7 * len(panels)), 4.8)
     figure.suptitle(title, fontsize=11)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     groups = list(dict.fromkeys(group for group, _ in names))
@@ -428,7 +420,7 @@ def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, titl
     from matplotlib.transforms import Bbox
 
     widths = [max(map(len, texts)) + 2 for texts in zip(headers, *rows, strict=True)]
-    figure = _blank(max(4.0, 0.092 * sum(widths)), 0.7 + 0.3 * (len(rows) + 1), layout=None)
+    figure = blank_figure(max(4.0, 0.092 * sum(widths)), 0.7 + 0.3 * (len(rows) + 1), layout=None)
     figure.suptitle(title, fontsize=11, fontweight="bold")
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.98 - 0.5 / figure.get_figheight()))
     axes.set_axis_off()

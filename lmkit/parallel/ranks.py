@@ -49,13 +49,16 @@ class Ranks:
         return self.rank == 0
 
     @staticmethod
-    def current() -> Ranks:
+    def current(otherwise: str = "cpu") -> Ranks:
         """Return the place in torch.distributed's default group, or a single rank if there is no group.
 
         The device is the current GPU if the group uses NCCL, else the CPU.
+
+        Args:
+            otherwise: the device of a single rank, as `process_group` takes it.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return Ranks()
+            return Ranks(device=local_device(otherwise, local_rank=0))
         has_nccl = "nccl" in str(dist.get_backend_config())
         device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
         local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))

@@ -142,7 +142,7 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
         if not found:
             wrong = f"holds no {METRICS}" if path.is_dir() else "there is no such folder"
             raise UsageError("compare.no_run", f"{path}: {wrong}", hint="name a run, or a folder of runs")
-    records = [[read_metrics(folder / METRICS) for folder in found] for found in folders]
+    records = [[_finite_records(folder / METRICS) for folder in found] for found in folders]
     evaluated = [r for group in records for run in group for r in run if r["kind"] in ("valid", "final")]
     has_bits = all(isinstance(record.get("bits_per_byte"), float) for record in evaluated)
     metric = "bits_per_byte" if has_bits else "loss"

@@ -65,7 +65,8 @@ def build_step(
 
     Args:
         model: the table [model], with `vocab_size` set; `compile` is obeyed.
-        ranks: this process's place; None: as in torch.distributed's default group, alone without one.
+        ranks: this process's place; None: as in torch.distributed's default group, or, without a group, alone on
+            the device of `run.device = "auto"`: a GPU where there is one.
         optimizer: the table [optimizer]; None: its defaults.
         make_optimizer: makes the optimizer of the parameter groups; None: the one that the table names.
         parallel: the table [parallel].
@@ -76,14 +77,16 @@ def build_step(
 
     Raises:
         LmkitError: ranks have different models or fingerprints.
-        UsageError: the optimizer refuses an option, or keeps no masters where the precision is "bf16" or "fp8".
+        UsageError: the attention kernel does not run on the device; the optimizer refuses an option, or keeps no
+            masters where the precision is "bf16" or "fp8".
 
     Example:
 
         step = build_step(ModelConfig(vocab_size=256, d_model=64, d_ff=192, num_layers=2, num_heads=4))
         outcome = step(inputs, targets, lr=1e-3)    # int64, (accumulation, rows, seq)
     """
-    ranks = ranks or Ranks.current()
+    ranks = ranks or Ranks.current(otherwise="auto")
+    check_kernel(model.attention, _one_query(model, precision, ranks.device))
     table = optimizer or OptimizerConfig()
     facts = STRATEGIES.facts(parallel.strategy)
     # A strategy that shards parameters draws them layer by layer: no rank holds the whole model.
@@ -199,21 +202,26 @@ class TrainingStep:
         self._done = 0
         self._batch: Batch | None = None
 
-    def run(self, *, wait: bool = False, before_update: Callable[[], None] | None = None) -> Tensor:
+    def run(
+        self,
+        *,
+        wait: bool = False,
+        lr: float | None = None,
+        before_update: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Make one whole step on the next batch; return the loss, a scalar on the device.
 
         Args:
+            lr: the learning rate; None: the recipe's.
             wait: return when the step is made.
             before_update: called before the weights change; the step is then made without a CUDA graph.
         """
         with range_("step"):
-            batch = self._next_batch()
+            batch, lr = self._next_batch(), self._lr if lr is None else lr
             if before_update is None:
-                outcome = self.step(*batch, lr=self._lr)
+                outcome = self.step(*batch, lr=lr)
             else:
-                outcome = self.step.update(
-                    self.step.accumulate(*batch), lr=self._lr, before_update=before_update
-                )
+                outcome = self.step.update(self.step.accumulate(*batch), lr=lr, before_update=before_update)
             if wait and outcome.loss.is_cuda:
                 torch.cuda.synchronize(outcome.loss.device)
         self.outcome = outcome
@@ -251,18 +259,21 @@ class TrainingStep:
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse what does not run on the device, before anything is written or built: precisions, kernels."""
-    model, train = recipe.model, recipe.train
-    assert model is not None
-    assert train is not None
-    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[train.precision], device=device)
-    check_kernel(model.attention, one_query)
-    choose_operations(model.operations, one_query)
-    if train.precision == "fp8":
+    assert recipe.model is not None
+    assert recipe.train is not None
+    one_query = _one_query(recipe.model, recipe.train.precision, device)
+    check_kernel(recipe.model.attention, one_query)
+    choose_operations(recipe.model.operations, one_query)
+    if recipe.train.precision == "fp8":
         check_fp8(device)
-    if train.precision == "fp16" and device.type == "cpu":
+    if recipe.train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
             "train.wrong_device", 'train.precision: "fp16" needs a GPU', hint='use "bf16" or "fp32"'
         )
+
+
+def _one_query(model: ModelConfig, precision: str, device: torch.device) -> Tensor:
+    return torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[precision], device=device)
 
 
 def check_optimizer(table: OptimizerConfig) -> None:

@@ -22,8 +22,8 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
 )
 from lmkit.bench.harness import result_files
-from lmkit.bench.summary import terminal_text
 from lmkit.bench.parking import Parking
+from lmkit.bench.summary import terminal_text
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
 from lmkit.parallel.collectives import Averager

@@ -6,8 +6,8 @@ from raising import raises
 
 from lmkit.bench import generate as bench
 from lmkit.bench.generate import OwnWriter
-from lmkit.bench.summary import report_text, terminal_text
 from lmkit.bench.step import config_of
+from lmkit.bench.summary import report_text, terminal_text
 from lmkit.errors import UsageError
 from lmkit.model.accounting import least_bytes
 from lmkit.model.transformer import TransformerLM

@@ -12,7 +12,14 @@ from raising import raises
 
 from lmkit.bench import harness
 from lmkit.bench.context import Context, Journal, RankOutOfMemory
-from lmkit.bench.harness import Interrupted, build_what_fits, check_place, out_of_memory_is_a_row, run_bench, time_what_fits
+from lmkit.bench.harness import (
+    Interrupted,
+    build_what_fits,
+    check_place,
+    out_of_memory_is_a_row,
+    run_bench,
+    time_what_fits,
+)
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError

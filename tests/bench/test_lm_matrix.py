@@ -9,9 +9,9 @@ import torch
 from raising import raises
 
 from lmkit.bench import harness
-from lmkit.bench.summary import report_text
 from lmkit.bench.harness import run_bench as run_on_ranks
 from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, pictures, summarize, with_ratios
+from lmkit.bench.summary import report_text
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
@@ -47,8 +47,8 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
         (kernel, strategy) for kernel in kernels for strategy in ("none", "flat")
     ]
     first = result.rows[0]["losses"]
-    # The first step, then warm-up and timed epochs, each after an untimed step.
-    assert len(first) == 1 + (1 + 2) * (1 + 6)
+    # The steps of the check, then warm-up and timed epochs, each after an untimed step.
+    assert len(first) == 3 + (1 + 2) * (1 + 6)
     assert first[-1] < first[0] - 0.5  # it learns
     for row in result.rows:
         assert row["status"] == "ok"
@@ -164,6 +164,7 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
         writer.append(np.full(1000, 299))
         writer.finish(num_bytes=1000, source_sha256="b" * 64)
     result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(path), vocab_size=300, **SMALL)
+    print(result.rows[0])
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
     with raises(UsageError, "bench.small_vocabulary", "bench.lm_matrix.vocab_size", path, hint="300"):
         measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)

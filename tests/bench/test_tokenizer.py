@@ -6,6 +6,7 @@ import pytest
 from raising import raises
 
 from lmkit.bench import tokenizer as bench
+from lmkit.bench.harness import result_files
 from lmkit.bench.tokenizer import Case, measure
 from lmkit.errors import LmkitError, UsageError
 
@@ -46,11 +47,24 @@ def test_encoders_agree_on_texts_with_and_without_an_end_of_text(tmp_path, end, 
     assert {row["variant"] for row in rows} >= {"lmkit", "tiktoken", "tokenizers"}
 
 
-def test_encoders_that_disagree_are_not_timed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_run_watched", lambda job: ({"ids": job.variant}, 0))
-    monkeypatch.setattr(bench, "_start", lambda job: pytest.fail("was timed"))
-    with raises(LmkitError, "bench.encoders_disagree"):
-        measure(Case("encode", text, "words", 1, 300), 1, tmp_path)
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ({"lmkit": "a", "tokenizers": "b", "tiktoken": "c"}, {"lmkit", "tokenizers", "tiktoken"}),
+        ({"lmkit": "a", "tokenizers": "b", "tiktoken": "b"}, {"lmkit"}),
+        ({"lmkit": "b", "tokenizers": "b", "tiktoken": "a"}, {"tiktoken"}),
+    ],
+)
+def test_encoders_that_disagree_are_wrong_and_not_timed(text, tmp_path, monkeypatch, ids, wrong):
+    """The ids of most are right; where all differ, none is known to be."""
+    monkeypatch.setattr(bench, "_run_watched", lambda job: ({"ids": ids[job.variant]}, 0))
+    monkeypatch.setattr(bench, "_start", lambda job: job)
+    monkeypatch.setattr(bench, "_result", lambda job, _: {"seconds": 0.1, "cpu_seconds": 0.1})
+    rows = measure(Case("encode", text, "words", 1, 300), 1, tmp_path)
+    assert {row["variant"] for row in rows if row["status"] == "wrong result"} == wrong
+    assert {row["variant"] for row in rows if "median_s" in row} == ids.keys() - wrong
+    summary, _ = result_files("tokenizer", rows, {})
+    assert len(summary.wrong) == len(wrong)
 
 
 def test_a_variant_that_fails_is_named(tmp_path):

@@ -67,12 +67,19 @@ def test_runs_evaluated_at_the_end_only_say_what_is_missing(tmp_path):
 
 
 def test_intervals_are_over_seeds(tmp_path, terminal):
-    losses = {"a": [4.0, 4.1, 4.2], "better": [3.5, 3.6, 3.4], "same": [4.0, 4.3, 4.15]}
+    losses = {
+        "a": [4.0, 4.1, 4.2],
+        "better": [3.5, 3.6, 3.4],
+        "unclear": [4.0, 4.3, 4.15],
+        "same": [4.1, 4.11, 4.09],
+    }
     for name, ends in losses.items():
         for seed, end in enumerate(ends):
             write_run(tmp_path / name / f"seed-{seed}", [5.0, end], seconds=9, seed=seed)
-    for name, verdict in {"better": "better", "same": "no difference"}.items():
-        found = json.loads(terminal("compare", tmp_path / "a", tmp_path / name, "--json"))
+    threshold = {"same": "0.1"}
+    for name, verdict in {"better": "better", "unclear": "unclear", "same": "no difference"}.items():
+        words = ["compare", tmp_path / "a", tmp_path / name, "--threshold", threshold.get(name, "0.005")]
+        found = json.loads(terminal(*words, "--json"))
         assert found["runs"] == [3, 3]
         (row, *_) = found["rows"]
         ours, theirs = ([value / 2 for value in losses[key]] for key in ("a", name))
@@ -83,6 +90,12 @@ def test_intervals_are_over_seeds(tmp_path, terminal):
             (difference - 2.776 * error, difference + 2.776 * error)
         )
         assert row["verdict"] == verdict
+        assert row["threshold"] == pytest.approx(float(words[-1]) * fmean(ours))
+        said = {
+            "unclear": f"unclear: between {row['low']:+.4f} and {row['high']:+.4f}",
+            "no difference": "no difference above 0.2050",
+        }
+        assert said.get(verdict, verdict) in terminal(*words)
     assert compare_training(tmp_path / "better", tmp_path / "a").rows[0].verdict == "worse"
 
 
@@ -108,3 +121,24 @@ def test_what_cannot_be_compared_is_named(tmp_path):
     (tmp_path / "b/metrics.jsonl").write_text("")
     with raises(LmkitError, "compare.not_evaluated", tmp_path / "b"):
         compare_training(run, tmp_path / "b")
+
+
+def test_two_seeds_that_differ_by_chance_are_unclear(tmp_path):
+    """Student's interval of two and two is wide: +-4.3 standard errors."""
+    for name, ends in {"a": [4.0, 4.1], "b": [4.02, 4.08]}.items():
+        for seed, end in enumerate(ends):
+            write_run(tmp_path / name / f"seed-{seed}", [5.0, end], seconds=9, seed=seed)
+    (*_, row) = compare_training(tmp_path / "a", tmp_path / "b").rows
+    assert row.verdict == "unclear"
+    assert (row.low or 0) < -0.1 < 0.1 < (row.high or 0)
+
+
+@pytest.mark.parametrize("kind", ["valid", "final"])
+def test_a_run_whose_held_out_loss_is_not_finite_is_refused(tmp_path, kind):
+    fine, bad = (write_run(tmp_path / name, [5.0, 4.0], seconds=9) for name in ("fine", "bad"))
+    lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
+    last = max(number for number, line in enumerate(lines) if line["kind"] == kind)
+    lines[last]["loss"] = None  # as the file has NaN
+    (bad / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with raises(LmkitError, "compare.not_finite", bad / "metrics.jsonl", lines[last]["step"]):
+        compare_training(fine, bad)
