@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.measure.decoration import own_settings
 from lmkit.measure.ranges import range_
 
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
@@ -124,6 +125,13 @@ def lmkit(tmp_path: Path) -> Lmkit:
     from programs import run_program
 
     return partial(run_program, sys.executable, "-m", "lmkit", cwd=tmp_path)
+
+
+@pytest.fixture
+def drawing() -> Iterator[None]:
+    """For tests that call functions of `measure.plots` themselves."""
+    with own_settings():
+        yield
 
 
 @pytest.fixture

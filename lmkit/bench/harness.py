@@ -37,7 +37,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, model_flops_utilization
-from lmkit.measure.memory import is_out_of_memory, release_memory
+from lmkit.measure.memory import GB, available_memory, is_out_of_memory, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Column, Rows, row_files, wrote
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.tables import ModelConfig
 
 JOURNAL = "rows.jsonl.partial"
 MOST = {"mfu": 1.25, "share_of_matmul": 1.25, "share": 1.5}
@@ -280,9 +281,12 @@ def believed(row: dict[str, Any]) -> dict[str, Any]:
             basis = bases.get(key) or row.get("mfu_basis")
             detail = f"{value:.1%} of the {basis}, at most {MOST[key]:.0%} is believed"
             why = {"status": "impossible rate", "detail": detail}
-    if not why:
-        return row
-    return {key: value for key, value in row.items() if not isinstance(value, float | list | dict)} | why
+    return without_figures(row) | why if why else row
+
+
+def without_figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what identifies a row: text, whole numbers and switches."""
+    return {key: value for key, value in row.items() if not isinstance(value, float | list | dict)}
 
 
 def _is_finite(value: Any) -> bool:
@@ -308,6 +312,18 @@ def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], d
     row.clear()
     row |= found
     return row["status"] not in WRONG
+
+
+def too_large_for_host(config: ModelConfig, context: Context) -> str:
+    """Return why a model does not fit on a CPU, or "". Bytes are added up, because Linux kills instead of raising."""
+    from lmkit.model.memory import training_memory
+
+    if context.device.type == "cuda":
+        return ""
+    needed, free = training_memory(config).total, available_memory()
+    if free is None or needed < 0.8 * free:
+        return ""
+    return f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
 
 
 def build_what_fits(

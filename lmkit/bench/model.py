@@ -23,11 +23,13 @@ from lmkit.bench.harness import (
     ratio_fields,
     time_fields,
     time_what_fits,
+    too_large_for_host,
+    without_figures,
 )
 from lmkit.bench.summary import UNCHECKED, WRONG, Summary
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, available_memory, memory_in_use, release_memory, track_peak
+from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
 from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
@@ -127,7 +129,16 @@ def model(context: Context) -> Rows:
         rows += found
         context.keep(found)
     context.progress("models", len(models), len(models))
-    return rows
+    return [_with_its_fault(row, rows) if row["part"] == "warm-up" else row for row in rows]
+
+
+def _with_its_fault(study: dict[str, Any], rows: Rows) -> dict[str, Any]:
+    """Return a row of the study, which ran before anything was checked; without figures if its model is wrong."""
+    same = ("size", "length", "compile", "precision")
+    for row in rows:
+        if row["status"] in WRONG and all(row[key] == study[key] for key in same):
+            return without_figures(study) | {key: row[key] for key in ("status", "detail")}
+    return study
 
 
 def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelConfig:
@@ -306,18 +317,6 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
     step = None  # type: ignore[assignment]
     release_memory(context.device)
     return row
-
-
-def too_large_for_host(config: ModelConfig, context: Context) -> str:
-    """Return why a model does not fit on a CPU, or "". Bytes are added up, because Linux kills instead of raising."""
-    from lmkit.model.memory import training_memory
-
-    if context.device.type == "cuda":
-        return ""
-    needed, free = training_memory(config).total, available_memory()
-    if free is None or needed < 0.8 * free:
-        return ""
-    return f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
 
 
 # Rows in words

@@ -24,9 +24,9 @@ from lmkit.bench.harness import (
     not_enough_memory,
     time_fields,
     time_what_fits,
+    too_large_for_host,
     wrong_result,
 )
-from lmkit.bench.model import too_large_for_host
 from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
     SPREAD,

@@ -71,8 +71,8 @@ class Summary:
 
     def named(self, rows: Rows, reason: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
         """Return reason -> the rows that have it, named by their first columns."""
-        instead = [column.instead for column in self.columns]
-        names = self.columns[: instead.index("status")] if "status" in instead else ()
+        shown = ["status" in (column.key, column.instead) for column in self.columns]
+        names = self.columns[: shown.index(True)] if True in shown else ()
         found: dict[str, list[str]] = {}
         for row in rows:
             if why := reason(row):

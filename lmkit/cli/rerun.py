@@ -82,7 +82,7 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 
 def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
-    from lmkit.bench.compare import compare_files
+    from lmkit.bench.compare import SMALLEST_DIFFERENCE, compare_files
     from lmkit.bench.harness import run_bench
     from lmkit.registry import BENCHES
 
@@ -96,7 +96,7 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
     ranks = nproc or int(_environment(folder).get("world_size", 1))
     with progress_on_stderr() as progress:
         run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
-    compared = compare_files(folder / found[0], new / found[0], threshold=0.03)
+    compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
     return Result(str(compared), {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse})
 
 
@@ -105,15 +105,19 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
 
 @dataclass(frozen=True)
 class _Losses:
-    """Losses of one kind in two runs: at how many steps both have one, where they differ, and by what at most."""
+    """Losses of one kind in two runs: at how many steps both have one, where they differ, and by what at most; at how
+    many steps that of one run only is finite."""
 
     kind: str
     steps: int
     differing: int
     first: int | None
     largest: float
+    not_finite: int
 
     def __str__(self) -> str:
+        if self.not_finite:
+            return f"{self.kind} losses  not finite at {self.not_finite:,} of {self.steps:,} steps of one of the runs"
         if not self.differing:
             return f"{self.kind} losses  equal at all {self.steps:,} steps"
         return (
@@ -172,10 +176,16 @@ def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapp
         {record["step"]: record["loss"] for record in records if record["kind"] == kind}
         for records in (before, after)
     )
-    gaps = {step: abs(new[step] - old[step]) for step in old if None not in (old[step], new.get(step))}
+    both = old.keys() & new.keys()  # the files have null for what is not finite
+    gaps = {step: abs(new[step] - old[step]) for step in both if None not in (old[step], new[step])}
     differing = sorted(step for step, gap in gaps.items() if gap)
     return _Losses(
-        kind, len(gaps), len(differing), min(differing, default=None), max(gaps.values(), default=0.0)
+        kind,
+        len(both),
+        len(differing),
+        min(differing, default=None),
+        max(gaps.values(), default=0.0),
+        sum((old[step] is None) != (new[step] is None) for step in both),
     )
 
 

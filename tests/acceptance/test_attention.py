@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from lmkit.attention import attention_function
 from lmkit.bench.attention import Case, Options, Sweep
+from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
 from lmkit.measure.statistics import spread
@@ -222,7 +223,7 @@ def store(rows: Rows, environment: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = row_files("acceptance", rows) | {
         "acceptance.md": tables(rows),
-        "forward.png": forward_picture(rows),
+        "forward.png": decorate("forward.png", partial(forward_picture, rows)) or b"",
     }
     files["environment.json"] = json.dumps(environment, indent=1)
     for name, content in files.items():

@@ -43,6 +43,15 @@ def _frozen_modules() -> Iterator[None]:
 
 
 @pytest.fixture
+def _planted_kernels() -> Iterator[None]:
+    """Register the planted functions as attention kernels."""
+    import planted_kernels
+
+    with planted_kernels.registered():
+        yield
+
+
+@pytest.fixture
 def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_context, "measure_limits", lambda device, dtypes: LIMITS)
 

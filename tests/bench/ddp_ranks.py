@@ -2,19 +2,23 @@
 
 import gc
 import json
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from planted_strategies import NAMES as PLANTED
+from planted_strategies import registered
 
 from lmkit.bench import context as bench_context
-from lmkit.bench import ddp
+from lmkit.bench import ddp, training_gate
 from lmkit.bench.all_reduce import all_reduce
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
 from lmkit.bench.optimizer import optimizer
 from lmkit.bench.parking import Parking, _storages
+from lmkit.bench.training_gate import reference
 from lmkit.measure.limits import Limits
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks, process_group
@@ -112,6 +116,30 @@ def trained_in_turns(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def with_planted(ranks: Ranks) -> dict[str, Any]:
+    """Rows of both benches for strategies that are wrong, and one that is right."""
+    with registered():
+        names = ("one rank", *PLANTED)
+        short = context_of("ddp", ranks, [], rounds=1)
+        case = case_of(short.recipe, short.options, "ddp")
+        of_optimizer = context_of("optimizer", ranks, [], rounds=1, variants=names[1:])
+        return {
+            "ddp": ddp.measure(case, names, short, part="ladder"),
+            "optimizer": optimizer(of_optimizer),
+            "rounded": ddp.measure(replace(case, precision="bf16-autocast"), names, short, part="ladder"),
+        }
+
+
+def without_room(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
+    """On one of the ranks, one process has no room for the training."""
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        return None if ranks.rank == 1 else reference(*arguments, **options)
+
+    with mock.patch.object(training_gate, "reference", full):
+        return ddp.measure(case, ("naive",), context_of("ddp", ranks, [], rounds=1), part="ladder")
+
+
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
     gc.freeze()  # benches collect garbage between variants: not the modules each time
@@ -136,6 +164,8 @@ def measure_all() -> dict[str, Any]:
             "broadcast": broadcast_by_zero(case, ranks),
             "turns": trained_in_turns(case, ranks),
             "muon": with_muon(ranks),
+            "planted": with_planted(ranks),
+            "without room": without_room(case, ranks),
             "parked": ddp.measure(case, ("fsdp", "naive"), parked, part="ladder"),
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),

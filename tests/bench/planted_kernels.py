@@ -1,11 +1,14 @@
 """Attention kernels that are wrong, refuse, or fail; and honest ones of coarse arithmetic."""
 
+from contextlib import contextmanager
+
 import torch
 from torch.nn import functional as F
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench.attention_gate import cut_to_tf32
 from lmkit.errors import UsageError
+from lmkit.registry import ATTENTION
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 51 GiB. GPU 0 has less")
 
@@ -89,4 +92,28 @@ def broken(q, k, v, *, causal):
     raise RuntimeError("ptxas died\nlong story")
 
 
+_KEPT = {}
+
+
+def remembers(q, k, v, *, causal):
+    """The right result of these tensors; from the second call on without computing anything."""
+    key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape)
+    if key not in _KEPT:
+        _KEPT.clear()
+        _KEPT[key] = vectorized(q, k, v, causal=causal), (q, k, v)
+    return _KEPT[key][0]
+
+
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
+ALL = (*WRONG, wrong_shape, gradient_dropped, remembers, out_of_memory, unsupported, broken)
+
+
+@contextmanager
+def registered():
+    for function in ALL:
+        ATTENTION.register(function.__name__)(function)
+    try:
+        yield
+    finally:
+        for function in ALL:
+            ATTENTION.unregister(function.__name__)

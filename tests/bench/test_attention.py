@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from planted_kernels import FULL, WRONG, broken, gradient_dropped, out_of_memory, unsupported, wrong_shape
+from planted_kernels import FULL, WRONG, wrong_shape
 from raising import raises
 
 from lmkit.attention.vectorized import vectorized
@@ -24,17 +24,6 @@ from lmkit.registry import ATTENTION
 CPU = torch.device("cpu")
 PICTURES = ("forward", "backward", "heatmap", "heatmap_backward", "scaling")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
-
-
-@pytest.fixture
-def _planted_kernels():
-    """Register the planted functions as attention kernels."""
-    functions = (*WRONG, wrong_shape, gradient_dropped, out_of_memory, unsupported, broken)
-    for function in functions:
-        ATTENTION.register(function.__name__)(function)
-    yield
-    for function in functions:
-        ATTENTION.unregister(function.__name__)
 
 
 @pytest.fixture
@@ -127,7 +116,24 @@ def test_what_is_wrong_is_not_timed(measure, dtype):
         assert rows[name,]["status"] == "wrong result", name
         assert rows[name,]["detail"].startswith("out: ")
         assert "median_ms" not in rows[name,]
-    assert "wrong result" in result.files["attention_sweep_report.md"]
+    report = result.files["attention_sweep_report.md"]
+    assert (
+        report.split("What was found")[1].splitlines()[2].startswith("- 48 16 forward zeros: wrong result: ")
+    )
+    assert result.table.startswith("48 16 forward zeros: wrong result: ")
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_kernel_that_remembers_its_result_is_faster_than_the_machine_can_be(measure):
+    """It is right, and computes nothing while it is timed."""
+    result = measure(tiers=("128",), kernels=("vectorized", "remembers"), baseline="remembers")
+    rows = rows_by(result, "kernel")
+    row = rows["remembers",]
+    assert (row["status"], "matmul rate" in row["detail"]) == ("impossible rate", True)
+    assert not {"median_ms", "tflops", "share_of_matmul", "samples_ms"} & row.keys()
+    assert "speedup" not in rows["vectorized",]  # over what cannot be true
+    assert result.table.startswith("128 16 forward remembers: impossible rate: ")
+    assert "vectorized is fastest" in result.files["attention_sweep_report.md"]
 
 
 @pytest.mark.usefixtures("_planted_kernels")

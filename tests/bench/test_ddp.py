@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ddp_ranks
+import planted_strategies
 import pytest
 import torch
 from raising import raises
@@ -123,8 +124,43 @@ def test_fault_177_the_optimizer_of_the_recipe_makes_the_steps(measured, bench):
     assert [row.get("status", "ok") for row in rows] == ["ok", "ok", "unsupported", "unsupported"]
     assert measured["muon"]["names"] == {"bucketed": "Muon", "torch_ddp": "Muon"}
     summary, _ = result_files(bench, rows, {})
-    reasons = [reason for reason in summary.reasons() if reason.startswith("unsupported: ")]
+    reasons = [reason for reason in summary.not_measured if reason.startswith("unsupported: ")]
     assert ["muon" in reason or "AdamW" in reason for reason in reasons] == [True, True]
+
+
+@pytest.mark.parametrize("bench", ["ddp", "optimizer", "rounded"])
+def test_strategies_that_do_not_average_in_every_step_are_wrong_and_not_timed(measured, bench):
+    rows = {row["variant"]: row for row in measured["planted"][bench]}
+    for name in planted_strategies.WRONG:
+        assert rows[name]["status"] == "wrong result", name
+        assert not {"step_ms", "tokens_per_s", "samples_ms"} & rows[name].keys()
+    assert rows["every_other"]["detail"].startswith("rank 0: step 1: the gradient of ")
+    assert "step 2" in rows["first_only"]["detail"]
+    assert "ln_final" in rows["forgets"]["detail"] or "lm_head" in rows["forgets"]["detail"]
+    assert "the norm of the mean gradient is 1 " in rows["sums"]["detail"]  # twice as large: 1 too much
+    assert rows["right"]["status"] == "ok"
+    assert rows["right"]["step_ms"] > 0
+
+
+def test_wrong_strategies_lead_the_report_and_are_never_fastest(measured):
+    summary, files = result_files("ddp", measured["planted"]["ddp"], {})
+    assert len(summary.wrong) == len(planted_strategies.WRONG)
+    text = terminal_text(summary)
+    assert text.startswith("every_other: wrong result: ")
+    assert text.index("wrong result") < text.index("ms/step")
+    report = files["ddp_report.md"]
+    found = report[report.index("What was found") :].splitlines()[2:]
+    assert all("wrong result" in line for line in found[: len(planted_strategies.WRONG)])
+    assert "Fastest without a bf16 option: right" in report
+    assert not any("astest" in line and name in line for line in found for name in planted_strategies.WRONG)
+
+
+def test_what_one_process_has_no_room_for_is_timed_and_said_to_be_unchecked(measured):
+    (row,) = measured["without room"]
+    assert (row["status"], bool(row["unchecked"])) == ("ok", True)
+    assert row["step_ms"] > 0
+    summary, _ = result_files("ddp", [row], {})
+    assert f"not checked: naive: {row['unchecked']}" in summary.notes
 
 
 def test_ranks_agree_on_what_fits_and_when_time_is_up(measured):

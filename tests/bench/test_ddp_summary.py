@@ -22,6 +22,7 @@ def kernel(name: str, start: int, end: int) -> DeviceWork:
     return DeviceWork("kernel", name, 1000 * start, 1000 * end, 0, 0, 0)
 
 
+@pytest.mark.usefixtures("drawing")
 def test_a_trace_is_read_as_what_ran_at_the_same_time():
     """Four steps of 100 us, shifted by 1000: two kernels that touch, a collective half of which overlaps them, one
     after. The second kernel of the third step, the last but one, is longer."""
@@ -40,6 +41,7 @@ def test_a_trace_is_read_as_what_ran_at_the_same_time():
         read_step(events[:-1], 4)
 
 
+@pytest.mark.usefixtures("drawing")
 def test_pictures_of_times_have_whiskers_and_the_bucket_sizes_an_axis_from_zero(monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "png", lambda figure: figures.append(figure) or b"")

@@ -135,6 +135,7 @@ def test_fp8_weights_with_many_texts_are_refused():
         bench.check(validate({"bench": {"generate": keys}}, origin="test"))
 
 
+@pytest.mark.usefixtures("drawing")
 def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):
     drawn = {}
     monkeypatch.setattr(bench, "grouped_bars", lambda rows, key, **options: drawn.setdefault(key, rows))

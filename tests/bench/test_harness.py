@@ -1,8 +1,11 @@
 """The harness: folders, journals, ranks, restarts, and benches from outside."""
 
+import json
+import math
 import os
 import subprocess
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from lmkit.bench import harness
 from lmkit.bench.context import Context, Journal, RankOutOfMemory
 from lmkit.bench.harness import (
     Interrupted,
+    add_figures,
+    believed,
     build_what_fits,
     check_place,
     out_of_memory_is_a_row,
@@ -23,6 +28,7 @@ from lmkit.bench.harness import (
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.limits import Limits
 from lmkit.measure.tables import Column
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import PositiveInt, Table
@@ -235,6 +241,99 @@ def test_the_terminal_and_the_report_say_why_rows_have_no_measurement():
     assert "- unsupported: not in 4 (k4; k4)" in report_text(summary, {}, ())
     assert Summary("x", COLUMNS, []).measured
     assert not Summary("x", COLUMNS, why).measured
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        ({"ms": math.nan}, "wrong result", "ms is not finite"),
+        ({"samples_ms": [1.0, math.inf]}, "wrong result", "samples_ms"),
+        ({"class_ms": {"matmul": -math.inf}}, "wrong result", "class_ms"),
+        (
+            {"mfu": 3.009, "mfu_basis": "dense bf16 peak of a chip"},
+            "impossible rate",
+            "300.9% of the dense bf16",
+        ),
+        ({"share_of_matmul": 1.26}, "impossible rate", "126.0% of the measured matmul rate, at most 125%"),
+        ({"share": 1.51}, "impossible rate", "copy bandwidth"),
+        ({"share_of_matmul": 1.24, "mfu": 1.24, "share": 1.49, "ms": 1.0, "gap": None}, "ok", ""),
+        ({"status": "out of memory", "ms": math.nan}, "out of memory", ""),
+    ],
+)
+def test_figures_that_cannot_be_true_are_refused(fields, status, says):
+    row = {"kernel": "k", "repeats": 3, "status": "ok", **fields}
+    found = believed(row)
+    assert found["status"] == status
+    if not says:
+        assert found is row
+        return
+    assert says in found["detail"]
+    assert (found["kernel"], found["repeats"]) == ("k", 3)
+    assert not any(isinstance(value, float | list | dict) for value in found.values())
+
+
+def test_a_rate_above_the_limit_is_believed_if_the_limit_was_disturbed():
+    """A second measurement finds a faster machine; the higher limit stays."""
+    slow = Limits("a test", {"fp32": 1.0}, 1.0, again=lambda: Limits("a test", {"fp32": 4.0}, 0.5))
+    row: dict[str, Any] = {"kernel": "k", "status": "ok"}
+    assert add_figures(row, slow, lambda: {"share_of_matmul": 3.0 / slow.matmul_flops["fp32"], "ms": 2.0})
+    assert (row["share_of_matmul"], row["ms"], slow.copy_bytes_per_s) == (0.75, 2.0, 1.0)
+    row = {"kernel": "k", "status": "ok", "host_ms": 1.0}
+    assert not add_figures(row, slow, lambda: {"share_of_matmul": 30.0 / slow.matmul_flops["fp32"]})
+    assert (row["status"], "host_ms" in row) == ("impossible rate", False)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ({"status": "wrong result", "detail": "it is zero"}, 1),
+        ({"share_of_matmul": 3.009}, 1),
+        ({"ms": math.nan}, 1),
+        ({"status": "out of memory", "detail": "no room"}, 0),
+    ],
+)
+def test_a_wrong_row_leads_and_ends_with_exit_code_1(planted, tmp_path, terminal, monkeypatch, row, code):
+    """Also of a bench from outside; a row that did not fit is none."""
+    good = {"planted": 1, "ms": 1.5, "status": "ok"}
+    monkeypatch.setattr(
+        BENCHES, "load", lambda name, load=BENCHES.load: only_rows([good, {"planted": 2, **row}], load(name))
+    )
+    words = ["bench", "planted", "--set", "run.device=cpu", "--output", tmp_path / "out"]
+    printed = terminal(*words, exit_code=code)
+    assert ("wrong result: " in printed or "impossible rate: " in printed) == bool(code)
+    told = json.loads(terminal(*words, "--force", "--json", exit_code=code))
+    assert len(told["wrong"]) == code
+    report = (tmp_path / "out" / "planted_report.md").read_text()
+    if code:
+        assert report.split("What was found")[1].splitlines()[2] == f"- {told['wrong'][0]}"
+        assert printed.startswith(told["wrong"][0][:40])
+        assert told["wrong"][0].startswith("2")  # the row's first column
+    lines = (tmp_path / "out" / "planted_results.jsonl").read_text().splitlines()
+    stored = list(map(json.loads, lines))
+    assert stored[0] == good
+    assert "ms" not in stored[1]
+
+
+def only_rows(rows: list[dict[str, Any]], bench: Any) -> Any:
+    """A bench that returns these rows, in the module of another."""
+
+    @wraps(bench)
+    def replaced(context: Context) -> list[dict[str, Any]]:
+        return [dict(row) for row in rows]
+
+    return replaced
+
+
+def test_a_picture_that_fails_does_not_fail_a_bench(planted, tmp_path, monkeypatch, caplog):
+    def fails(rows: object) -> dict[str, bytes]:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(sys.modules[__name__], "pictures", fails, raising=False)
+    with caplog.at_level("WARNING", "lmkit"):
+        stored = planted()
+    assert stored.is_fine
+    assert (tmp_path / "planted_results.jsonl").is_file()
+    assert "no fonts" in caplog.text
 
 
 def test_out_of_memory_is_a_row_and_other_errors_are_not():

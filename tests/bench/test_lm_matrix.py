@@ -1,6 +1,7 @@
 """The lm-matrix: real trainings that must agree, cells that do not fit, and the sentences that rows support."""
 
 import json
+import math
 
 import matrix_ranks
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import harness
+from lmkit.bench import harness, lm_matrix
 from lmkit.bench.harness import run_bench as run_on_ranks
 from lmkit.bench.lm_matrix_summary import coinciding_curves, findings, pictures, summarize, with_ratios
 from lmkit.bench.summary import report_text
@@ -158,6 +159,32 @@ def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complet
     assert [len(rows) for rows in added] == [0, 3, 3]  # sdpa was not trained again
 
 
+@pytest.mark.usefixtures("_planted_kernels")
+def test_wrong_kernels_are_not_trained(run_bench):
+    result = run_bench("lm_matrix", kernels=["scaled", "sdpa"], strategies=["none", "flat"], **SMALL)
+    rows = {(row["kernel"], row["strategy"]): row for row in result.rows}
+    for strategy in ("none", "flat"):
+        assert rows["scaled", strategy]["status"] == "wrong result"
+        assert "median_ms" not in rows["scaled", strategy]
+        assert rows["sdpa", strategy]["status"] == "ok"
+    assert result.table.startswith("scaled none; scaled flat: wrong result: step 1: ")
+    report = result.files["lm_matrix_report.md"]
+    assert "Fastest: sdpa" in report
+    assert report.index("scaled none; scaled flat: wrong result") < report.index("Fastest")
+    assert "lm_matrix_convergence.png" in result.files
+
+
+def test_a_loss_that_is_not_finite_is_no_result(run_bench, monkeypatch):
+    real = lm_matrix.Training.fields
+    monkeypatch.setattr(
+        lm_matrix.Training, "fields", lambda *arguments: real(*arguments) | {"final_loss": math.nan}
+    )
+    result = run_bench("lm_matrix", kernels=["sdpa"], **SMALL)
+    assert [(row["status"], row["detail"]) for row in result.rows] == [
+        ("wrong result", "final_loss is not finite")
+    ]
+
+
 def test_it_trains_on_a_token_file(run_bench, tmp_path):
     path = tmp_path / "train.npy"
     with TokenFileWriter(path, vocab_size=300, tokenizer_sha256="a" * 64) as writer:
@@ -252,6 +279,7 @@ def test_the_report_says_which_steps_were_not_in_a_graph_and_why():
     assert "whether" not in report_text(summarize([sharded]), {}, ())
 
 
+@pytest.mark.usefixtures("drawing")
 def test_the_headline_is_drawn_where_there_is_something_to_compare():
     one, naive, flat = cell("one rank", 18.0, ranks=1), cell("naive", 12.0), cell("flat", 10.0)
     assert "lm_matrix_headline.png" in pictures([one, naive])

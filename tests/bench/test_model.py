@@ -6,6 +6,7 @@ import pytest
 import torch
 from raising import raises
 
+from lmkit.bench import harness
 from lmkit.bench import model as bench
 from lmkit.bench.context import Journal
 from lmkit.bench.model import findings
@@ -21,6 +22,17 @@ from lmkit.training.setup import TrainingStep
 SMALL = {"vocab_size": 64, "lengths": (8,), "batch_size": 2, "warmup": 0, "iters": 3, "warmup_study": ()}
 TINY = ModelConfig(preset="tiny", **PRESETS["tiny"], vocab_size=64, context_length=8)
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_wrong_kernel_is_wrong_in_every_mode_and_in_the_study(run_bench):
+    options = {**SMALL, "modes": ("forward", "step"), "warmup_study": (0,), "attention": "mask_too_wide"}
+    result = run_bench("model", **options)
+    assert [row["part"] for row in result.rows] == ["warm-up", "model", "model"]
+    for row in result.rows:
+        assert row["status"] == "wrong result"
+        assert not {"median_ms", "mean_ms", "tflops"} & row.keys()
+    assert "wrong result: step 1: " in result.table.splitlines()[0]
 
 
 def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
@@ -105,7 +117,7 @@ class _Peak:
 
 
 def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monkeypatch):
-    monkeypatch.setattr(bench, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(harness, "available_memory", lambda: 1_000_000)
     monkeypatch.setattr(setup, "TrainingStep", None)
     result = run_bench("model", **{**SMALL, "warmup_study": (0,)})
     assert {row["status"] for row in result.rows} == {"out of memory"}

@@ -8,9 +8,8 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import model as model_bench
+from lmkit.bench import harness, step_rivals
 from lmkit.bench import step as bench
-from lmkit.bench import step_rivals
 from lmkit.bench.context import Journal
 from lmkit.bench.step import ABLATIONS, SIZES, class_table, config_of, findings
 from lmkit.bench.step_ablations import METHODS, Ablated
@@ -35,6 +34,20 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 @pytest.fixture
 def _uncompiled(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_wrong_kernel_is_wrong_in_every_variant_of_lmkit(run_bench):
+    variants = ("lmkit", "lmkit:no_graph", "plain_eager")
+    result = run_bench("step", **{**EAGER, "variants": variants, "attention": "scaled"})
+    rows = {row["variant"]: row for row in result.rows}
+    for variant in variants[:2]:
+        assert rows[variant]["status"] == "wrong result"
+        assert "step 1: the gradient of " in rows[variant]["detail"]
+        assert "median_ms" not in rows[variant]
+    assert rows["plain_eager"]["status"] == "ok"
+    assert "first_is" not in rows["plain_eager"]  # over what is wrong
+    assert result.table.startswith("tiny lmkit; tiny lmkit:no_graph: wrong result: ")
 
 
 @pytest.mark.usefixtures("_uncompiled")
@@ -92,7 +105,7 @@ def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, 
 
 
 def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monkeypatch):
-    monkeypatch.setattr(model_bench, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(harness, "available_memory", lambda: 1_000_000)
     monkeypatch.setattr(step_rivals, "RivalStep", None)
     assert {row["status"] for row in run_bench("step", **EAGER).rows} == {"out of memory"}
 

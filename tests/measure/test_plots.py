@@ -9,15 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from lmkit.measure import plots
-from lmkit.measure.decoration import own_settings
 
-
-@pytest.fixture(autouse=True)
-def _settings():
-    with own_settings():
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("drawing")
 POINTS = {"ours": [(128.0, 0.1), (1024.0, 2.0)], "theirs": [(128.0, 0.2), (1024.0, 3.0)]}
 LABELS = {"title": "t", "x_label": "sequence length (tokens)", "y_label": "time (ms)"}
 PANELS = {

@@ -39,6 +39,24 @@ def test_fresh_runs_are_identical_unless_the_seed_differs(tiny):
     assert_same_state(newest(one), newest(two))
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_fail_a_training(tiny, monkeypatch, caplog):
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Failed to build a font cache")
+
+    monkeypatch.setattr(session, "draw_losses", fails)
+    with caplog.at_level("WARNING", "lmkit"):
+        result = train_here(tiny())
+    assert result.status == "finished"
+    assert [record.getMessage() for record in caplog.records if "loss.png" in record.getMessage()]
+
+
+def test_a_name_that_would_be_a_formula_is_drawn(tiny, monkeypatch):
+    monkeypatch.setattr(session, "draw_losses", draw_losses)
+    recipe = tiny("run.name=a $\\frac$")
+    assert train_here(recipe).status == "finished"
+    assert (recipe.run.path / "loss.png").is_file()
+
+
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
     monkeypatch.setattr(session, "draw_losses", draw_losses)
     recipe = tiny("train.steps=60", "optimizer.lr=0.01")

@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from raising import raises
 from run_folders import losses, train_here
 
 import lmkit.training
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import SCHEDULES
-from lmkit.training import build_step
+from lmkit.training import build_step, setup
 from lmkit.training.session import plan
 from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
@@ -71,6 +72,31 @@ def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
     step = build_step(CONFIG, parallel=ParallelConfig(strategy=strategy), precision=precision)
     found = {parameter.dim(): parameter.dtype for parameter in step.model.parameters()}
     assert found == {1: torch.float32, 2: torch.bfloat16}
+
+
+def test_a_step_is_built_on_the_gpu_where_there_is_one(monkeypatch):
+    """As `run.device = "auto"` chooses; here torch only says that it has one."""
+    asked: list[torch.device] = []
+
+    def refuse(name: str, query: torch.Tensor) -> None:
+        asked.append(query.device)
+        raise UsageError("attention.unsupported", "refused", hint="it is only asked")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(setup, "check_kernel", refuse)
+    monkeypatch.setattr(setup, "_one_query", lambda model, precision, device: SimpleNamespace(device=device))
+    for ranks, device in ((None, "cuda"), (Ranks(), "cpu")):
+        with raises(UsageError, "attention.unsupported"):
+            build_step(CONFIG, ranks)
+        assert asked.pop().type == device
+
+
+def test_a_step_that_no_device_can_make_is_refused_when_it_is_built():
+    """And not by the first batch."""
+    triton = CONFIG.changed(attention="flash_triton")
+    with raises(UsageError, "attention.unsupported", "flash_triton", "cpu"):
+        build_step(triton, Ranks())
 
 
 def test_what_the_device_cannot_do_is_refused(tiny):

@@ -1,0 +1,117 @@
+"""The gate of trainings: what it refuses on one process, and what it must let pass. Strategies: test_ddp.py."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from raising import raises
+
+from lmkit.bench import training_gate
+from lmkit.bench.training_gate import (
+    EXACT,
+    ROUNDED,
+    STEPS,
+    budget_of,
+    fault,
+    follow,
+    judge,
+    of_pytorch,
+    reference,
+)
+from lmkit.errors import UsageError
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
+from lmkit.training.setup import TrainingStep
+
+CPU = torch.device("cpu")
+SHAPE = {"vocab_size": 64, "context_length": 12, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+
+
+def recipe_of(*, precision="fp32", optimizer="adamw", **model) -> Recipe:
+    train = TrainConfig(batch_size=4, precision=precision)
+    return Recipe(model=ModelConfig(**SHAPE, **model), train=train, optimizer=OptimizerConfig(name=optimizer))
+
+
+def fault_of(recipe: Recipe) -> str:
+    found = follow(TrainingStep(recipe, Ranks()))
+    theirs = reference(of_pytorch(recipe), CPU)
+    assert theirs is not None
+    assert recipe.train is not None
+    return fault(found, theirs, budget_of(recipe.train.precision))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"attention": "flash_torch"},
+        {"qkv_bias": True},  # the gradient of a key's bias is nothing but rounding errors
+        {"tie_embeddings": True, "qk_norm": True},
+        {"compile": "none", "activation_checkpointing": "block", "attention": "vectorized"},
+    ],
+    ids=lambda model: next(iter(model)),
+)
+def test_right_trainings_pass(precision, model):
+    assert fault_of(recipe_of(precision=precision, **model)) == ""
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_other_optimizers_pass(optimizer):
+    assert fault_of(recipe_of(optimizer=optimizer)) == ""
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize(
+    "kernel", ["zeros", "scaled", "mask_too_wide", "mask_too_narrow", "gradient_dropped"]
+)
+def test_wrong_kernels_are_found(kernel):
+    assert fault_of(recipe_of(attention=kernel)).startswith("step 1: ")
+
+
+def test_the_first_fault_is_named_with_its_budget():
+    theirs = reference(recipe_of(), CPU)
+    assert theirs is not None
+    assert fault(theirs, theirs, EXACT) == ""
+    name = "layers.1.ln2.weight"
+    gradients = theirs[1].gradients
+    broken = replace(theirs[1], gradients=gradients | {name: gradients[name] * 1.01})
+    found = fault([theirs[0], broken, theirs[2]], theirs, EXACT)
+    assert found == f"step 2: the gradient of {name} is 0.01 from that of one process, allowed 0.001"
+    assert fault([theirs[0], broken, theirs[2]], theirs, ROUNDED) == ""
+    for other in (replace(theirs[0], norm=math.nan), replace(theirs[0], loss=math.inf)):
+        assert fault([other, *theirs[1:]], theirs, ROUNDED).startswith("step 1: the ")
+
+
+def test_weights_that_do_not_move_are_found_without_gradients():
+    """Where ranks share gradients out, what the optimizer made of them is all there is to see."""
+    theirs = reference(recipe_of(), CPU)
+    assert theirs is not None
+    name = "layers.0.ffn.w2.weight"
+    stuck = [replace(seen, gradients={}, weights=seen.weights | {name: seen.start[name]}) for seen in theirs]
+    assert f"the change of {name} is 1 " in fault(stuck, theirs, ROUNDED)
+    assert fault([replace(seen, gradients={}) for seen in theirs], theirs, EXACT) == ""
+
+
+def test_what_is_judged_has_made_its_first_steps():
+    training = TrainingStep(recipe_of(), Ranks())
+    row, losses = judge(training, reference(recipe_of(), CPU), EXACT)
+    assert row == {"status": "ok"}
+    assert len(losses) == STEPS == training._done
+    unchecked, _ = judge(training, None, EXACT)
+    assert unchecked["status"] == "ok"
+    assert unchecked["unchecked"]
+
+
+def test_a_process_without_room_has_no_reference(monkeypatch):
+    def full(training):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training_gate, "follow", full)
+    assert reference(recipe_of(), CPU) is None
+
+
+def test_a_kernel_that_refuses_the_device_is_refused_and_not_wrong():
+    with raises(UsageError, "attention.unsupported", "flash_triton"):
+        fault_of(recipe_of(attention="flash_triton"))
