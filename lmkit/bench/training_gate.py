@@ -51,9 +51,11 @@ class Budget(NamedTuple):
 
 EXACT = Budget(1e-3, 0.03, 2e-3)
 """float32: sums in another order differ by 1e-6, and changes of weights by 1e-2."""
-ROUNDED = Budget(0.05, 0.4, 0.05)
-"""Products, weights or messages that are rounded to 16 bits: 0.015 and 0.25 were seen."""
-COARSE = Budget(0.3, 0.8, 0.05)
+ROUNDED = Budget(0.1, 0.7, 0.05)
+"""Products, weights or messages (`bf16`, `bf16 wire`, `bf16 states`) that are rounded to 16 bits. Right trainings of
+24 layers differ by up to 0.04 and 0.43; the gradients of one of two ranks differ from the mean by 0.8, its changes
+by 1."""
+COARSE = Budget(0.3, 0.9, 0.05)
 """Products in fp8."""
 Numbers = dict[str, Tensor]
 """Name of a parameter in checkpoints -> elements in host memory."""
