@@ -83,7 +83,7 @@ class BenchStored:
     rows: Rows
     table: str
     measured: bool
-    wrong: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
 
     @property
     def is_fine(self) -> bool:

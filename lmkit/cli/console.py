@@ -20,10 +20,11 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a command: a text for people, and fields for `--json`."""
+    """The result of a command: a text for people, and fields for `--json`; the exit code is 1 if it is not fine."""
 
     text: str
     fields: dict[str, Any]
+    is_fine: bool = True
 
     def __str__(self) -> str:
         return self.text

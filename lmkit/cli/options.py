@@ -120,8 +120,9 @@ class Group(TyperGroup):
 class Commands(typer.Typer):
     """The commands of one file.
 
-    `add` registers a function as a command. Its result is printed as text, or with `--json` as JSON; a function that
-    prints by itself declares `as_json` and returns None.
+    `add` registers a function as a command. Its result is printed as text, or with `--json` as JSON; if it has an
+    attribute `is_fine` that is false, the exit code is 1. A function that prints by itself declares `as_json` and
+    returns None.
     """
 
     def __init__(self, text: str | None = None, *, example: str = "", cls: type[Group] = Group) -> None:
@@ -167,6 +168,8 @@ def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
             from lmkit.cli.console import show
 
             show(result, as_json=values["as_json"])
+            if not getattr(result, "is_fine", True):
+                raise typer.Exit(1)
 
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)

@@ -39,7 +39,7 @@ def rerun(
     """Make a run or a bench again from its stored recipe, and list what drifted.
 
     Compares versions, the machine, losses step by step, and times as `lmkit compare` does; of a run also the recipe,
-    with that of its newest checkpoint.
+    with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong.
     """
     from lmkit.recipe.load import load_recipe
 
@@ -63,7 +63,9 @@ def rerun(
     lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
     if not changes:
         lines.append("versions, machine and recipe are the same")
-    return Result("\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields})
+    return Result(
+        "\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields}, made.is_fine
+    )
 
 
 def _environment(folder: Path) -> dict[str, Any]:
@@ -95,9 +97,10 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
         )
     ranks = nproc or int(_environment(folder).get("world_size", 1))
     with progress_on_stderr() as progress:
-        run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
+        made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
     compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
-    return Result(str(compared), {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse})
+    fields = {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse}
+    return Result(str(compared), fields, is_fine=made is None or not made.wrong)
 
 
 # Runs

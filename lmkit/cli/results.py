@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmkit.cli.console import show
-from lmkit.cli.options import Commands, ForceOption, JsonOption, PluginOption, option
+from lmkit.cli.options import Commands, ForceOption, PluginOption, option
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import METRICS
 
@@ -29,8 +28,7 @@ def compare(
         ),
     ] = None,
     plugin: PluginOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Any:
     """Compare two results of one bench, row by row, or two trainings.
 
     For trainings: which recipe has the lower held-out loss at equal steps, tokens and minutes, with 95% intervals
@@ -47,14 +45,10 @@ def compare(
         from lmkit.training import compare_runs
 
         smallest = compare_runs.SMALLEST_DIFFERENCE if threshold is None else threshold
-        show(compare_runs.compare_training(before, after, threshold=smallest), as_json=as_json)
-        return
+        return compare_runs.compare_training(before, after, threshold=smallest)
     from lmkit.bench.compare import SMALLEST_DIFFERENCE, compare_files
 
-    result = compare_files(before, after, threshold=SMALLEST_DIFFERENCE if threshold is None else threshold)
-    show(result, as_json=as_json)
-    if not result.is_fine:
-        raise typer.Exit(1)
+    return compare_files(before, after, threshold=SMALLEST_DIFFERENCE if threshold is None else threshold)
 
 
 @app.add(

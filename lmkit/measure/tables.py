@@ -43,7 +43,7 @@ class Column:
 
     def text(self, row: Row) -> str:
         value = row.get(self.key)
-        if value is None or (isinstance(value, float) and math.isnan(value)):
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return str(row.get(self.instead, MISSING)) if self.instead else MISSING
         return format(value, self.spec) if self.spec and _is_number(value) else str(value)
 
@@ -69,9 +69,12 @@ def finite(value: Any) -> Any:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """Return CSV (RFC 4180) of the scalars, with a header line; keys are in the order of their first appearance."""
+    """Return CSV (RFC 4180) of the scalars, with a header line; keys are in the order of their first appearance.
+
+    NaN and infinities are empty.
+    """
     scalars = [
-        {key: value for key, value in row.items() if not isinstance(value, list | tuple | Mapping)}
+        {key: finite(value) for key, value in row.items() if not isinstance(value, list | tuple | Mapping)}
         for row in rows
     ]
     out = io.StringIO()

@@ -4,11 +4,13 @@ import pytest
 import torch
 from raising import raises
 
+from lmkit.bench import context as bench_context
 from lmkit.bench import generate as bench
 from lmkit.bench.generate import OwnWriter
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import report_text, terminal_text
 from lmkit.errors import UsageError
+from lmkit.measure.limits import Limits
 from lmkit.model.accounting import least_bytes
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.load import validate
@@ -28,6 +30,21 @@ def test_every_case_is_measured_against_its_least_bytes(run_bench):
         assert row["share"] == pytest.approx(row["least_bytes"] / seconds / 1e10)
         assert row["first_ms"] > 0
     assert set(result.files) >= {"generate_results.jsonl", "generate_report.md", "generate_share.png"}
+
+
+def test_a_share_of_the_bandwidth_above_what_reads_can_reach_is_refused(run_bench, monkeypatch):
+    """Bytes that fit into a cache are not limited by the memory: they have no share."""
+    slow = Limits("a test", {"fp32": 1e12}, 1.0)
+    monkeypatch.setattr(bench_context, "measure_limits", lambda device, dtypes: slow)
+    (cached,) = run_bench("generate", **{**QUICK, "contexts": (8,)}, variants=("lmkit",)).rows
+    assert cached["status"] == "ok"
+    assert "share" not in cached
+    monkeypatch.setattr(bench, "cache_bytes", lambda device: 0)
+    refused = run_bench("generate", **{**QUICK, "contexts": (8,)}, variants=("lmkit", "lmkit_torch"))
+    for row in refused.rows:
+        assert row["status"] == "impossible rate"
+        assert not {"median_ms", "tokens_per_s", "share", "first_is", "prefill_ms"} & row.keys()
+    assert "copy bandwidth" in refused.table.splitlines()[0] + refused.table.splitlines()[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,9 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
+
+from lmkit.bench import harness
+from lmkit.bench.harness import BenchStored
+from lmkit.cli.rerun import _losses
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -58,6 +63,29 @@ def test_a_bench_is_made_again_and_compared(terminal):
     assert {row["verdict"] for row in found["rows"]} <= {"faster", "slower", "no difference", "unclear"}
     names = [sorted(path.name for path in Path(folder).iterdir()) for folder in ("before", "after")]
     assert names[0] == names[1]
+
+
+def test_a_bench_that_is_wrong_when_it_is_made_again_ends_with_exit_code_1(terminal, monkeypatch):
+    row = {"operation": "all_reduce", "dtype": "fp32", "bytes": 4, "status": "ok", "samples_ms": [1.0] * 6}
+    Path("before").mkdir()
+    (Path("before") / "recipe.toml").write_text("[run]\nname = 'x'\n")
+    (Path("before") / "all_reduce_results.jsonl").write_text(json.dumps(row) + "\n")
+
+    def run_bench(name: str, recipe: object, new: Path, **options: object) -> BenchStored:
+        shutil.copytree("before", new)
+        return BenchStored(name, str(new), (), [row], "", measured=True, wrong=("it is zero",))
+
+    monkeypatch.setattr(harness, "run_bench", run_bench)
+    found = json.loads(terminal("rerun before --output after --json", exit_code=1))
+    assert found["bench"] == "all_reduce"
+
+
+@pytest.mark.parametrize("gone", [None, 2.5])
+def test_a_loss_that_only_one_run_has_is_said(gone):
+    finite, other = ([{"kind": "train", "step": 1, "loss": loss}] for loss in (2.5, gone))
+    losses = _losses("train", finite, other)
+    assert (losses.steps, losses.not_finite) == (1, int(gone is None))
+    assert ("not finite" in str(losses)) == (gone is None)
 
 
 def test_what_is_no_result_is_named(terminal):

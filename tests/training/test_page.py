@@ -12,6 +12,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
+from lmkit.training import page
 from lmkit.training.page import write_page
 
 RECIPE = '[run]\nname = "{name}"\n[train]\nsteps = {steps}\n'
@@ -182,3 +183,13 @@ def test_the_options_of_pages_and_write_ups_exclude_one_another(words):
     result = CliRunner().invoke(app, ["report", *words])
     assert isinstance(result.exception, UsageError)
     assert result.exception.code == "report.options_exclude"
+
+
+def test_a_page_is_written_without_the_pictures_that_cannot_be_drawn(make_run, monkeypatch):
+    def fails(*arguments: Any, **options: Any) -> bytes:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(page, "loss_curve", fails)
+    written = Path(write_page(make_run("a", text="Once.")).path).read_text()
+    assert "Once." in written
+    assert "<img" not in written
