@@ -35,7 +35,7 @@ from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import TEMPLATES, ChatTemplate, beside, from_jinja
+from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
 from lmkit.training.atomic_checkpoint import (
     MODEL,
     STATE,
@@ -263,7 +263,9 @@ def import_model(
     """
     weights = open_hugging_face(folder, context_length=context_length)
     tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None
-    template = None if tokenizer is None else their_template(folder, chat_template)
+    template = None
+    if tokenizer is not None:
+        template = named_template(chat_template, tokenizer) if chat_template else their_template(folder)
     if tokenizer is not None and template is not None:
         template.check(tokenizer, folder / TOKENIZER)
     dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
@@ -320,13 +322,11 @@ def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def their_template(folder: Path, wanted: str | None = None) -> ChatTemplate | None:
-    """Return the named template, or that of the folder if `lmkit export` wrote it.
+def their_template(folder: Path) -> ChatTemplate | None:
+    """Return the template of a folder if `lmkit export` wrote it.
 
     Any other template is a program: it is left out, with a warning.
     """
-    if wanted is not None:
-        return TEMPLATES[wanted]
     found: Any = None
     with suppress(OSError, ValueError):  # a damaged file has no effect on anything else
         found = read_object(folder / TOKENIZER_CONFIG).get("chat_template")

@@ -81,7 +81,7 @@ def templates(folder: Path) -> Format:
             parts = template.encode(TALK, TOKENIZER)
             text = template.render(TALK)
             assert [token for ids, _ in parts for token in ids] == TOKENIZER.encode(text)
-        theirs = their_template(folder, None)
+        theirs = their_template(folder)
         if theirs is None:
             assert (folder / "tokenizer_config.json").read_bytes() != good["tokenizer_config.json"]
             raise LmkitError("fuzz.refused", "no template of lmkit's")
