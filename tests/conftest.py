@@ -72,7 +72,7 @@ class Terminal:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
         self.err = ""
-        """What the last command that `__call__` ran wrote to stderr."""
+        """What the last command wrote to stderr."""
 
     def __call__(self, *words: str | Path, exit_code: int = 0) -> str:
         """Run `lmkit WORDS` (one string is split at blanks); return what it printed on stdout."""
@@ -90,6 +90,7 @@ class Terminal:
         self._capsys.readouterr()
         ended = self._run(words)
         out, err = self._capsys.readouterr()
+        self.err = err
         *before, error, hint = err.splitlines()
         assert (ended, out) == (exit_code, ""), err
         assert re.match(r"error\[[a-z0-9_.]+\]: ", error), err

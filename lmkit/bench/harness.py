@@ -41,10 +41,10 @@ from lmkit.measure.memory import GB, available_memory, is_out_of_memory, release
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Column, Rows, row_files, wrote
-from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE
+from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
-from lmkit.storage.outputs import refuse_results, refuse_unwritable
+from lmkit.storage.outputs import refuse_unwritable
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +119,8 @@ def run_bench(
         check(recipe)
     bench = BENCHES.facts(name).folder or name
     folder = output or default_folder(recipe) / bench
+    if output is None:
+        refuse_results(folder, force=True)
     with _place(folder) as journal:
 
         def start(recipe: Recipe, nproc: int) -> Measured | None:
@@ -132,8 +134,10 @@ def run_bench(
         rows, environment = [believed(row) for row in measured[0]], measured[1]
         summary, files = result_files(name, rows, environment)
         files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
-        for file, content in files.items():
-            write_atomic(folder / file, content)
+        for file in sorted(
+            files, key=lambda name: name != ENVIRONMENT
+        ):  # the folder is a bench's from now on
+            write_atomic(folder / file, files[file])
         journal.path.unlink(missing_ok=True)
     table, wrong = terminal_text(summary), tuple(summary.wrong)
     return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong)
@@ -145,7 +149,8 @@ def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
     Raises:
         UsageError: nothing can be written there, or it has results and `force` is false.
     """
-    refuse_results(output, force=force)
+    if output is not None:
+        refuse_results(output, force=force)
     refuse_unwritable(output or default_folder(recipe))
 
 

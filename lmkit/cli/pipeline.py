@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +19,7 @@ from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import follow, leading
+from lmkit.cli.set_aside import OLD, delete_replaced, parts_of, refuse_to_move_sources, set_aside
 from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
 from lmkit.cli.stages import STAGES, summary
 from lmkit.data.corpora import check_room
@@ -29,22 +28,20 @@ from lmkit.measure.progress import Progress
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import (
-    BESIDE_TOKENIZER,
     CHECKPOINTS,
-    ENVIRONMENT,
-    METRICS,
     RECIPE,
-    RECORD,
-    STORIES,
+    RUN_FILES,
     TOKENIZER,
+    is_run,
+    refuse_foreign_files,
 )
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.storage.inputs import read_input
 from lmkit.storage.json_files import read_object
-from lmkit.storage.outputs import refuse_unwritable
+from lmkit.storage.outputs import refuse_replacing, refuse_unwritable
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import template_for
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 log = logging.getLogger("lmkit")
@@ -53,14 +50,7 @@ LOCK = ".lock"
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no stage before `generate` depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)
-# Files that the stages write.
-MADE = (
-    *("corpus/train.*", "corpus/valid.*", TOKENIZER, *BESIDE_TOKENIZER, "tokens/train.*", "tokens/valid.*"),
-    *(METRICS, "loss.png", ENVIRONMENT, "training.json", "evaluation.json", STORIES),
-)
-OTHERWISE = (
-    "name a new run: --set run.name=...; or --force: it keeps the old checkpoints as checkpoints.old-<time>"
-)
+OTHERWISE = "name a new run: --set run.name=...; or --force: it keeps the old one in a folder old-<time>"
 
 
 def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -> Result | None:
@@ -123,7 +113,7 @@ def plan(recipe: Recipe, **options: Any) -> Result:
         lines.append(f"  {stage:<10}{state}" + (f": {damage}" if damage else ""))
     set_aside = pipeline.checkpoints if pipeline.would_set_aside() else None
     if set_aside is not None:
-        lines.append(f"  {set_aside} would become {set_aside.name}.old-<time>")
+        lines.append(f"  {set_aside} would be kept in {pipeline.folder / OLD}<time>")
     fields = {"folder": pipeline.folder, "stages": states, "set_aside": set_aside}
     return Result("\n".join(lines), fields)
 
@@ -134,7 +124,8 @@ class Pipeline:
     Args:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
-        force: start over; of the run folder's content, only checkpoints are kept.
+        force: start over. What lmkit made in the run folder is moved to a run folder of its own inside; when the
+            new run stands, data files of the old one are deleted.
 
     Raises:
         UsageError: a table or a file is missing, or there is no such stage.
@@ -173,6 +164,7 @@ class Pipeline:
         self.record = StageRecord(self.folder, recipe, reads_sources=not skip_data)
         self.mark = self.record.mark
         """What ends a document in text files."""
+        self.aside: Path | None = None
         self.tell_ranks: Callable[[str], None] = lambda word: None
         self.lock = FolderLock(self.folder)
 
@@ -180,20 +172,13 @@ class Pipeline:
         """Refuse options and folders with which the run would lose or lack something; changes nothing."""
         if self.skip_data:
             self._refuse_to_skip()
-        if not self.force:
+        if self.force:
+            self._refuse_to_start_over()
+        else:
             self._refuse_another_recipe()
             self._refuse_to_read_a_pipe_again()
-            self._refuse_files_of_others()
-        elif self.folder.is_dir():
-            # One look: another process may be making a run of it.
-            names = sorted(path.name for path in self.folder.iterdir() if not self._is_kept(path))
-            others = [name for name in names if not name.endswith(PARTIAL_SUFFIX)]
-            if others and RECIPE not in names and RECORD not in names:
-                raise UsageError(
-                    "run.not_a_run_folder",
-                    f"{self.folder}: --force would delete {others[0]!r}, and this folder is not a run",
-                    hint="empty it yourself, or choose another folder with --set run.folder=...",
-                )
+        refuse_foreign_files(self.folder, RUN_FILES)
+        refuse_to_move_sources(self.recipe, self._parts_to_move())
         if self.force or self.redone or not self.record.is_finished("train"):
             from lmkit.training.setup import check_before_data
 
@@ -204,15 +189,16 @@ class Pipeline:
 
                 check_fp8_of(self.recipe, local_device(self.recipe.run.device, local_rank=0))
         refuse_unwritable(self.folder, option="--set run.folder=...")
-        corpus = self.folder / "corpus"
         is_made = self.skip_data or ("corpus" not in self.redone and self.record.is_finished("corpus"))
-        if not (is_made or (self.force and corpus.exists())):  # --force deletes the old one first
-            check_room(self.corpus, corpus)
+        if self.force or not is_made:
+            written = (self.folder / name for name in RUN_FILES if name.startswith("corpus/"))
+            refuse_replacing(written, (*self.corpus.train, *self.corpus.valid))
+            check_room(self.corpus, self.folder / "corpus")
 
     def _refuse_to_skip(self) -> None:
         redone = [stage for stage in self.redone if stage in DATA_STAGES]
         if self.force or redone:
-            other = "--force deletes" if self.force else f"--from {redone[0]} makes again"
+            other = "--force sets aside" if self.force else f"--from {redone[0]} makes again"
             message = f"--skip-data uses the data that {other}"
             raise UsageError("run.options_exclude", message, hint="leave out one of them")
         for stage in DATA_STAGES:
@@ -264,17 +250,22 @@ class Pipeline:
                 hint="use it as it is: --skip-data; or read the pipe anew: --set run.name=...",
             )
 
-    def _refuse_files_of_others(self) -> None:
-        """Refuse a folder that is no run and has files under names that the stages write."""
-        if (self.folder / RECIPE).exists() or (self.folder / RECORD).exists():
-            return
-        for name in MADE:
-            for found in self.folder.glob(name):
+    def _refuse_to_start_over(self) -> None:
+        """Refuse `--force` in a folder of somebody else's files, and with a tokenizer that cannot be used."""
+        if self.folder.is_dir() and not is_run(self.folder):
+            # One look: another process may be making a run of it.
+            names = sorted(path.name for path in self.folder.iterdir())
+            others = [name for name in names if name != LOCK and not name.endswith(PARTIAL_SUFFIX)]
+            if others:
                 raise UsageError(
                     "run.not_a_run_folder",
-                    f"{self.folder}: this run would replace {str(found.relative_to(self.folder))!r}",
-                    hint="move it away, or choose another folder: --set run.name=...",
+                    f"{self.folder}: --force starts a run over, and this folder, with {others[0]!r}, is not a run",
+                    hint="leave out --force, or choose another folder with --set run.folder=...",
                 )
+        if self.tokenizer.path is not None:
+            made = Tokenizer.load(self.tokenizer.path, end_of_text=self.tokenizer.end_of_text)
+            if (template := template_for(self.tokenizer, made, source=self.corpus.source)) is not None:
+                template.check(made, self.tokenizer.path)
 
     def _came_from_a_pipe(self) -> bool:
         return any(PIPE in hashes for hashes in self.record.content.values())
@@ -340,20 +331,24 @@ class Pipeline:
         self.refuse()
         with self.lock:
             # Before a data stage replaces the tokenizer that the checkpoints need.
-            if self.would_set_aside() and (self.force or self.redone[0] in DATA_STAGES):
+            if self.force or (self.would_set_aside() and self.redone[0] in DATA_STAGES):
                 self.set_aside()
-            if self.force:
-                for path in self.folder.iterdir():
-                    if not self._is_kept(path):
-                        _delete(path)
-            self.record.load()
-            self._refuse_another_recipe()  # another process may have made it a moment ago
-            if self.record.damage:
-                log.warning("%s", self.record.damage)
-            remove_partials(self.folder)
-            write_atomic(self.folder / RECIPE, recipe_to_toml(self._with_trained_steps()))
-            self.record.forget(self.redone)
-            yield
+            try:
+                self.record.load()
+                self._refuse_another_recipe()  # another process may have made it a moment ago
+                if self.record.damage:
+                    log.warning("%s", self.record.damage)
+                remove_partials(self.folder)
+                recipe = self._with_trained_steps()
+                self.record.forget(self.redone)  # the folder is a run from now on
+                write_atomic(self.folder / RECIPE, recipe_to_toml(recipe))
+                yield
+            except BaseException:
+                if self.aside is not None:
+                    log.warning("the earlier run is whole, in %s", self.aside)
+                raise
+            if self.aside is not None:
+                delete_replaced(self.aside)
 
     def _with_trained_steps(self) -> Recipe:
         """Return the recipe with the steps of a longer training of this run, whose model is kept."""
@@ -366,29 +361,16 @@ class Pipeline:
         log.warning("train.steps = %d: the run was trained to step %d, which it keeps", table.steps, trained)
         return self.recipe.changed(train={"steps": max(longer, trained)})
 
-    def _is_kept(self, path: Path) -> bool:
-        """Return whether `--force` leaves a path of the run folder alone."""
-        return path.name == LOCK or path.name.startswith(f"{self.checkpoints.name}.old-")
+    def _parts_to_move(self) -> list[Path]:
+        if not self.force and not self.would_set_aside():
+            return []
+        return parts_of(self.folder, checkpoints_only=not self.force)
 
     def set_aside(self) -> None:
-        """Copy what `lmkit generate` needs into the folder of checkpoints, then rename it."""
-        name = f"{self.checkpoints.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
-        aside = next(
-            path
-            for number in itertools.count(1)
-            if not (path := self.folder / (name + (f"-{number}" if number > 1 else ""))).exists()
-        )
-        files = () if self.checkpoints.is_symlink() else (RECIPE, TOKENIZER, *BESIDE_TOKENIZER, METRICS)
-        copied = [file for file in files if (self.folder / file).is_file()]
-        try:
-            for file in copied:
-                write_atomic(self.checkpoints / file, read_input(self.folder / file))
-        except BaseException:  # a full disk, Ctrl-C: nothing has changed then
-            for file in copied:
-                (self.checkpoints / file).unlink(missing_ok=True)
-            raise
-        os.replace(self.checkpoints, aside)
-        log.warning("the checkpoints of the earlier training are kept in %s", aside)
+        """Move the training, with --force all that lmkit made, to a run folder of its own."""
+        if parts := self._parts_to_move():
+            self.aside = set_aside(self.folder, parts)
+            log.warning("the earlier run is kept in %s, a run folder itself", self.aside)
 
     def is_up_to_date(self, stage: str) -> bool:
         if stage in DATA_STAGES:
@@ -440,11 +422,3 @@ class Pipeline:
                 hint="delete it and run again: only the stage that makes it is redone",
             )
         return content
-
-
-def _delete(path: Path) -> None:
-    """Remove a file or a folder, if there is one; of a link to a folder elsewhere, the link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -149,10 +149,11 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     Raises:
         UsageError: the folder is not writable, or it was named and holds results.
     """
-    from lmkit.storage.outputs import refuse_results, refuse_unwritable
+    from lmkit.recipe.run_folder import refuse_results
+    from lmkit.storage.outputs import refuse_unwritable
 
-    refuse_results(output, force=force)
     folder = output or Path("artifacts/profiles") / command
+    refuse_results(folder, force=force or output is None)
     refuse_unwritable(folder)
     return folder
 

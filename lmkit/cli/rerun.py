@@ -12,7 +12,7 @@ import typer
 from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import Commands, PluginOption, option
 from lmkit.errors import LmkitError, UsageError
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, placed_in
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
 from lmkit.storage.json_files import read_object
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def rerun(
     if new.exists():
         raise UsageError("output.exists", f"{new}: exists", hint="name another folder: --output FOLDER")
     recipe, before = load_recipe(recipe_file), _environment(folder)
-    made_again = _train_again if (folder / METRICS).is_file() else _measure_again
+    made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
     from lmkit.recipe.load import differences
 

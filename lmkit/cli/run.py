@@ -19,7 +19,6 @@ from lmkit.cli.options import (
     option,
 )
 from lmkit.errors import UsageError
-from lmkit.recipe.run_folder import METRICS
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
@@ -46,7 +45,7 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Start over, whichever recipe made the run folder; checkpoints are kept as checkpoints.old-<time>.",
+            help="Start over, whichever recipe made the run folder; the old run moves to old-<time> in it.",
         ),
     ] = False,
     nproc: NprocOption = 1,
@@ -92,13 +91,14 @@ def run(
 
 def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
     """Return recipes of runs with consecutive seeds, in the folder that would be the run's."""
+    from lmkit.recipe.run_folder import is_run
     from lmkit.recipe.values import LARGEST_INT64
 
     folder, first = recipe.run.path, recipe.run.seed
     if os.environ.get("WORLD_SIZE", "1") != "1":
         message = "--seeds: makes one run after the other, not under torchrun"
         raise UsageError("run.seeds_of_ranks", message, hint="lmkit run --seeds N --nproc N")
-    if (folder / METRICS).exists():
+    if is_run(folder):
         hint = "name the folder of the runs: --set run.name=..."
         raise UsageError(
             "run.seeds_in_a_run", f"{folder}: is a run itself; --seeds makes runs in it", hint=hint

@@ -8,7 +8,6 @@ with its default: a newer lmkit does not redo the stages of an older one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from lmkit.cli import first_edition
 from lmkit.data.corpora import refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
-from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD
+from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD, save_record
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
-from lmkit.storage import write_atomic
 from lmkit.storage.atomic import noted_digest
 from lmkit.storage.json_files import read_object
 from lmkit.tokenizer.vocabulary import end_of_text_of
@@ -61,6 +59,7 @@ class StageRecord:
 
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
         self.folder = folder
+        self._recipe = recipe
         self._hashes: dict[str, list[Any]] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._values, self._defaults = _values(recipe)
@@ -89,7 +88,7 @@ class StageRecord:
             self._hashes = {
                 path: facts for path, facts in known.items() if isinstance(facts, list)
             } | self._hashes
-        self._entries = {stage: entry for stage, entry in entries.items() if _is_entry(entry)}
+        self._entries = {stage: entry for stage, entry in entries.items() if is_entry(entry)}
         lost = [stage for stage in READS if stage in entries and stage not in self._entries]
         if content != entries:
             lost = ["every stage"]
@@ -206,9 +205,14 @@ class StageRecord:
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
         names = {role: [self._name(path) for path in paths] for role, paths in outputs.items()}
-        # Files elsewhere are not the run's: a corpus that is used where it lies.
-        inside = [path for paths in outputs.values() for path in paths if path.is_relative_to(self.folder)]
-        made = {self._name(path): self._digest(path) for path in inside if path.is_file()}
+        # A corpus that is used where it lies is not the run's.
+        sources = {path for dotted in FILES for path in paths_of(self._recipe, dotted)}
+        made = {
+            self._name(path): self._digest(path)
+            for paths in outputs.values()
+            for path in paths
+            if path.is_relative_to(self.folder) and path not in sources and path.is_file()
+        }
         self._note(stage, done=True, outputs=names, made=made)
 
     def _note(self, stage: str, **facts: Any) -> None:
@@ -223,9 +227,7 @@ class StageRecord:
 
     def save(self) -> None:
         """Write the record, with the hashes of files that were read."""
-        write_atomic(
-            self.folder / RECORD, json.dumps(self._entries | {"files": self._hashes}, indent=1) + "\n"
-        )
+        save_record(self.folder, self._entries | {"files": self._hashes})
 
 
 def _mark_of(recipe: Recipe) -> str | None:
@@ -281,7 +283,7 @@ def _nests(content: Any, levels: int) -> bool:
     return any(levels == 1 or _nests(item, levels - 1) for item in items if isinstance(item, (dict, list)))
 
 
-def _is_entry(entry: Any) -> bool:
+def is_entry(entry: Any) -> bool:
     """Return whether an entry of the record has the form that `StageRecord` writes."""
     if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
         return False

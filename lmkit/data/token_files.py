@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.recipe.run_folder import RECIPE, RECORD, token_file
+from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, refuse_irregular
 from lmkit.storage.json_files import read_object
@@ -305,7 +305,7 @@ def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitE
         is_other_json: the description may be a JSON file of somebody else, which this command would not replace.
     """
     folder = path.parent.parent
-    if path == token_file(folder, path.stem) and (folder / RECORD).is_file():
+    if path == token_file(folder, path.stem) and "encode" in read_record(folder):
         # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
         hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / RECIPE))} makes it again"
     else:

@@ -150,8 +150,8 @@ def _store(
 
 
 def _write(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
-    for name, content in files.items():
-        write_atomic(output / name, content)
+    for name in sorted(files, key=lambda name: name != ENVIRONMENT):  # the folder is a profile's from now on
+        write_atomic(output / name, files[name])
     return tuple(files)
 
 

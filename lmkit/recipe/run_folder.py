@@ -1,11 +1,21 @@
-"""Name the files of a run folder, and tell its recipe where the folder is now: it may have been moved or copied."""
+"""What a run folder is: the names of its files, the record that makes it lmkit's, and its recipe's place.
+
+A folder is a run because a record that lmkit wrote says so, not because of what files in it are called. It may have
+been moved or copied since.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from lmkit import __version__
+from lmkit.errors import UsageError
+from lmkit.storage import write_atomic
+from lmkit.storage.json_files import read_object
 
 RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
@@ -19,6 +29,24 @@ BESIDE_TOKENIZER = (CHAT_TEMPLATE, TOKENIZER_CONFIG, GENERATION_CONFIG)
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 STORIES = "stories.txt"
+DATA_FILES = tuple(
+    f"{folder}/{part}.{kind}"
+    for folder, kinds in (("corpus", ("txt", "jsonl")), ("tokens", ("npy", "json", "documents", "mask")))
+    for part in ("train", "valid")
+    for kind in kinds
+)
+"""Files that the stages before the training write, besides the tokenizer."""
+TRAINED_FILES = (RECIPE, ENVIRONMENT, METRICS, "loss.png", RECORD)
+"""Files that `lmkit train` writes, besides checkpoints."""
+RUN_FILES = (
+    *(*DATA_FILES, TOKENIZER, *BESIDE_TOKENIZER, "training.json", "evaluation.json", STORIES),
+    *TRAINED_FILES,
+)
+"""Files that `lmkit run` writes, besides checkpoints; the record is last."""
+_STAGES = ("corpus", "tokenizer", "encode", "train")
+_MARK = "lmkit"
+"""Key of the record and of `environment.json` that only lmkit writes: its version."""
+_RESULTS = (RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png")
 _PATHS = (
     ("corpus", "train"),
     ("corpus", "valid"),
@@ -35,15 +63,94 @@ def token_file(folder: Path, part: str) -> Path:
     return folder / "tokens" / f"{part}.npy"
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record `stages.json` of a run folder; {} if there is none, or it is not lmkit's."""
+    record = _object(folder / RECORD)
+    stages = [record[stage] for stage in _STAGES if isinstance(record.get(stage), dict)]
+    is_ours = (
+        isinstance(record.get(_MARK), dict)
+        # Older versions wrote no mark.
+        or any(isinstance(stage.get("done"), bool) for stage in stages)
+        or (record.keys() == {"files"} and isinstance(record["files"], dict))
+    )
+    return record if is_ours else {}
+
+
+def save_record(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Write the record `stages.json`, which makes the folder a run of lmkit."""
+    write_atomic(folder / RECORD, json.dumps({**entries, _MARK: {"version": __version__}}, indent=1) + "\n")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether lmkit made a run in this folder: the content of a record says so.
+
+    Older versions of `lmkit train` wrote no `stages.json`, and `lmkit import` writes none.
+    """
+    if read_record(folder) or (has_environment(folder) and (folder / METRICS).is_file()):
+        return True
+    return any(
+        {"format", "checksum"} <= manifest.keys() and "state.json" in (manifest.get("files") or ())
+        for manifest in map(_object, folder.glob(f"{CHECKPOINTS}/step-*/manifest.json"))
+    )
+
+
+def has_environment(folder: Path) -> bool:
+    """Return whether lmkit wrote the `environment.json` of this folder: that of a run, a bench or a profile."""
+    environment = _object(folder / ENVIRONMENT)
+    return isinstance(environment.get(_MARK), str) and "packages" in environment
+
+
+def mark_run(folder: Path) -> None:
+    """Make a folder a run, if it is none."""
+    if not is_run(folder):
+        save_record(folder, {})
+
+
+def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> None:
+    """Refuse a folder that is no run and has files under names that lmkit would write.
+
+    Raises:
+        UsageError: names the first such file ("run.not_a_run_folder").
+    """
+    found = next((name for name in names if os.path.lexists(folder / name)), None)
+    if found is not None and not is_run(folder):
+        raise UsageError(
+            "run.not_a_run_folder",
+            f"{folder}: this run would replace {found!r}, and no run of lmkit made it",
+            hint="move it away, or choose another folder: --set run.name=...",
+        )
+
+
+def refuse_results(folder: Path, *, force: bool) -> None:
+    """Refuse a folder that holds files like those of a bench, a profile or a run.
+
+    Args:
+        force: files may be replaced, but not the recipe and the environment of a run or of somebody else.
+
+    Raises:
+        UsageError: names such a file ("output.exists").
+    """
+    is_ours = has_environment(folder) and not is_run(folder)
+    patterns = _RESULTS if not force else () if is_ours else (RECIPE, ENVIRONMENT)
+    for found in (path for pattern in patterns for path in folder.glob(pattern)):
+        what, hint = "holds results", "choose another folder, or add --force"
+        if not is_ours and found.name in (RECIPE, ENVIRONMENT):
+            what, hint = "no bench or profile wrote", "choose another folder with --output"
+        raise UsageError("output.exists", f"{folder}: {what}: {found.name}", hint=hint)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if there is none."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def run_folder_of(recipe: Path) -> Path | None:
     """Return the run folder to which a recipe file belongs; None if it belongs to none."""
     folder = recipe.parent
-    if recipe.name != RECIPE or not (
-        (folder / RECORD).exists()
-        or any(folder.glob(f"{CHECKPOINTS}/step-*"))
-        # The copy beside old checkpoints is for `lmkit generate`.
-        or ((folder / METRICS).exists() and not any(folder.glob("step-*")))
-    ):
+    if recipe.name != RECIPE or not is_run(folder):
         return None
     if folder.name in ("", ".."):  # the recipe was named from inside the folder
         place = folder.resolve()
@@ -68,8 +175,11 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [moved(item) for item in value]
-        inside = isinstance(value, str) and Path(value).is_relative_to(before)
-        return str(folder / Path(value).relative_to(before)) if inside else value
+        if not isinstance(value, str) or not Path(value).is_relative_to(before):
+            return value
+        place = folder / Path(value).relative_to(before)
+        # A file of the user's stays where it is when `--force` sets the run aside.
+        return str(place if os.path.lexists(place) or not os.path.lexists(value) else value)
 
     for table, key in _PATHS:
         if isinstance(placed.get(table), dict) and key in placed[table]:

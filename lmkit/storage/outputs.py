@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lmkit.errors import UsageError, reason
 
-_RESULTS = ("recipe.toml", "environment.json", "*results.*", "*summary.json", "*report.md", "*.png")
-
 
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
     """Refuse an output that exists, unless `force`.
@@ -52,20 +50,6 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
                 f"{source}: {output.name} would replace this source",
                 hint="give the output another name",
             )
-
-
-def refuse_results(folder: Path | None, *, force: bool) -> None:
-    """Refuse a folder that was asked for and holds files like those of a bench, a profile or a run, unless `force`.
-
-    Raises:
-        UsageError: names such a file ("output.exists").
-    """
-    if folder is None or force:
-        return
-    for pattern in _RESULTS:
-        for found in folder.glob(pattern):
-            hint = "choose another folder, or add --force"
-            raise UsageError("output.exists", f"{folder}: holds results: {found.name}", hint=hint)
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:

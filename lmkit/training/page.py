@@ -41,6 +41,8 @@ th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px soli
 }
 """
 _LOADS_NOTHING = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_HEAD = 1 << 16
+"""Bytes of a page that hold the line above, by which a page is known."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def write_page(
     """Write a page about a run, beside other runs; a browser opens it without a network.
 
     Args:
-        output: the file; None: `report.html` in the run folder, which is replaced.
-        force: replace an `output` that exists.
+        output: the file; None: `report.html` in the run folder, where an older page is replaced.
+        force: replace a file that exists.
 
     Raises:
         UsageError: a folder is no run, or has no metrics yet; the output exists, is a folder,
@@ -95,7 +97,8 @@ def write_page(
         LmkitError: a file in it is damaged.
     """
     path = output or folder / PAGE
-    refuse_existing(path, force=force or output is None, such_as=PAGE)
+    is_page = path.is_file() and _LOADS_NOTHING.encode() in read_input(path)[:_HEAD]
+    refuse_existing(path, force=force or (output is None and is_page), such_as=PAGE)
     folders = [folder, *others]
     sources = (RECIPE, METRICS, ENVIRONMENT, STORIES)
     refuse_replacing([path], [run / name for run in folders for name in sources])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
@@ -12,11 +13,19 @@ from lmkit.errors import UsageError
 from lmkit.optim.adamw import MASTER
 from lmkit.recipe import changes as rule
 from lmkit.recipe.load import differences, validate
-from lmkit.recipe.run_folder import CHECKPOINTS
+from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import OptimizerConfig
-from lmkit.storage import keep_damaged
-from lmkit.training.atomic_checkpoint import STATE, Choice, newest_valid, saved_steps, verify
+from lmkit.storage import keep_damaged, remove_partials
+from lmkit.storage.outputs import refuse_unwritable
+from lmkit.training.atomic_checkpoint import (
+    STATE,
+    Choice,
+    clean_leftovers,
+    newest_valid,
+    saved_steps,
+    verify,
+)
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.given_weights import WeightsOnDemand
 from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights, own_shard
@@ -26,6 +35,27 @@ from lmkit.training.trainer import Moment
 
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
 """Tables and keys whose differences are not reported."""
+
+
+def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
+
+    Returns:
+        The checkpoint, None from scratch; and lines for people.
+    """
+    folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
+    refuse_unwritable(folder, option="--set run.folder=...")
+    refuse_foreign_files(folder)
+    hold()
+    removed = remove_partials(folder)
+    if checkpoints.is_dir():
+        removed += clean_leftovers(checkpoints)
+    choice = choose_start(recipe)
+    return choice.path, [
+        *(f"removed {left}, left by a session that was killed" for left in removed),
+        *(f"skipped {why}" for why in choice.skipped),
+        *(f"kept a damaged checkpoint as {place}" for place in keep_newer(checkpoints, choice)),
+    ]
 
 
 def choose_start(recipe: Recipe) -> Choice:

@@ -15,11 +15,10 @@ from lmkit.data.token_files import TokenFile, open_tokens, parts_of
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
-from lmkit.recipe.run_folder import RECIPE, RECORD, TOKENIZER, token_file
+from lmkit.recipe.run_folder import RECIPE, TOKENIZER, read_record, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
-from lmkit.storage.json_files import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.state import DataIdentity
 
@@ -80,10 +79,20 @@ def check_recipe(recipe: Recipe) -> None:
             f"{tokenizer}: no such tokenizer, which train.sample_interval writes with",
             hint="name it with --set tokenizer.path=FILE, or leave train.sample_interval out",
         )
+    check_token_files(recipe)
+
+
+def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
+    """Refuse a recipe without its token files; reads none.
+
+    Args:
+        are_made: whether the files in the run folder have to be there, too.
+    """
     if recipe.data.source == "random":
         return
     train, valid = token_paths(recipe)
-    if not train.exists():
+    later = () if are_made else [token_file(recipe.run.path, part) for part in ("train", "valid")]
+    if not train.exists() and train not in later:
         command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
         if recipe.corpus is not None and recipe.data.train is None:
             command = f"lmkit run {shlex.quote(recipe.source)}"
@@ -96,7 +105,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"{train}: no such token file to train on (key data.train)",
             hint=f"make it with: {command}; or name another: --set data.train=FILE.npy",
         )
-    if recipe.data.valid is not None and not valid.exists():
+    if recipe.data.valid is not None and not valid.exists() and valid not in later:
         raise UsageError(
             "data.no_tokens",
             f"{valid}: no such token file to evaluate on (key data.valid)",
@@ -145,17 +154,15 @@ def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
     Returns:
         File -> SHA-256 when it was made; absolute name -> `noted_digest` when it was last read.
     """
-    if not (folder / RECORD).is_file():
-        return {}, {}
+    record = read_record(folder)
     try:
-        record = read_object(folder / RECORD)
         made = [
             record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
         ]
         noted = {name: facts for name, facts in record.get("files", {}).items() if isinstance(facts, list)}
         return {folder / name: str(digest) for files in made for name, digest in files.items()}, noted
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}, {}  # made without `lmkit run`, or damaged, of which that speaks
+    except (TypeError, AttributeError):
+        return {}, {}  # damaged, of which `lmkit run` speaks
 
 
 def token_paths(recipe: Recipe) -> tuple[Path, Path]:

@@ -26,13 +26,13 @@ from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import recipe_to_toml
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, mark_run, refuse_foreign_files
 from lmkit.recipe.schema import Recipe
-from lmkit.storage import FolderLock, remove_partials, write_atomic
+from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
-from lmkit.training.atomic_checkpoint import clean_leftovers, saved_steps
+from lmkit.training.atomic_checkpoint import saved_steps
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
 from lmkit.training.evaluation import EvaluateResult, Evaluation
 from lmkit.training.given_weights import GivenWeights
@@ -41,7 +41,7 @@ from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, rea
 from lmkit.training.plan import misfit
 from lmkit.training.precision import with_precision
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, keep_newer, restore
+from lmkit.training.resume import check_agreement, choose_start, is_finished, open_folder, restore
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -179,6 +179,7 @@ def _run_rank(
             return start.done if ranks.is_first else None
         sink = Fanout([])
         if ranks.is_first:
+            mark_run(recipe.run.path)
             write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
             sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)
@@ -284,7 +285,7 @@ def _prepare(
         path, skipped = choose_start(recipe)
         notes = [f"skipped {why}" for why in skipped]
     else:
-        path, notes = decided_by_first(ranks, lambda: _open_folder(recipe, hold))
+        path, notes = decided_by_first(ranks, lambda: open_folder(recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
     warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
@@ -300,26 +301,6 @@ def _prepare(
     if is_finished(checkpoint.state, resolved, stop_at_step):
         done = _finished_before(resolved, checkpoint, data)
     return _Start(resolved, data, batches, checkpoint, notes, changes, done)
-
-
-def _open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
-
-    Returns:
-        The checkpoint, None from scratch; and lines for people.
-    """
-    folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
-    refuse_unwritable(folder, option="--set run.folder=...")
-    hold()
-    removed = remove_partials(folder)
-    if checkpoints.is_dir():
-        removed += clean_leftovers(checkpoints)
-    choice = choose_start(recipe)
-    return choice.path, [
-        *(f"removed {left}, left by a session that was killed" for left in removed),
-        *(f"skipped {why}" for why in choice.skipped),
-        *(f"kept a damaged checkpoint as {place}" for place in keep_newer(checkpoints, choice)),
-    ]
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
@@ -427,6 +408,7 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     """
     check_recipe(recipe)
     refuse_changed(recipe)
+    refuse_foreign_files(recipe.run.path)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     begin = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from lmkit.training.given_weights import open_weights
 from lmkit.training.model_state import optimizer_layout
 from lmkit.training.outcome import Outcome
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
-from lmkit.training.run_data import Data, make_batches, resolved_tables
+from lmkit.training.run_data import Data, check_token_files, make_batches, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
 from lmkit.training.step import Step, TrainableModel, load_batch
 
@@ -306,12 +307,16 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         nproc: ranks to start on this machine.
 
     Raises:
-        UsageError: the device is not there, something does not run on it, the optimizer refuses an option, or there
-            is no such checkpoint.
+        UsageError: the device is not there, something does not run on it, the optimizer refuses an option, ranks do
+            not divide the batch, or there is no such checkpoint or token file.
         LmkitError: a checkpoint that the recipe names is damaged.
     """
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, device), device)
+    ranks = max(nproc, int(os.environ.get("WORLD_SIZE", "1")))
+    random = recipe.changed(data={"source": "random"}, model={"vocab_size": 1})
+    make_batches(random, RANDOM, Ranks(world_size=ranks))
+    check_token_files(recipe, are_made=False)
     check_optimizer(recipe.optimizer)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))

@@ -145,6 +145,10 @@ def test_fault_134_results_are_replaced_only_by_force_and_a_folder_is_tried_befo
     recipe = load_recipe(None)
     (tmp_path / mine).touch()
     (tmp_path / "file").touch()
+    if mine in ("recipe.toml", "environment.json"):
+        with raises(UsageError, "output.exists", mine):
+            check_place(recipe, tmp_path, force=True)
+        (tmp_path / "environment.json").write_text('{"lmkit": "0.2.0", "packages": {}}')  # as a bench left it
     check_place(recipe, tmp_path, force=True)
     check_place(recipe, tmp_path / "new", force=False)
     for folder, force, code in (

@@ -11,6 +11,7 @@ from raising import raises
 from lmkit.cli import pipeline
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe, recipe_to_toml
+from lmkit.recipe.run_folder import mark_run
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock
 
@@ -65,6 +66,7 @@ def with_longer_recipe(recipe: Recipe, *, checkpoint: bool = True) -> Path:
         "quickstart", [f'run.folder="{recipe.run.folder}"', "train.steps=1260", "model.d_ff=64"]
     )
     own.write_text(recipe_to_toml(longer))
+    mark_run(recipe.run.path)
     return own
 
 
@@ -114,22 +116,19 @@ def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe):
     assert "thesis.tex" in refused("run.not_a_run_folder", recipe, force=True).message
 
 
-@pytest.mark.parametrize("mark", ["recipe.toml", "stages.json"])
-def test_force_empties_the_folder_of_a_run_but_not_what_its_links_lead_to(recipe, mark, tmp_path):
+def test_force_moves_a_link_of_a_run_but_not_what_it_leads_to(recipe, tmp_path):
     elsewhere = tmp_path / "big disk"
     elsewhere.mkdir()
     (elsewhere / "weights").write_bytes(b"precious")
     folder = recipe.run.path
-    (folder / "tokens").mkdir(parents=True)
-    (folder / "checkpoints").symlink_to(elsewhere)
-    for name in (mark, "corpus.txt"):
-        (folder / name).write_text("{}")
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to("../big disk")  # from `old-<time>` this would lead elsewhere
+    mark_run(folder)
     with pipeline_of(recipe, force=True).opened():
-        pass
-    names = {path.name.partition(".old-")[0] for path in folder.iterdir()}
-    assert names == {".lock", "recipe.toml", "stages.json", "checkpoints"}
+        (aside,) = folder.glob("old-*")
+        assert (aside / "checkpoints" / "weights").read_bytes() == b"precious"
+        assert {path.name for path in folder.iterdir()} == {".lock", "recipe.toml", "stages.json", aside.name}
     assert [path.name for path in elsewhere.iterdir()] == ["weights"]
-    assert (elsewhere / "weights").read_bytes() == b"precious"
 
 
 def test_a_tokenizer_without_end_of_text_is_refused_up_front(tmp_path):

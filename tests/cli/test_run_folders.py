@@ -85,9 +85,11 @@ def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
     elsewhere.mkdir()
     shutil.copy(run / "recipe.toml", elsewhere)
     assert load_recipe(elsewhere / "recipe.toml").run.path == run
-    terminal("run fish.toml --from train")
-    (aside,) = run.glob("checkpoints.old-*")
-    assert load_recipe(aside / "recipe.toml").run.path == run
+    older = run / "checkpoints.old-20250101-120000"  # as earlier versions set checkpoints aside
+    shutil.copytree(run / "checkpoints", older)
+    for name in ("recipe.toml", "metrics.jsonl"):
+        shutil.copy(run / name, older)
+    assert load_recipe(older / "recipe.toml").run.path == run
 
 
 def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run):

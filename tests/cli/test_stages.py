@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.cli import pipeline, stage_record
+from lmkit.cli import pipeline, set_aside, stage_record
 from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe
-from lmkit.storage import FolderLock, sha256_file, write_atomic
+from lmkit.storage import FolderLock, sha256_file
 
 RUN = Path("runs/fish")
 CHECKPOINT = "step-00000002/model.safetensors"
@@ -64,7 +64,7 @@ def test_fault_95_a_training_on_other_content_is_refused_and_stays(interrupted, 
     for command in ("run fish.toml --dry-run", "run fish.toml"):
         refused = terminal.refuses(command, code="run.other_data", says=["corpus.txt", "corpus.train"])
         assert "--set run.name=" in refused.hint
-        assert "checkpoints.old-" in refused.hint
+        assert "--force" in refused.hint
     assert content(run) == before
     assert set(states(terminal, "run fish.toml --set run.name=new").values()) & {"up to date"} == set()
 
@@ -86,17 +86,17 @@ def test_fault_95_starting_over_sets_the_checkpoints_aside(option, run, terminal
         append_a_line()
     planned = json.loads(terminal(f"run fish.toml {option} --dry-run --json"))
     assert planned["set_aside"] == str(run / "checkpoints")
-    assert "checkpoints.old-" in terminal(f"run fish.toml {option} --dry-run")
+    assert str(run / "old-") in terminal(f"run fish.toml {option} --dry-run")
     assert content(run / "checkpoints") == before
     assert states(terminal, f"run fish.toml {option}")["train"] != "up to date"
-    assert "checkpoints.old-" in terminal.err
-    (aside,) = run.glob("checkpoints.old-*")
-    assert content(aside).items() >= before.items()
+    (aside,) = run.glob("old-*")
+    assert str(aside) in terminal.err
+    assert content(aside / "checkpoints") == before
     assert (run / "checkpoints" / CHECKPOINT).is_file()
     assert terminal(f"generate {aside}")  # with the tokenizer that lies beside them
 
     terminal(f"run fish.toml {option}")
-    assert len(list(run.glob("checkpoints.old-*"))) == 2
+    assert len(list(run.glob("old-*"))) == 2
 
 
 def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(run, terminal):
@@ -105,28 +105,33 @@ def test_fault_117_other_text_does_not_replace_the_tokenizer_of_a_kept_training(
         "".join(f"quite other words, {number}<|endoftext|>\n" for number in range(400))
     )
     terminal("run fish.toml --from corpus")
-    (aside,) = run.glob("checkpoints.old-*")
+    (aside,) = run.glob("old-*")
     assert (aside / "tokenizer.json").read_bytes() == before != (run / "tokenizer.json").read_bytes()
     assert terminal(f"generate {aside}")
 
 
 def test_fault_118_force_on_a_full_disk_changes_nothing(run, terminal, monkeypatch):
     def write(path: Path, data: object) -> None:
-        if path.parent == run / "checkpoints" and path.name == "tokenizer.json":
-            raise OSError(errno.ENOSPC, "no space left", str(path))
-        write_atomic(path, data)
+        raise OSError(errno.ENOSPC, "no space left", str(path))
 
-    monkeypatch.setattr(pipeline, "write_atomic", write)
+    def move(path: Path, place: Path) -> None:
+        if path.name == "evaluation.json":
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+        os.renames(path, place)
+
+    monkeypatch.setattr(set_aside, "write_atomic", write)
+    monkeypatch.setattr(set_aside, "_move", move)
     before = content(run)
-    terminal.refuses("run fish.toml --force", code="file.failed", says=["tokenizer.json"], exit_code=1)
-    assert content(run) == before
+    for option, name in (("--from corpus", "recipe.toml"), ("--force", "evaluation.json")):
+        terminal.refuses(f"run fish.toml {option}", code="file.failed", says=[name], exit_code=1)
+        assert content(run) == before
 
 
 def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run, terminal):
     shutil.rmtree(run / "checkpoints")
     assert json.loads(terminal("run fish.toml --force --dry-run --json"))["set_aside"] is None
     terminal("run fish.toml --force")
-    assert list(run.glob("checkpoints.old-*")) == []
+    assert list(run.glob("old-*")) == []
 
 
 def test_a_change_that_keeps_size_and_time_is_seen(run, terminal):

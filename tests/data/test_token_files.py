@@ -10,6 +10,7 @@ from raising import raises
 from lmkit.data import token_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.run_folder import save_record
 from lmkit.storage import write_atomic
 
 
@@ -95,7 +96,7 @@ def test_faults_33_34_37_a_hint_names_the_command_that_makes_the_file_again(dama
     # The commands can be pasted though the paths have a space.
     own, of_a_run = tmp_path / "my tokens.npy", tmp_path / "my run" / "tokens" / "train.npy"
     of_a_run.parent.mkdir(parents=True)
-    (tmp_path / "my run" / "stages.json").write_text("{}")
+    save_record(tmp_path / "my run", {"encode": {}})
     commands = {
         own: f"lmkit data encode TEXT '{own}' --tokenizer TOKENIZER.json --force",
         of_a_run: f"lmkit run '{tmp_path / 'my run' / 'recipe.toml'}'",

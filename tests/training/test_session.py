@@ -66,7 +66,7 @@ def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
     assert losses(recipe)[-1][1] < losses(recipe)[0][1] - 0.5
     folder = recipe.run.path
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
+        ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png", "stages.json",
     }  # fmt: skip
     assert load_recipe(folder / "recipe.toml") == recipe
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,285 @@
+"""A folder is a run because a record of lmkit's says so: no command deletes or replaces files of somebody else."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from lmkit.recipe.run_folder import is_run
+
+FISH = "one fish two fish red fish blue fish<|endoftext|>\n" * 50
+MINE = {
+    "recipe.toml": "# mine, with comments\n",
+    "corpus/train.txt": "my book",
+    "tokenizer.json": "{}",
+    "stories.txt": "my stories",
+    "training.json": '{"plan": "my own"}',
+    "stages.json": '{"train": {"cmd": "make train"}, "evaluate": {"cmd": "make test"}}',
+    "environment.json": '{"packages": "my own"}',
+    "metrics.jsonl": "mine",
+    "loss.png": "mine",
+    "src/model.py": "import this",
+    "notes.md": "mine",
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Of all files but those of a run that was set aside."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    names = {path.relative_to(folder): path for path in paths}
+    return {str(name): path.read_bytes() for name, path in names.items() if not str(name).startswith("old-")}
+
+
+@pytest.fixture
+def project(made: Path, terminal, tmp_path: Path) -> dict[str, bytes]:
+    """A folder `proj` of somebody's; a run of it is called for by `fish.toml`, as in the issue's command."""
+    for name, text in MINE.items():
+        path = tmp_path / "proj" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    shutil.copy(made / "corpus.txt", ".")
+    recipe = MINE["recipe.toml"] + (made / "fish.toml").read_text()
+    for path in (Path("proj/recipe.toml"), Path("fish.toml")):
+        path.write_text(recipe)
+    return content(Path("proj"))
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "run --force", "run --force --dry-run", "run --dry-run", "run --from train"]
+)
+def test_a_folder_with_a_recipe_is_no_run(command, project, terminal):
+    word, *options = command.split()
+    terminal.refuses(
+        f"{word} proj/recipe.toml --set run.folder=. --set run.name=proj {' '.join(options)}",
+        code="run.not_a_run_folder",
+        says=["proj"],
+    )
+    assert content(Path("proj")) == project
+
+
+@pytest.mark.parametrize("name", [name for name in MINE if "/" not in name and name != "notes.md"])
+def test_every_file_that_a_run_would_replace_is_noticed(name, made, terminal):
+    shutil.copy(made / "corpus.txt", ".")
+    Path("proj").mkdir()
+    Path("proj", name).write_text(MINE[name])
+    where = "--set run.folder=. --set run.name=proj"
+    terminal.refuses(f"run {made}/fish.toml {where}", code="run.not_a_run_folder", says=[name])
+    assert [path.name for path in Path("proj").iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe.toml", "environment.json", "metrics.jsonl", "loss.png", "stages.json"]
+)
+@pytest.mark.parametrize("option", ["", " --dry-run"])
+def test_training_replaces_no_file_of_somebody_else(name, option, run, terminal):
+    Path("proj").mkdir()
+    Path("proj", name).write_text(MINE[name])
+    words = (
+        "train fish.toml --set run.folder=. --set run.name=proj --set data.train=runs/fish/tokens/train.npy"
+    )
+    terminal.refuses(words + option, code="run.not_a_run_folder", says=[name])
+    assert [path.name for path in Path("proj").iterdir()] == [name]
+
+
+def test_seeds_are_made_beside_files_of_somebody_else(project, terminal):
+    planned = json.loads(
+        terminal("run fish.toml --seeds 2 --dry-run --json --set run.folder=. --set run.name=proj")
+    )
+    assert [run["folder"] for run in planned["runs"]] == ["proj/seed-0", "proj/seed-1"]
+
+
+def test_runs_of_every_version_are_known_by_their_content(run, terminal, tmp_path):
+    record = (run / "stages.json").read_text()
+    first = Path(__file__).parent / "first_edition" / "stages.json"
+    assert is_run(run)
+    (run / "stages.json").write_text("{")  # damaged
+    assert is_run(run)
+    old = tmp_path / "old"
+    old.mkdir()
+    for text in (record, first.read_text(), '{"files": {}}', '{"corpus": {"done": false, "outputs": {}}}'):
+        (old / "stages.json").write_text(text)
+        assert is_run(old)
+    (old / "stages.json").unlink()
+    assert not is_run(old)
+    shutil.copytree(run / "checkpoints", old / "checkpoints")  # as `lmkit import` leaves them
+    assert is_run(old)
+    shutil.rmtree(old / "checkpoints")
+    for name in ("environment.json", "metrics.jsonl"):  # a training that was killed early
+        assert not is_run(old)
+        shutil.copy(run / name, old)
+    assert is_run(old)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"train": {"done": "yes"}}', '{"files": ["a"]}', '{"lmkit": "mine"}']
+)
+def test_other_records_are_no_run(text, tmp_path):
+    for name in ("stages.json", "environment.json", "metrics.jsonl"):
+        (tmp_path / name).write_text(text)
+    assert not is_run(tmp_path)
+
+
+def test_starting_over_keeps_files_of_the_user(run, terminal):
+    mine = {"notes.md": b"mine", "corpus/book.txt": b"a book", "src/model.py": b"import this"}
+    for name, data in mine.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_bytes(data)
+    before = content(run)
+    terminal("run fish.toml --force")
+    assert content(run).items() >= mine.items()
+    (aside,) = run.glob("old-*")
+    kept = {name: data for name, data in before.items() if not name.startswith(("corpus/", "tokens/"))}
+    assert content(aside) == {name: data for name, data in kept.items() if name not in mine}
+    assert not (aside / "corpus").exists()
+    done = json.loads(terminal(f"run {aside}/recipe.toml --set train.steps=3 --json"))
+    assert (done["folder"], done["steps"]) == (str(aside), 3)
+
+
+def test_a_run_that_fails_leaves_the_earlier_one(run, terminal):
+    before = content(run)
+    words = "run fish.toml --force --set model.context_length=100000"
+    terminal.refuses(words, code="tokens.too_short")
+    (aside,) = run.glob("old-*")
+    assert str(aside) in terminal.err
+    assert content(aside) == before
+    aside.rename("runs/again")  # the way back
+    done = json.loads(terminal("run runs/again/recipe.toml --json"))["stages"]
+    assert set(done.values()) == {"up to date"}
+
+
+def test_a_run_that_is_killed_leaves_the_earlier_one(run, terminal, lmkit):
+    before = content(run)
+    plugin = Path("kill.py")
+    plugin.write_text(
+        "import os, signal\nimport lmkit.data.corpora as corpora\n"
+        "corpora._join = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = lmkit("run", "fish.toml", "--force", "--plugin", plugin)
+    assert killed.returncode == -signal.SIGKILL
+    (aside,) = run.glob("old-*")
+    assert content(aside) == before
+    terminal("run fish.toml")
+    assert content(aside) == before  # the next run does not know that it replaced that one
+
+
+SOURCES = {
+    "corpus.train": '["runs/fish/{}"]',
+    "corpus.valid": '["runs/fish/{}"]',
+    "tokenizer.path": "runs/fish/{}",
+    "train.init_from": "runs/fish/{}",
+    "checkpoint.resume": "runs/fish/{}",
+    "data.train": "runs/fish/{}",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("corpus.train", "corpus/train.txt"),
+        ("corpus.valid", "corpus/valid.txt"),
+        ("tokenizer.path", "tokenizer.json"),
+        ("train.init_from", ""),
+        ("train.init_from", "checkpoints/step-00000002"),
+        ("checkpoint.resume", "checkpoints/step-00000002"),
+        ("data.train", "tokens/valid.npy"),
+    ],
+)
+@pytest.mark.parametrize("through", ["runs/fish", "link"])
+def test_a_recipe_that_reads_the_run_it_starts_over_is_refused(key, name, through, run, terminal):
+    os.symlink("runs/fish", "link")
+    before = content(run)
+    value = SOURCES[key].format(name).replace("runs/fish", through)
+    for option in ("--force --dry-run", "--force"):
+        terminal.refuses(
+            "run",
+            "fish.toml",
+            *option.split(),
+            "--set",
+            f"{key}={value}",
+            code="run.reads_itself",
+            says=[key],
+        )
+    assert content(run) == before
+    assert not list(run.glob("old-*"))
+
+
+def test_sources_of_the_user_in_the_run_folder_are_read(run, terminal):
+    shutil.copy("corpus.txt", run / "book.txt")
+    shutil.copy(run / "tokenizer.json", run / "mine.json")
+    shutil.copytree(run / "checkpoints/step-00000002", run / "base")
+    sources = {"corpus.train": '["runs/fish/book.txt"]', "tokenizer.path": "runs/fish/mine.json"}
+    sources |= {"corpus.valid": '["runs/fish/book.txt"]', "train.init_from": "runs/fish/base"}
+    settings = [word for key, value in sources.items() for word in ("--set", f"{key}={value}")]
+    terminal("run", "fish.toml", "--force", *settings)
+    (aside,) = run.glob("old-*")
+    assert json.loads(terminal("run", f"{aside}/recipe.toml", "--dry-run", "--json"))["folder"] == str(aside)
+    terminal("run", "runs/fish/recipe.toml", "--force")  # reads them again
+    assert (run / "book.txt").read_bytes() == Path("corpus.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ('corpus.train=["nowhere.txt"]', "run.missing_file"),
+        ("tokenizer.path=nowhere.json", "run.missing_file"),
+        ("tokenizer.path=corpus.txt", "tokenizer.damaged_file"),
+        ("train.init_from=nowhere", "checkpoint.not_found"),
+        ("data.train=nowhere.npy", "data.no_tokens"),
+        ("data.valid=nowhere.npy", "data.no_tokens"),
+        ("run.device=cuda", "parallel.no_gpu"),
+    ],
+)
+def test_what_cannot_start_over_leaves_the_run_as_it_is(setting, code, run, terminal, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    before = content(run)
+    for option in ("--force --dry-run", "--force"):
+        words = ["run", "fish.toml", *option.split(), "--set", setting]
+        terminal.refuses(*words, code=code, exit_code=1 if code == "tokenizer.damaged_file" else 2)
+    assert content(run) == before
+    assert not list(run.glob("old-*"))
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_before_the_run_is_set_aside(run, terminal):
+    terminal.refuses("run fish.toml --force --nproc 3", code="batches.indivisible")
+    assert not list(run.glob("old-*"))
+
+
+def test_a_corpus_is_no_output_of_its_own_run(run, terminal):
+    shutil.rmtree(run / "checkpoints")
+    record = json.loads((run / "stages.json").read_text())
+    del record["train"], record["evaluate"], record["generate"]
+    (run / "stages.json").write_text(json.dumps(record))
+    text = (run / "corpus/train.txt").read_bytes()
+    terminal.refuses(
+        "run",
+        "fish.toml",
+        "--set",
+        'corpus.train=["runs/fish/corpus/train.txt"]',
+        code="output.replaces_source",
+    )
+    assert (run / "corpus/train.txt").read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    "command", ["bench all-reduce --sizes-mb 1 --nproc 2", "profile kineto fish.toml --steps 1"]
+)
+def test_force_of_a_bench_replaces_results_only(command, run, terminal):
+    mine = {"recipe.toml": b"# mine", "environment.json": b'{"packages": 1}'}
+    Path("proj").mkdir()
+    for name, data in mine.items():
+        Path("proj", name).write_bytes(data)
+    for folder in (Path("proj"), run):
+        before = content(folder)
+        terminal.refuses(f"{command} --force --output {folder}", code="output.exists", says=["recipe.toml"])
+        assert content(folder) == before
+
+
+def test_the_page_of_a_run_replaces_a_page_only(run, terminal):
+    for _ in range(2):
+        terminal(f"report {run} --html")
+    (run / "report.html").write_text("<html>mine")
+    terminal.refuses(f"report {run} --html", code="output.exists", says=["report.html"])
+    terminal(f"report {run} --html --force")
