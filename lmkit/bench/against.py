@@ -35,6 +35,7 @@ from lmkit.bench.compare import (
     stored_rows,
 )
 from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.environment import environment_without_git
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import FEWEST_PAIRS, FEWEST_TURNS, RunRatio, compare_starts, turns_suffice
 from lmkit.measure.tables import Rows
@@ -182,7 +183,7 @@ def _started(
     ours, theirs = socket.socketpair()
     command = [*python, side.__file__, str(theirs.fileno()), "bench", *arguments, "--output", str(folder)]
     # `python -m lmkit...` in a bench would look into the current folder first, which may hold the other version.
-    environment = {**os.environ, **MALLOC, **environment, "PYTHONSAFEPATH": "1"}
+    environment = {**environment_without_git(), **MALLOC, **environment, "PYTHONSAFEPATH": "1"}
     with ours, folder.with_suffix(".log").open("wb") as log:
         with theirs:
             process = subprocess.Popen(
