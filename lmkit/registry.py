@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -203,7 +204,7 @@ def load_plugin(path: Path) -> None:
     Raises:
         UsageError: no such file, not a Python file, or it raises an error.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # `resolve` has no error for a link loop that users understand
     if path in PLUGINS:
         return
     if not path.is_file():

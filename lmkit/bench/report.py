@@ -240,10 +240,11 @@ def write_reports(
     found = find_results(root, parts)
     searched = " and ".join(str(root / part) for part in parts)
     target = output or root / parts[0] / "reports"
-    for name, write_up in WRITE_UPS.items():
+    for name, write_up in () if check else WRITE_UPS.items():
         path = target / name
         is_ours = path.is_file() and read_input(path).startswith(f"# {write_up.title}\n".encode())
-        refuse_existing(path, force=check or force or is_ours)
+        refuse_existing(path, force=force or is_ours)
+        refuse_existing(target / _picture_of(path.stem), force=force or is_ours)
     written, missing, stale = [], [], []
     for name, write_up in WRITE_UPS.items():
         chosen = [results for results in found if results.kind in write_up.sections]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -312,7 +313,7 @@ def loaded_model(
     if (source / MANIFEST).exists():
         folder = source.resolve().parent.parent
     elif source.name == CHECKPOINTS:
-        folder = source.resolve().parent
+        folder = Path(os.path.realpath(source)).parent
     recipe_file = folder / RECIPE
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate

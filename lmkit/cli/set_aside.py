@@ -107,6 +107,7 @@ def set_aside(folder: Path, parts: Sequence[Path]) -> Path:
 def _move(path: Path, place: Path) -> None:
     place.parent.mkdir(exist_ok=True)
     if path.is_symlink():  # a relative link would lead elsewhere
+        place.unlink(missing_ok=True)
         place.symlink_to(os.path.realpath(path))
         path.unlink()
     else:

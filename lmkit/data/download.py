@@ -42,6 +42,7 @@ from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import open_input, read_input
+from lmkit.storage.outputs import refuse_unwritable
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6
@@ -125,6 +126,7 @@ def download_dataset(
         dataset = DATASETS.load(dataset)()
         assert isinstance(dataset, Dataset)
     folder = Path(folder)
+    refuse_unwritable(folder, option="--folder; in a recipe corpus.folder")
     report = progress or (lambda stage, done, total: None)
     files = dataset.train, dataset.valid
     with FolderLock(folder):

@@ -75,7 +75,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         UsageError: `path` exists, and is not an empty folder, or one that no rename can replace ("output.exists").
         LmkitError: another process is writing the same folder ("storage.file_busy").
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    # The real path of a link that leads to itself is that link.
+    if os.path.lexists(os.path.realpath(path)) and not (path.is_dir() and not any(path.iterdir())):
         hint = "choose another name, or move it away"
         raise UsageError("output.exists", f"{path}: exists already", hint=hint)
     given, path = path, Path(os.path.realpath(path))  # a rename would not replace what a link names

@@ -12,14 +12,14 @@ from lmkit.errors import UsageError, reason
 
 
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
-    """Refuse an output that exists, unless `force`.
+    """Refuse an output that exists, unless `force`, or whose folder cannot be written to.
 
     Args:
         such_as: a name for the hint, where the output is a folder.
 
     Raises:
         UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
-            ("output.not_a_file").
+            ("output.not_a_file"), or cannot be written ("output.unwritable").
     """
     if output.is_dir():
         raise UsageError(
@@ -27,12 +27,13 @@ def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None
         )
     if output.exists() and not output.is_file():
         raise UsageError("output.not_a_file", f"{output}: is not a regular file", hint="name another file")
-    if output.exists() and not force:
+    if os.path.lexists(output) and not force:  # a link to nothing, too
         raise UsageError(
             "output.exists",
             f"{output}: exists already",
             hint="choose another name, or replace it with --force",
         )
+    refuse_unwritable(output.parent, option="")
 
 
 def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
@@ -58,7 +59,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     Tries to write a temporary file to the folder, or to the nearest parent that exists.
 
     Args:
-        option: names the option that chooses another folder, for the hint.
+        option: the option that chooses another folder, for the hint; "" if it is no option.
 
     Raises:
         UsageError: names the obstacle ("output.unwritable").
@@ -71,7 +72,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
         raise UsageError(
             "output.unwritable",
             f"{folder}: cannot write there: {place}: {reason(error)}",
-            hint=f"choose another folder with {option}",
+            hint="choose another folder" + (option and f": {option}"),
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -102,7 +103,7 @@ def write_page(
     folders = [folder, *others]
     sources = (RECIPE, METRICS, ENVIRONMENT, STORIES)
     refuse_replacing([path], [run / name for run in folders for name in sources])
-    parts = [list(path.resolve().parts) for path in folders]
+    parts = [list(Path(os.path.realpath(path)).parts) for path in folders]
     depth = 1
     while len({tuple(names[-depth:]) for names in parts}) < len({tuple(names) for names in parts}):
         depth += 1

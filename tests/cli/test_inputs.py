@@ -186,3 +186,54 @@ def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run, terminal):
     os.unlink("corpus.txt")
     refused = terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt"])
     assert "--set 'corpus.train=" in refused.hint
+
+
+LOOPS = (
+    "data encode loop.txt tokens.npy --tokenizer runs/fish/tokenizer.json",
+    "data encode corpus.txt loop.npy --tokenizer runs/fish/tokenizer.json",
+    "data encode corpus.txt loop/tokens.npy --tokenizer runs/fish/tokenizer.json",
+    "data encode corpus.txt tokens.npy --tokenizer loop.json",
+    "data synth loop.txt",
+    "data synth loop/stories.txt",
+    "data download tinystories --folder loop",
+    "tokenizer train loop.txt new.json",
+    "tokenizer train corpus.txt loop.json",
+    "tokenizer inspect loop.json",
+    "tokenizer inspect runs/fish/tokenizer.json --text loop.txt",
+    "tokenizer export runs/fish/tokenizer.json loop",
+    "recipe copy quickstart loop",
+    "run loop",
+    "run fish.toml --plugin loop.txt --dry-run",
+    "run fish.toml --set run.folder=loop",
+    "run fish.toml --set run.folder=. --set run.name=loop",
+    "train fish.toml --set run.folder=loop --set data.train=runs/fish/tokens/train.npy",
+    "run fish.toml --set run.name=new --set tokenizer.path=loop.json",
+    "run fish.toml --set run.name=new --set train.init_from=loop",
+    "train fish.toml --set data.train=loop.npy",
+    "generate loop",
+    "generate checkpoints",
+    "generate runs/fish --tokenizer loop.json",
+    "evaluate runs/fish --text loop.txt",
+    "export runs/fish loop",
+    "export loop new",
+    "import loop new",
+    "verify loop",
+    "compare loop runs/fish",
+    "report loop --html",
+    "report runs/fish --html --beside loop",
+    "report runs/fish --html --output loop",
+    "rerun runs/fish --output loop",
+    "bench all-reduce --output loop",
+    "profile kineto fish.toml --output loop",
+)
+
+
+@pytest.mark.parametrize("command", LOOPS)
+def test_a_link_to_itself_is_a_wrong_path(command, run, terminal):
+    links = [Path(f"{name}") for name in ("loop", "loop.txt", "loop.npy", "loop.json", "checkpoints")]
+    for link in links:
+        link.symlink_to(link)
+    before = {str(path) for path in Path().rglob("*")}
+    terminal.refuses(command, code=None)
+    assert {str(path) for path in Path().rglob("*")} == before
+    assert all(link.is_symlink() for link in links)

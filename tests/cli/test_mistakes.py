@@ -160,6 +160,7 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(term
 @pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
 @pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
 def test_fault_139_a_profile_replaces_no_results_by_accident(engine, report, terminal):
+    Path("environment.json").write_text('{"lmkit": "0.2.0", "packages": {}}')  # as profiles write it
     Path(report).touch()
     refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
     assert "--force" in refused.hint
