@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from lmkit.cli.stages import STAGES, summary
 from lmkit.data.corpora import check_room
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
+from lmkit.parallel.place import read_place
 from lmkit.recipe.changes import is_under, refused, without_effect
 from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
 from lmkit.recipe.run_folder import (
@@ -70,12 +70,12 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
         LmkitError: a stage failed.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, ranks, _ = read_place()
     if nproc > 1:
         from lmkit.parallel.launch import refuse_torchrun
 
         refuse_torchrun()  # not after the data stages
-    if ranks > 1 and os.environ["RANK"] != "0":
+    if rank > 0:
         if follow() == "train":
             from lmkit.generation import write_samples
             from lmkit.training.session import train

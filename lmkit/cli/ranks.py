@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lmkit.errors import LmkitError
+from lmkit.parallel.place import read_place
 
 PATIENCE_S = 3.0
 """How long an error waits for a better one: the same error on rank 0, or the cause of a lost connection."""
@@ -123,6 +124,6 @@ def _shared_store() -> Any:
     """Join the key-value store of torchrun's ranks."""
     from torch.distributed.rendezvous import rendezvous
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size, _ = read_place()
     store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timedelta(minutes=10))))
     return store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,11 +90,12 @@ def run(
 
 def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
     """Return recipes of runs with consecutive seeds, in the folder that would be the run's."""
+    from lmkit.parallel.place import read_place
     from lmkit.recipe.run_folder import is_run
     from lmkit.recipe.values import LARGEST_INT64
 
     folder, first = recipe.run.path, recipe.run.seed
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if read_place().world_size > 1:
         message = "--seeds: makes one run after the other, not under torchrun"
         raise UsageError("run.seeds_of_ranks", message, hint="lmkit run --seeds N --nproc N")
     if is_run(folder):

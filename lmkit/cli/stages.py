@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
 from lmkit.measure.tables import size_of, statement
+from lmkit.parallel.place import read_place
 from lmkit.recipe.run_folder import BESIDE_TOKENIZER, CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
@@ -104,7 +104,7 @@ def _train(run: Pipeline) -> Outputs:
     run.record.begin("train")
     run.record.forget(("evaluate", "generate"))
     run.tell_ranks("train")
-    parallel, is_alone = run.recipe.parallel, os.environ.get("WORLD_SIZE", "1") == "1"
+    parallel, is_alone = run.recipe.parallel, read_place().world_size == 1
     if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
         log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
     result = train(

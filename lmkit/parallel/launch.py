@@ -25,7 +25,8 @@ from typing import Any
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.parallel.failures import RankLost
-from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, shutdown
+from lmkit.parallel.place import RENDEZVOUS_VARIABLE
+from lmkit.parallel.ranks import hosted_store, shutdown
 from lmkit.registry import PLUGINS, load_plugin
 from lmkit.streams import secure_streams
 

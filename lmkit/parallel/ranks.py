@@ -25,9 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import LAUNCH_QUEUES_VARIABLE
+from lmkit.parallel.place import RENDEZVOUS_VARIABLE, read_place
 
-RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
-"""The environment variable with the address that `hosted_store` yields."""
 _POLL_S = 0.02
 _graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -81,7 +80,7 @@ def process_group(
         UsageError: half an environment (RANK without MASTER_ADDR, say), or fewer GPUs than local ranks.
         LmkitError: the port is taken, or not every rank arrived in time.
     """
-    rank, world_size, local_rank = _read_environment()
+    rank, world_size, local_rank = read_place()
     if world_size == 1:
         yield Ranks(device=local_device(device, local_rank), timeout_s=timeout_s)
         return
@@ -135,38 +134,6 @@ def _free_graphs() -> None:
     for graph in list(_graphs):
         graph.reset()
     _graphs.clear()
-
-
-def _read_environment() -> tuple[int, int, int]:
-    """Return rank, world size and local rank; (0, 1, 0) for a process that no launcher started."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0
-    is_ours = bool(os.environ.get(RENDEZVOUS_VARIABLE))
-    needed = ("RANK", "WORLD_SIZE") if is_ours else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
-        given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
-        raise _wrong_environment(
-            f"{given} is set but {', '.join(missing)} is not",
-            hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
-        )
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise _wrong_environment(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
-    if not is_ours and not 0 <= _integer("MASTER_PORT") < 1 << 16:
-        raise _wrong_environment(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
-    return rank, world_size, _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-
-
-def _integer(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise _wrong_environment(f"{name}={text!r} is not a number")
-    return int(text)
-
-
-def _wrong_environment(mistake: str, hint: str = "use torchrun (or --nproc N), which sets it") -> UsageError:
-    return UsageError("parallel.environment", f"environment: {mistake}", hint=hint)
 
 
 def local_device(device: str | torch.device, local_rank: int) -> torch.device:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from lmkit.model.layers import linear_maps
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.optim.adamw import decay_groups
+from lmkit.parallel.place import read_place
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.schema import Recipe
@@ -313,7 +313,7 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
     """
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, device), device)
-    ranks = max(nproc, int(os.environ.get("WORLD_SIZE", "1")))
+    ranks = max(nproc, read_place().world_size)
     random = recipe.changed(data={"source": "random"}, model={"vocab_size": 1})
     make_batches(random, RANDOM, Ranks(world_size=ranks))
     check_token_files(recipe, are_made=False)

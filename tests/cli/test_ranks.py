@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from tiny import tiny_recipe
+from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli import ranks
 from lmkit.cli.ranks import speak_for_ranks
@@ -147,3 +147,38 @@ def test_a_lost_connection_is_not_printed_where_its_cause_will_be(as_rank, monke
     with pytest.raises(SystemExit):
         speak_for_ranks(RankLost("ranks.lost", "rank 0, step 1: no sign of rank 1"))
     assert not told.exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "two"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"},
+        {"RANK": "1", "WORLD_SIZE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    ],
+    ids=lambda variables: " ".join(map("=".join, variables.items())),
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run quickstart",
+        "run quickstart --dry-run",
+        "run quickstart --seeds 2",
+        "train random.toml",
+        "bench all-reduce --sizes-mb 1",
+    ],
+)
+def test_half_a_place_among_ranks_is_refused(command, variables, terminal, monkeypatch):
+    Path("random.toml").write_text(tiny_recipe(*RANDOM_TOKENS, "train.steps=1"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal.refuses(command, code="parallel.environment", says=["environment"])
+    assert [path.name for path in Path().iterdir()] == ["random.toml"]
