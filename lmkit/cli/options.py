@@ -83,10 +83,12 @@ DryRunOption = Annotated[
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
 ]
+MOST_RANKS = 64
+"""The largest number of ranks that a command starts."""
 NprocOption = Annotated[
     int,
     typer.Option(
-        min=1, max=64, help="Number of ranks (processes) to start on this machine; not with torchrun."
+        min=1, max=MOST_RANKS, help="Number of ranks (processes) to start on this machine; not with torchrun."
     ),
 ]
 SourcesArgument = Annotated[
