@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
-from lmkit.storage import atomic_path
+from lmkit.storage import atomic_path, scratch_folder
 from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
@@ -152,9 +151,7 @@ def plain_text_files(
     if not any(map(_is_converted, texts)):
         yield texts
         return
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
+    with scratch_folder(folder) as made:
         for number, path in enumerate(texts):
             if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")

@@ -5,6 +5,7 @@ from lmkit.storage.atomic import (
     atomic_path,
     keep_damaged,
     remove_partials,
+    scratch_folder,
     sha256_file,
     write_atomic,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "atomic_path",
     "keep_damaged",
     "remove_partials",
+    "scratch_folder",
     "sha256_file",
     "write_atomic",
 ]

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from lmkit.storage.inputs import open_input
 from lmkit.storage.locks import hold_file
 
 PARTIAL_SUFFIX = ".lmkit-partial"  # only lmkit gives names with this ending
+_SCRATCH_SUFFIX = ".scratch" + PARTIAL_SUFFIX
 DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FSYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)  # of folders, on some network shares
@@ -108,6 +110,29 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder(parent: Path | None) -> Iterator[Path]:
+    """Yield a temporary folder in `parent`, which is created; None: in the system's, which may be small.
+
+    A kill leaves it behind: the next scratch folder in the same parent deletes it.
+    """
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f"*{_SCRATCH_SUFFIX}"):
+            if (descriptor := hold_file(left / ".lock")) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(descriptor)
+    made = Path(tempfile.mkdtemp(dir=parent))
+    descriptor = hold_file(made / ".lock")
+    assert descriptor is not None  # nobody else knows the name
+    try:
+        made = made.rename(made.with_name(made.name + _SCRATCH_SUFFIX))  # locked when others see it
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
         os.close(descriptor)
 
 

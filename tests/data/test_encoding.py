@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import itertools
 import json
@@ -387,3 +388,25 @@ def test_the_text_of_a_json_object_may_have_another_key(tmp_path):
     with raises(UsageError, "corpus.no_field", "a.jsonl", "content") as refused:
         encoded(tmp_path, line, framed())
     assert "--field" in refused.value.hint
+
+
+def test_a_killed_encoding_of_a_compressed_text_leaves_nothing_after_the_next(tmp_path, tokenizer, story):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "story.txt.gz").write_bytes(gzip.compress(story.encode()))
+    before = {path.name for path in tmp_path.iterdir()}
+    killed = """
+        import os, signal
+        from lmkit.data.encoding import encode_corpus
+        from lmkit.tokenizer import Tokenizer
+
+        def die(stage, done, total):
+            if stage == "encode":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        encode_corpus("story.txt.gz", "out.npy", Tokenizer.load("tokenizer.json"), progress=die)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(killed)], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert {path.name for path in tmp_path.iterdir()} > before
+    encode_corpus(tmp_path / "story.txt.gz", tmp_path / "out.npy", tokenizer)
+    assert {path.name for path in tmp_path.iterdir()} == before | {"out.npy", "out.json", "out.documents"}

@@ -5,14 +5,17 @@ import fcntl
 import hashlib
 import os
 import re
+import signal
 import stat
+import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import atomic_path, remove_partials, sha256_file, write_atomic
+from lmkit.storage import atomic_path, remove_partials, scratch_folder, sha256_file, write_atomic
 from lmkit.storage.atomic import atomic_folder
 
 
@@ -178,3 +181,21 @@ def test_fault_128_what_another_program_named_partial_stays(tmp_path):
         "text.txt.partial": "precious",
         "other.partial": "precious",
     }
+
+
+def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path):
+    killed = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom lmkit.storage import scratch_folder\n"
+        "with scratch_folder(Path(sys.argv[1])) as made:\n"
+        "    (made / 'text').write_text('large')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "mine").mkdir()
+    done = run_program(sys.executable, "-c", killed, tmp_path, cwd=Path.cwd())
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("*/text")
+    with scratch_folder(tmp_path) as one:
+        assert not left.exists()
+        with scratch_folder(tmp_path) as other:
+            assert one.is_dir()
+            assert one != other
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
