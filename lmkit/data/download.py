@@ -40,7 +40,7 @@ from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
 from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
-from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.atomic import PARTIAL_SUFFIX, naming
 from lmkit.storage.inputs import open_input, read_input
 from lmkit.storage.outputs import refuse_unwritable
 
@@ -285,7 +285,7 @@ class _Transfer:
         self.version_path.unlink(missing_ok=True)
 
     def _append(self, response: IO[bytes], start: int, total: int) -> None:
-        with open(self.partial, "r+b" if start else "wb") as file:
+        with naming(self.partial), open(self.partial, "r+b" if start else "wb") as file:
             file.seek(start)
             try:
                 stage = f"download {self.path.name}"

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import random
+import resource
 import tarfile
 from dataclasses import replace
 
@@ -213,6 +214,19 @@ def test_a_failing_disk_is_named_at_once(fetch, site, tmp_path):
     with raises(LmkitError, "download.disk", "toy_train.txt.lmkit-partial"):
         fetch()
     assert len(site.requests) == 1
+
+
+def test_a_full_disk_is_no_fault_of_the_network(fetch, site, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # as ENOSPC: an error of write()
+    try:
+        with raises(LmkitError, "download.disk", "toy_train.txt.lmkit-partial"):
+            fetch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(site.requests) == 1  # trying again does not help
+    assert fetch()[0].read_bytes() == TRAIN
+    assert ranges(site)[1] == "bytes=1000000-"
 
 
 def test_fault_42_a_short_body_is_no_file(fetch, site, tmp_path):
