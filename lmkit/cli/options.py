@@ -165,7 +165,7 @@ def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        result = function(**{name: values[name] for name in own})
+        result = function(**{name: _in_home(values[name]) for name in own})
         if result is not None:
             from lmkit.cli.console import show
 
@@ -182,6 +182,17 @@ def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _in_home(value: Any) -> Any:
+    """Return an argument with the home folder in place of `~`: a shell leaves `--output=~/new` as it is."""
+    if isinstance(value, list):
+        return [_in_home(item) for item in value]
+    if not isinstance(value, Path):
+        return value
+    from lmkit.storage.inputs import in_home  # not for --help
+
+    return in_home(value)
 
 
 def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:

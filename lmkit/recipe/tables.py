@@ -31,6 +31,7 @@ from lmkit.recipe.values import (
 )
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.registry import SCHEDULES
+from lmkit.storage.inputs import in_home
 
 
 class RunConfig(Table):
@@ -297,6 +298,11 @@ class CheckpointConfig(Table):
     """Also keep this many checkpoints with the lowest validation loss."""
     resume: str = "auto"
     """`auto`: the newest good checkpoint of the run folder, if any; `never`; or a checkpoint folder."""
+
+    @field_validator("resume")
+    @classmethod
+    def _may_be_a_folder(cls, resume: str) -> str:
+        return str(in_home(Path(resume))) if resume.startswith("~") else resume
 
 
 SAMPLED = Only("generate.temperature", but=(0,))

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from lmkit.errors import did_you_mean
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES, Registry
+from lmkit.storage.inputs import in_home
 
 T = TypeVar("T", bound="Table")
 
@@ -30,10 +31,11 @@ class Table(BaseModel):
     @field_validator("*")
     @classmethod
     def _names_files(cls, value: Any) -> Any:
-        for path in value if isinstance(value, tuple) else (value,):
-            if isinstance(path, Path) and "\0" in str(path):
-                raise ValueError("holds a null character, which no file's name has")
-        return value
+        if isinstance(value, tuple):
+            return tuple(map(cls._names_files, value))
+        if isinstance(value, Path) and "\0" in str(value):
+            raise ValueError("holds a null character, which no file's name has")
+        return in_home(value) if isinstance(value, Path) else value
 
 
 class UnregisteredName(ValueError):

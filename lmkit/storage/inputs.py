@@ -10,6 +10,9 @@ import errno
 import os
 import stat
 from io import BufferedReader
+from pathlib import Path
+
+from lmkit.errors import UsageError
 
 _HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _KINDS = {
@@ -18,6 +21,19 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def in_home(path: Path) -> Path:
+    """Return a path with the home folder in place of `~` at its beginning; `~name` is an ordinary name.
+
+    Raises:
+        UsageError: there is no home folder ("path.no_home").
+    """
+    try:
+        return path.expanduser() if path.parts[:1] == ("~",) else path
+    except RuntimeError as error:
+        hint = "set HOME, or write the folder in place of ~"
+        raise UsageError("path.no_home", f"{path}: {error}", hint=hint) from error
 
 
 def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:

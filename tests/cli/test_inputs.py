@@ -237,3 +237,12 @@ def test_a_link_to_itself_is_a_wrong_path(command, run, terminal):
     terminal.refuses(command, code=None)
     assert {str(path) for path in Path().rglob("*")} == before
     assert all(link.is_symlink() for link in links)
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(run, terminal, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    terminal("data synth ~/stories.txt --size-mb 0.001")
+    terminal("run fish.toml --set run.folder=~/runs")
+    terminal("evaluate ~/runs/fish")
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"runs", "stories.txt"}
+    assert not Path("~").exists()

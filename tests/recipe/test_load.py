@@ -279,6 +279,30 @@ def test_overrides_are_toml_and_bare_words_are_strings():
     assert recipe.run.folder == Path("a=b")
 
 
+def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    path = write(
+        """
+        run.folder = "~/runs"
+        corpus = {source = "files", train = ["~/a.txt", "b~/~c.txt"], valid = ["/~/d.txt"], folder = "~"}
+        tokenizer.path = "~ada/tokenizer.json"
+        """
+    )
+    settings = ("data.train=~/train.npy", "train.init_from=~/model", "checkpoint.resume=~/step")
+    recipe = load_recipe(path, settings)
+    assert recipe.run.path == Path("/home/ada/runs/run")
+    assert recipe.corpus.train == (Path("/home/ada/a.txt"), Path("b~/~c.txt"))
+    assert (recipe.corpus.valid, recipe.corpus.folder) == ((Path("/~/d.txt"),), Path("/home/ada"))
+    assert recipe.tokenizer.path == Path("~ada/tokenizer.json")
+    assert (recipe.data.train, recipe.train.init_from) == (
+        Path("/home/ada/train.npy"),
+        Path("/home/ada/model"),
+    )
+    assert recipe.checkpoint.resume == "/home/ada/step"
+    monkeypatch.setenv("HOME", "/home/bob")
+    assert load_recipe(write(recipe_to_toml(recipe))) == recipe
+
+
 def test_order_is_defaults_recipe_overrides_flags(write):
     path = write("[train]\nsteps = 2\nbatch_size = 2\nlog_interval = 2\n")
     overrides = ["train.batch_size=3", "train.log_interval=3"]

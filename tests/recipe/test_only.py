@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lmkit.recipe.load import _warn_once, load_recipe, recipe_to_toml, shipped_recipes
+from lmkit.recipe.run_folder import save_record
 
 
 @pytest.fixture
@@ -88,5 +89,5 @@ def test_what_the_user_did_not_set_is_not_said_to_be_in_vain(write, tmp_path, va
     monkeypatch.setenv("RANK", "1")  # the first rank has said it
     assert vain(path) == {}
     monkeypatch.delenv("RANK")
-    (tmp_path / "stages.json").write_text("{}")  # the recipe of a run: lmkit wrote it
+    save_record(tmp_path, {})  # the recipe of a run: lmkit wrote it
     assert vain(path) == {}
