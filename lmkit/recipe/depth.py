@@ -6,7 +6,7 @@ and 12 to 26 layers. They are a place to start from, not a result of this projec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -62,6 +62,23 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "train": {"batch_size": batch, "steps": max(1, round(tokens / (batch * context)))},
         "optimizer": {"lr": float(f"{lr:.2g}")},
     }
+
+
+def beside_dial(given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line about the values of a file that `model.preset` or `model.depth` of the command line replaces, and
+    one about those that do not follow from the depth because the file gives them."""
+    dials = [f"model.{dial}" for dial in ("preset", "depth") if dial in typed.get("model", {})]
+    values = {
+        name: [
+            f"{name}.{key} = {table[key]}" for key in keys if key in table and key not in typed.get(name, {})
+        ]
+        for name, keys in FOLLOWS.items()
+        if isinstance(table := given.get(name), dict)
+    }
+    if dials and (sizes := values.pop("model", [])):
+        yield f"{dials[0]} replaces {', '.join(sizes)}"
+    if "model.depth" in dials and (kept := [line for lines in values.values() for line in lines]):
+        yield f"given, so that it does not follow from model.depth: {', '.join(kept)}"
 
 
 def _number(table: Mapping[str, Any], key: str) -> Any:

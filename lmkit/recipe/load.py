@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
-from lmkit.recipe.depth import FOLLOWS, from_depth
+from lmkit.recipe.depth import SIZES, beside_dial, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
@@ -45,13 +45,16 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` or `model.depth` replaces what the file gives and they decide; that of
-    `optimizer.name` or `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's
-    `train.epochs`. The recipe that lies in a run folder is that folder's, wherever it is now.
+    An override of `model.preset` or `model.depth` replaces the sizes that the file gives; that of `optimizer.name` or
+    `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's `train.epochs`, and
+    that of `train.tokens_per_parameter` its `train.steps`. What else follows from `model.depth` follows only if the
+    file does not give it: the log names what it gives. The recipe that lies in a run folder is that folder's,
+    wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
-        overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string.
+        overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string, and so is all that
+            a key gets which takes text.
         flags: command-line flags, dotted key -> value; None where a flag was left out.
 
     Raises:
@@ -71,10 +74,13 @@ def load_recipe(
         for key in reversed(keys):
             value = {key: value}
         _merge(typed, with_our_names(value))
-    for dial, decides in (("preset", {"model": tuple(PRESETS["tiny"])}), ("depth", FOLLOWS)):
-        for name, decided in decides.items():
-            if dial in typed.get("model", {}) and isinstance(raw.get(name), dict):
-                raw[name] = {key: value for key, value in raw[name].items() if key not in decided}
+    told = list(beside_dial(raw, typed))
+    if typed.get("model", {}).keys() & {"preset", "depth"} and isinstance(raw.get("model"), dict):
+        raw["model"] = {key: value for key, value in raw["model"].items() if key not in SIZES}
+    models = [tables.get("model") for tables in (raw, typed)]
+    has_depth = any("depth" in model for model in models if isinstance(model, dict))
+    if has_depth and "tokens_per_parameter" in typed.get("train", {}) and isinstance(raw.get("train"), dict):
+        raw["train"].pop("steps", None)
     for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
         chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
         if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
@@ -92,8 +98,8 @@ def load_recipe(
     if source is not None:
         recipe._source = str(source)
     if os.environ.get("RANK", "0") == "0":
-        for line in _set_in_vain(recipe, raw if folder is None else typed, typed):
-            _warn_once(line)
+        for line in (*told, *_set_in_vain(recipe, raw if folder is None else typed, typed)):
+            _warn_once(f"{recipe.origin}: {line}")
     return recipe
 
 
@@ -210,9 +216,21 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         message = f"--set {override}: expected table.key=value"
         raise UsageError("recipe.wrong_override", message, hint="for example --set train.steps=100")
     try:
-        return keys, tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return keys, text  # a bare word
+    # A shell takes the quotes away from run.name="42".
+    is_text = isinstance(value, (str, list, dict)) or not _takes_text(keys)
+    return keys, value if is_text else text
+
+
+def _takes_text(keys: Sequence[str]) -> bool:
+    """Return whether the value of a key is any string, or a path."""
+    owner: type[Table] | None = Recipe
+    for key in keys[:-1]:
+        owner = table_type(owner, key) if owner else None
+    field = owner.model_fields.get(keys[-1]) if owner else None
+    return field is not None and field.annotation in (str, Path, str | None, Path | None)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -396,7 +414,7 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
         for only in (extra for extra in field.metadata if isinstance(extra, Only)):
             is_meant = dotted in on_command_line or only.switch not in on_command_line
             if is_meant and not only.holds(key, recipe):
-                yield f"{recipe.origin}: {dotted} has no effect; it is used only {only.condition(key)}"
+                yield f"{dotted} has no effect; it is used only {only.condition(key)}"
 
 
 def differences(

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from tiny import tiny_recipe
 
 from lmkit.cli.app import run_command_line
 from lmkit.errors import limit_reached
@@ -318,3 +320,16 @@ def test_a_trained_tokenizer_never_replaces_its_own_source(terminal, tmp_path, l
         output.symlink_to(source)
     terminal.refuses("tokenizer", "train", source, output, "--force", code="output.replaces_source")
     assert "fox" in source.read_text()
+
+
+def test_a_hint_about_a_run_called_42_can_be_pasted(terminal):
+    Path("text.txt").write_text("one fish<|endoftext|>\n" * 50)
+    Path("mine.toml").write_text(
+        tiny_recipe(
+            'corpus.source="files"', 'corpus.train=["text.txt"]', "train.steps=1", "tokenizer.vocab_size=260"
+        )
+    )
+    hint = terminal.refuses("train mine.toml --name 42", code="data.no_tokens").hint
+    (command,) = re.findall(r"lmkit (run [^;]+);", hint)
+    assert "--set run.name=42" in command
+    terminal(f"{command} --dry-run")

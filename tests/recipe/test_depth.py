@@ -43,10 +43,44 @@ def test_what_the_recipe_gives_counts_and_decides_the_rest():
     assert recipe.train.steps == pytest.approx(8 * recipe_of().train.steps, rel=0.01)
 
 
-def test_on_the_command_line_it_replaces_what_the_file_gives():
-    recipe = load_recipe("quickstart", ["model.depth=3", "train.steps=7"])
-    assert (recipe.model.num_layers, recipe.model.d_model, recipe.train.steps) == (3, 192, 7)
-    assert load_recipe("quickstart").optimizer.lr != recipe.optimizer.lr
+FILE = """
+model = {d_model = 64, d_ff = 64, num_layers = 1, num_heads = 2}
+train = {steps = 7, batch_size = 16}
+optimizer.lr = 0.5
+"""
+
+
+def test_on_the_command_line_it_decides_the_sizes_and_nothing_else_that_the_file_gives(tmp_path, caplog):
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    recipe = load_recipe(path, ["model.depth=3", "train.batch_size=32"])
+    assert (recipe.model.num_layers, recipe.model.d_model) == (3, 192)
+    assert (recipe.train.steps, recipe.train.batch_size, recipe.optimizer.lr) == (7, 32, 0.5)
+    replaced, kept = (record.getMessage() for record in caplog.records)
+    assert all(f"model.{key}" in replaced for key in ("d_model = 64", "d_ff = 64", "num_layers", "num_heads"))
+    assert all(value in kept for value in ("train.steps = 7", "optimizer.lr = 0.5"))
+    assert "batch_size" not in kept
+
+
+def test_what_the_file_leaves_out_follows_from_the_depth_of_the_command_line(tmp_path, caplog):
+    path = tmp_path / "mine.toml"
+    path.write_text("model.vocab_size = 32768\nmodel.context_length = 1024\ntrain.eval_interval = 5\n")
+    recipe = load_recipe(path, ["model.depth=12"])
+    assert (recipe.train.steps, recipe.optimizer.lr) == (recipe_of().train.steps, recipe_of().optimizer.lr)
+    assert caplog.records == []
+
+
+def test_tokens_of_the_command_line_decide_the_steps_though_the_file_gives_some(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    few, many = (
+        load_recipe(path, ["model.depth=3", f"train.tokens_per_parameter={tokens}"]).train.steps
+        for tokens in (10, 20)
+    )
+    assert many == pytest.approx(2 * few, abs=1)
+    assert load_recipe(path, ["train.tokens_per_parameter=10"]).train.steps == 7  # nothing follows from it
+    both = ["model.depth=3", "train.tokens_per_parameter=10", "train.steps=9"]
+    assert load_recipe(path, both).train.steps == 9
 
 
 def test_preset_and_depth_are_refused_together():

@@ -131,7 +131,7 @@ def test_faults_05_06_07_11_27_135_142_170_wrong_values(write, fault, text, path
     [
         ("train.steps=ten", "train.steps", "whole number"),
         ("run.deterministic=yes", "run.deterministic", "true or false"),
-        ("run.name=3", "run.name", "string"),
+        ("run.name=[3]", "run.name", "string"),
         ("corpus.train=my.txt", "corpus.train", '["my.txt"]'),
         ("generate.prompts=[1]", "generate.prompts.0", "string"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "too few"),
@@ -277,6 +277,22 @@ def test_overrides_are_toml_and_bare_words_are_strings():
     assert recipe.optimizer.betas == (0.8, 0.9)
     assert recipe.run.deterministic is True
     assert recipe.run.folder == Path("a=b")
+
+
+@pytest.mark.parametrize("text", ["42", "007", "1e3", "0x1f", "true", "nan", "2024-01-01", "'42'", '"42"'])
+def test_a_key_that_takes_text_takes_what_looks_like_a_number(text):
+    said = text.strip("'\"")
+    for key in (
+        "run.name",
+        "run.folder",
+        "tokenizer.path",
+        "corpus.field",
+        "wandb.project",
+        "train.init_from",
+    ):
+        table, _, name = key.partition(".")
+        assert str(getattr(getattr(load_recipe(None, [f"{key}={text}"]), table), name)) == said
+    assert load_recipe(None, flags={"run.name": said}).run.name == said
 
 
 def test_a_tilde_at_the_beginning_of_a_path_is_the_home_folder(write, monkeypatch):
