@@ -29,6 +29,7 @@ BESIDE_TOKENIZER = (CHAT_TEMPLATE, TOKENIZER_CONFIG, GENERATION_CONFIG)
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 STORIES = "stories.txt"
+WANDB = "wandb.json"
 DATA_FILES = tuple(
     f"{folder}/{part}.{kind}"
     for folder, kinds in (("corpus", ("txt", "jsonl")), ("tokens", ("npy", "json", "documents", "mask")))
@@ -36,7 +37,7 @@ DATA_FILES = tuple(
     for kind in kinds
 )
 """Files that the stages before the training write, besides the tokenizer."""
-TRAINED_FILES = (RECIPE, ENVIRONMENT, METRICS, "loss.png", RECORD)
+TRAINED_FILES = (RECIPE, ENVIRONMENT, METRICS, "loss.png", WANDB, RECORD)
 """Files that `lmkit train` writes, besides checkpoints."""
 RUN_FILES = (
     *(*DATA_FILES, TOKENIZER, *BESIDE_TOKENIZER, "training.json", "evaluation.json", STORIES),

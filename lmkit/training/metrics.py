@@ -91,7 +91,7 @@ def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
     from lmkit.training.services import tensorboard_sink, wandb_sink
 
     if recipe.wandb.enabled:
-        sinks.append(wandb_sink(recipe, folder))
+        sinks.append(wandb_sink(recipe, folder, after_step=after_step))
     if recipe.train.tensorboard:
         sinks.append(tensorboard_sink(folder, after_step=after_step))
     return Fanout(sinks)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError  # noqa: A004 (before Python 3.11 not the built-in one)
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lmkit.recipe.run_folder import WANDB
 from lmkit.recipe.schema import Recipe
+from lmkit.storage import write_atomic
+from lmkit.storage.json_files import read_object
 from lmkit.training.metrics import Record, Sink
 
 START_TIMEOUT_S = 30
@@ -20,15 +26,26 @@ EVENTS = "tensorboard"
 log = logging.getLogger("lmkit")
 
 
-def wandb_sink(recipe: Recipe, folder: Path) -> ServiceSink:
-    """Return the sink of Weights & Biases. `wandb sync` can upload an offline run later."""
+def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceSink:
+    """Return the sink of Weights & Biases. `wandb sync` can upload an offline run later.
+
+    Args:
+        after_step: > 0: go on with W&B's run of the earlier session, unless the run folder is a copy of another name.
+    """
 
     def start() -> Any:
         import wandb
 
+        ours = {"project": recipe.wandb.project, "name": recipe.run.name}
+        noted: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            noted = read_object(folder / WANDB)
+        goes_on = after_step > 0 and noted == ours | {"id": noted.get("id")} and isinstance(noted["id"], str)
+        ours["id"] = noted["id"] if goes_on else secrets.token_hex(8)
+        write_atomic(folder / WANDB, json.dumps(ours) + "\n")
         return wandb.init(
-            project=recipe.wandb.project,
-            name=recipe.run.name,
+            **ours,
+            resume="allow",
             dir=str(folder),
             mode=recipe.wandb.mode,
             config=recipe.model_dump(mode="json"),

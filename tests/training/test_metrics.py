@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import sys
 import threading
 import types
@@ -185,6 +186,32 @@ def test_wandb_gets_every_number(tiny, tmp_path, monkeypatch):
     assert [step for step, _ in fake.logged] == [1, 2]
     assert fake.logged[0][1]["train/loss"] == 4.0
     assert fake.finished
+
+
+def test_a_resumed_training_goes_on_with_its_wandb_run(tiny, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    ids = []
+
+    def train(name: str, steps: int) -> None:
+        train_here(
+            tiny("wandb.enabled=true", 'wandb.mode="offline"', f"run.name={name}", f"train.steps={steps}")
+        )
+        ids.append(fake.options["id"])
+        assert fake.options["resume"] == "allow"
+
+    train("one", 2)
+    train("one", 4)
+    folder = tiny("run.name=one").run.path
+    shutil.copytree(folder, folder.with_name("copy"))
+    train("copy", 6)  # writes nothing into the run of the original
+    (folder / "wandb.json").write_text('{"id": 5}')
+    train("one", 6)
+    shutil.rmtree(folder / "checkpoints")
+    train("one", 2)  # from scratch
+    first, second, *others = ids
+    assert first == second
+    assert len({first, *others}) == 4
 
 
 class FakeTensorBoard(types.ModuleType):
