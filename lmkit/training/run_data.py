@@ -15,11 +15,12 @@ from lmkit.data.token_files import TokenFile, open_tokens, parts_of
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
-from lmkit.recipe.run_folder import RECIPE, TOKENIZER, read_record, token_file
+from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECIPE, TOKENIZER, read_record, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.chat import template_for
 from lmkit.training.state import DataIdentity
 
 
@@ -65,7 +66,28 @@ def open_data(recipe: Recipe) -> Data:
             f"{train_path}: made with tokenizer {ours}, but {tokenizer} is {theirs}",
             hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
         )
+    own = recipe.run.path / TOKENIZER
+    if own != tokenizer and own.exists() and Tokenizer.load(own).sha256 != ours:
+        raise UsageError(
+            "data.other_tokenizer",
+            f"{own}: is another tokenizer than that of {train_path}, and would read and write for the model",
+            hint="move it away, or name a new run: --set run.name=...",
+        )
     return Data(train, valid)
+
+
+def keep_tokenizer(recipe: Recipe) -> None:
+    """Save the tokenizer that a recipe names, and its chat template, to the run folder if that has none.
+
+    Whatever opens the model finds it there, as `lmkit run` leaves it.
+    """
+    table, own = recipe.tokenizer, recipe.run.path / TOKENIZER
+    if table is None or table.path is None or not table.path.exists() or own.exists():
+        return
+    template = template_for(table, source="" if recipe.corpus is None else recipe.corpus.source)
+    if template is not None:
+        template.save(own.with_name(CHAT_TEMPLATE))
+    Tokenizer.load(table.path).save(own)
 
 
 def check_recipe(recipe: Recipe) -> None:

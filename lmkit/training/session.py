@@ -45,6 +45,7 @@ from lmkit.training.resume import check_agreement, choose_start, is_finished, op
 from lmkit.training.run_data import (
     Data,
     check_recipe,
+    keep_tokenizer,
     make_batches,
     open_data,
     refuse_changed,
@@ -180,6 +181,7 @@ def _run_rank(
         sink = Fanout([])
         if ranks.is_first:
             mark_run(recipe.run.path)
+            keep_tokenizer(recipe)
             write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
             sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)

@@ -1,6 +1,7 @@
 """`lmkit run` and `lmkit train` go on with each other's runs by one rule."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,35 @@ def test_faults_106_133_another_model_is_refused_by_both(command, code, run, ter
     words = f"{command} fish.toml --set model.d_ff=64 --set train.steps=4"
     assert "--set run.name=" in terminal.refuses(words, code=code, says=["d_ff"]).hint
     assert step(run) == 2
+
+
+def test_train_leaves_the_tokenizer_that_its_recipe_names(run, terminal):
+    words = ["train fish.toml --set run.name=new --set tokenizer.path=elsewhere/mine.json"]
+    words += [f"--set data.{part}={run}/tokens/{part}.npy" for part in ("train", "valid")]
+    Path("elsewhere").mkdir()
+    shutil.copy(run / "tokenizer.json", "elsewhere/mine.json")
+    template = {"before": "{role}:\n", "begin": "", "after": "<|endoftext|>"}
+    Path("elsewhere/chat_template.json").write_text(json.dumps(template))
+    terminal(" ".join(words))
+    new = run.with_name("new")
+    assert (new / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    assert json.loads((new / "chat_template.json").read_text()) == template
+    shutil.rmtree("elsewhere")
+    terminal(f"evaluate {new} --text corpus.txt --by-document")
+    terminal(f"generate {new}")
+    assert "nothing to do" in terminal(" ".join(words))
+
+
+def test_train_refuses_a_folder_with_another_tokenizer_than_its_tokens(run, terminal):
+    shutil.copy(run / "tokenizer.json", "mine.json")
+    new = run.with_name("new")
+    new.mkdir()
+    terminal(f"tokenizer train corpus.txt {new}/tokenizer.json --vocab-size 261")
+    before = (new / "tokenizer.json").read_bytes()
+    words = "train fish.toml --set run.name=new --set tokenizer.path=mine.json"
+    words += f" --set data.train={run}/tokens/train.npy"
+    for option in ("", " --dry-run"):
+        says = [str(new / "tokenizer.json")]
+        terminal.refuses(words + option, code="data.other_tokenizer", says=says)
+    assert [path.name for path in new.iterdir()] == ["tokenizer.json"]
+    assert (new / "tokenizer.json").read_bytes() == before
