@@ -16,6 +16,7 @@ A record is one JSON object with a `kind`:
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lmkit.errors import LmkitError, reason
+from lmkit.errors import LmkitError, reason, some_of
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.progress import wants_plain_text
 from lmkit.measure.tables import json_lines
@@ -41,6 +42,13 @@ _SHORTEST_BAR = 4
 _LONGEST_LINE = 1 << 20
 """Bytes; the rest of a longer line counts as another line."""
 _CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
+
+_WHOLE = ("step", "tokens", "memory_bytes", "number")
+_NUMBERS = (
+    *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "seconds", "progress", "eta_seconds"),
+    *("perplexity", "bits_per_byte", "stall_seconds"),
+)
+"""Keys whose values are numbers that JSON has, or None."""
 
 Record = dict[str, Any]
 log = logging.getLogger("lmkit")
@@ -130,31 +138,45 @@ class MetricsFile(Sink):
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the valid records of a metrics file, [] if there is none. Other lines are skipped."""
+    """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log."""
     if not path.exists():
         return []
-    records = []
+    records, wrong = [], []
     with open_input(path) as file:
-        while line := file.readline(_LONGEST_LINE):
+        for number in itertools.count(1):
+            if not (line := file.readline(_LONGEST_LINE)):
+                break
             try:
                 record = json.loads(line)
+                why = _mistake(record)
             except (ValueError, RecursionError):
-                continue
-            if _is_record(record):
+                why = "not JSON"
+            if why is None:
                 records.append(record)
+            elif line.endswith(b"\n"):  # a kill cuts the last line short
+                wrong.append(f"line {number} ({why})")
+    if wrong:
+        log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
     return records
 
 
-def _is_record(record: Any) -> bool:
-    """Return whether `record` could have written it: a kind, a step, and plain values."""
-    return (
-        isinstance(record, dict)
-        and isinstance(record.get("kind"), str)
-        and type(record.get("step")) is int
-        and 0 <= record["step"] < 1 << 63
-        and not any(isinstance(value, dict | list) for value in record.values())
-        and (record["kind"] not in _CURVES or isinstance(record.get("loss", "missing"), float | None))
-    )
+def _mistake(record: Any) -> str | None:
+    """Return why `record` could not have written it: no kind, no step, or values of other types."""
+    if (
+        not isinstance(record, dict)
+        or not isinstance(kind := record.get("kind"), str)
+        or "step" not in record
+    ):
+        return "no record"
+    if kind in _CURVES and "loss" not in record:
+        return "no loss"
+    for key, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
+        is_whole = is_number and isinstance(value, int) and value >= 0
+        is_right = is_whole if key in _WHOLE else key not in _NUMBERS or value is None or is_number
+        if not is_right or isinstance(value, dict | list):
+            return key
+    return "text" if kind == "sample" and not isinstance(record.get("text"), str) else None
 
 
 def draw_losses(folder: Path, *, title: str) -> None:

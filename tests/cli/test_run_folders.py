@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmkit.cli.app import run_command_line
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 
@@ -100,3 +101,24 @@ def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run):
 def test_a_moved_run_without_a_fitting_name_is_refused(run):
     with pytest.raises(UsageError, match="not a valid name"):
         load_recipe(run.rename(".hidden") / "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"seconds": "1.0"},
+        {"tokens": 1.5},
+        {"loss": "low", "perplexity": True},
+        {"step": None},
+        {"loss": None},
+    ],
+    ids=str,
+)
+def test_damaged_metrics_stop_no_command(damage, run, terminal):
+    path = run / "metrics.jsonl"
+    first, *others = (json.loads(line) for line in path.read_text().splitlines())
+    path.write_text("".join(json.dumps(record) + "\n" for record in (first, *(r | damage for r in others))))
+    for command in (f"report {run} --html", f"train {run}/recipe.toml"):
+        terminal(command)
+        assert damage == {"loss": None} or "line 2 " in terminal.err
+    run_command_line(["compare", str(run), str(run)])  # may find nothing to compare

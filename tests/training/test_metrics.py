@@ -65,6 +65,35 @@ def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path):
     json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
+WRONG = {
+    "lr": ["0.1", True, float("inf"), 10**400, {}],
+    "loss": ["low", [4.0], float("nan")],
+    "seconds": ["1.0"],
+    "tokens": ["64", 64.0, -1, None, 1 << 70],
+    "step": ["1", 1.0, True, -1, None],
+    "tokens_per_second": ["fast"],
+    "kind": [1, None],
+}
+
+
+def test_other_lines_than_lmkit_writes_are_skipped_and_named(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    good = [train_record(1), train_record(2, loss=4, seconds=1)]  # as programs write 4.0 that read it
+    bad = [train_record(1) | {key: value} for key, values in WRONG.items() for value in values]
+    bad += [{"kind": "valid", "step": 1}, {"kind": "sample", "step": 1, "number": 0, "text": 5}, [], "x", 5]
+    for record in bad:
+        caplog.clear()
+        path.write_text("".join(json.dumps(line) + "\n" for line in (good[0], record, good[1])))
+        assert read_metrics(path) == good
+        (warning,) = caplog.records
+        assert str(path) in warning.getMessage()
+        assert "line 2 " in warning.getMessage()
+    caplog.clear()
+    path.write_text(json.dumps(good[0]) + "\n" + json.dumps(good[1])[:-5])  # cut by a kill
+    assert read_metrics(path) == good[:1]
+    assert caplog.records == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error_with_the_file_in_it():
     sink = MetricsFile.__new__(MetricsFile)
