@@ -10,12 +10,15 @@ import errno
 import io
 import os
 import sys
-from typing import Any, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from lmkit.errors import LmkitError, reason
 
 LOST: dict[str, str] = {}
 """Name of a stream that could not be written -> why."""
+_results: list[TextIO] = []
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | {ord(sign): sign for sign in "\t\n\r"}
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
@@ -28,6 +31,40 @@ def harmless(text: str, stream: TextIO) -> str:
     checkpoint, recipe or file name may have them on purpose.
     """
     return text.translate(_SHOWN) if stream.isatty() else text
+
+
+def results() -> TextIO:
+    """Return the stream for what a command prints as its result."""
+    return _results[-1] if _results else sys.stdout
+
+
+@contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """Let stdout have what is written to `results()` and nothing else: the rest, as of plugins, goes to stderr.
+
+    Also what C libraries, programs and ranks that are started inside the block write to descriptor 1.
+    """
+    before, kept = sys.stdout, None
+    before.flush()
+    try:
+        is_descriptor = before.fileno() == _DESCRIPTORS["stdout"]
+    except (OSError, ValueError):  # somebody replaced the stream by one in memory
+        is_descriptor = False
+    if is_descriptor:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    _results.append(_secured("stdout", cast(io.TextIOWrapper, before), kept) if kept is not None else before)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        stream = _results.pop()
+        if kept is not None:
+            with suppress(OSError, LmkitError):  # the command has said so
+                stream.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def secure_streams() -> None:
@@ -48,9 +85,9 @@ def secure_streams() -> None:
             setattr(sys, name, _secured(name, stream))
 
 
-def _secured(name: str, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    """Return a text stream on the same descriptor, with the settings of `stream`."""
-    raw = _Descriptor(name)
+def _secured(name: str, stream: io.TextIOWrapper | None, descriptor: int | None = None) -> io.TextIOWrapper:
+    """Return a text stream on the descriptor, by default the usual one, with the settings of `stream`."""
+    raw = _Descriptor(name, _DESCRIPTORS[name] if descriptor is None else descriptor)
     is_unbuffered = stream is not None and stream.write_through
     buffer: Any = raw if is_unbuffered else io.BufferedWriter(raw)
     return io.TextIOWrapper(
@@ -64,10 +101,10 @@ def _secured(name: str, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.FileIO):
-    """Descriptor 1 or 2. After an error it leads to `os.devnull`: what is still buffered does not fail again."""
+    """Descriptor 1 or 2, or a copy. After an error it leads to `os.devnull`: what is still buffered fails no more."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(_DESCRIPTORS[name], "w", closefd=False)
+    def __init__(self, name: str, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
         self._stream = name
 
     def write(self, data: Any, /) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ import typer
 from lmkit import __version__
 from lmkit.cli.options import DebugOption, Group
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.streams import only_results_on_stdout
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
 _WrongArguments: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
@@ -116,6 +118,11 @@ def root_command() -> Any:
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    with only_results_on_stdout() if {"--json", "--jsonl"} & {*arguments} else nullcontext():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     settings: dict[str, Any] = {}  # filled by --debug, wherever it stands on the line
     try:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lmkit.measure.progress import Progress, wants_plain_text
 from lmkit.measure.tables import finite
-from lmkit.streams import harmless
+from lmkit.streams import harmless, results
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -44,8 +44,9 @@ def write(text: str) -> None:
     """Write text to stdout at once; under torchrun, only on rank 0."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
         return
-    sys.stdout.write(harmless(text, sys.stdout))
-    sys.stdout.flush()
+    stream = results()
+    stream.write(harmless(text, stream))
+    stream.flush()
 
 
 def log_to_stderr() -> None:

@@ -25,6 +25,7 @@ from lmkit.cli.options import (
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
 from lmkit.storage.outputs import refuse_existing, refuse_replacing, refuse_unwritable
+from lmkit.streams import results
 
 if TYPE_CHECKING:
     from lmkit.tokenizer import Tokenizer
@@ -117,7 +118,7 @@ def encode(
             show(Result("", {"ids": list(ids)}), as_json=True)
             return
         while line := list(itertools.islice(ids, IDS_PER_LINE)):
-            sys.stdout.write(" ".join(map(str, line)) + "\n")
+            results().write(" ".join(map(str, line)) + "\n")
     except UnicodeError:
         raise LmkitError(
             "text.not_utf8", "the text is not UTF-8", hint="convert it first, for example with iconv"
@@ -145,11 +146,11 @@ def decode(
     if as_json:
         show(Result("", {"text": data.decode("utf-8", "replace")}), as_json=True)
         return
-    if sys.stdout.isatty():
+    if results().isatty():
         write(data.decode("utf-8", "replace") + "\n")  # the shell's prompt starts on a new line
         return
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    results().buffer.write(data)
+    results().buffer.flush()
 
 
 @app.add("lmkit tokenizer inspect tokenizer.json --text stories.txt")

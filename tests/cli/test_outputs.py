@@ -3,14 +3,17 @@
 import io
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.bench.harness import BenchStored
+from lmkit.cli.app import run_command_line
 from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show, write
 from lmkit.cli.env import _features
 from lmkit.measure.tables import TERMINAL_WIDTH
@@ -131,3 +134,58 @@ def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(as_term
         assert "encode" not in after
         report("stories", 1, 2)  # another stage may begin
     assert "stories" in stderr.getvalue().partition("step 5/10")[2]
+
+
+NOISY = """
+import os, sys
+print("imported")
+os.write(1, b"as a C library writes\\n")
+os.system("echo a program")
+from lmkit.registry import ATTENTION
+
+@ATTENTION.register("noisy")
+def noisy(q, k, v, *, causal, scale=None):
+    print("called", file=sys.__stdout__, flush=True)
+    from lmkit.attention import sdpa
+    return sdpa(q, k, v, causal=causal, scale=scale)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train noisy.toml --json",
+        "train noisy.toml --json --nproc 2",
+        "train noisy.toml --json --dry-run",
+        "bench attention --json --kernels noisy --tiers 16:16 --iters 1 --warmup 0 --no-backward",
+    ],
+)
+def test_stdout_has_one_object_whatever_a_plugin_prints(command, lmkit, tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    settings = (*RANDOM_TOKENS, "train.steps=1", "train.batch_size=2", "model.attention='noisy'")
+    (tmp_path / "noisy.toml").write_text(tiny_recipe(*settings))
+    ended = lmkit(*command.split(), "--plugin", "noisy.py")
+    assert isinstance(json.loads(ended.stdout), dict), ended.stderr
+    for said in ("imported", "as a C library writes", "a program"):
+        assert said in ended.stderr
+    plain = lmkit("recipe", "list", "--json")
+    assert isinstance(json.loads(plain.stdout), dict)
+    assert plain.stderr == ""
+
+
+def test_lines_of_json_have_stdout_for_themselves(run, lmkit, tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    texts = lmkit("generate", run, "--jsonl", "--samples", "2", "--plugin", "noisy.py")
+    assert [json.loads(line)["number"] for line in texts.stdout.splitlines()] == [0, 1], texts.stderr
+    assert lmkit("generate", run, "--plugin", "noisy.py").stdout.startswith("imported")
+
+
+def test_stdout_is_as_it_was_after_a_command(capfd):
+    stdout = sys.stdout
+    for words in (["recipe", "list", "--json"], ["recipe", "show", "no such", "--json"]):
+        run_command_line(words)
+        assert sys.stdout is stdout
+    capfd.readouterr()
+    print("here")
+    os.write(1, b"and here\n")
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "and here", "here"]
