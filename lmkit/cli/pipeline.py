@@ -70,11 +70,11 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
         UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
         LmkitError: a stage failed.
     """
-    rank, ranks, _ = read_place()
     if nproc > 1:
         from lmkit.parallel.launch import refuse_torchrun
 
         refuse_torchrun()  # not after the data stages
+    rank, ranks, _ = read_place()
     if rank > 0:
         if follow() == "train":
             from lmkit.generation import write_samples

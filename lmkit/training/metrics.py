@@ -16,7 +16,6 @@ A record is one JSON object with a `kind`:
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sys
@@ -43,6 +42,7 @@ _LONGEST_LINE = 1 << 20
 """Bytes; the rest of a longer line counts as another line."""
 _CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
 
+_CUT = "cut short"
 _WHOLE = ("step", "tokens", "memory_bytes", "number")
 _NUMBERS = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "seconds", "progress", "eta_seconds"),
@@ -141,23 +141,26 @@ def read_metrics(path: Path) -> list[Record]:
     """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log."""
     if not path.exists():
         return []
-    records, wrong = [], []
-    with open_input(path) as file:
-        for number in itertools.count(1):
-            if not (line := file.readline(_LONGEST_LINE)):
-                break
-            try:
-                record = json.loads(line)
-                why = _mistake(record)
-            except (ValueError, RecursionError):
-                why = "not JSON"
-            if why is None:
-                records.append(record)
-            elif line.endswith(b"\n"):  # a kill cuts the last line short
-                wrong.append(f"line {number} ({why})")
-    if wrong:
+    records, mistakes = check_metrics(path)
+    if wrong := [text for text in mistakes if _CUT not in text]:  # a kill cuts the last line short
         log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
     return records
+
+
+def check_metrics(path: Path) -> tuple[list[Record], list[str]]:
+    """Return the valid records of a metrics file; and for each other line, `line 3 (what is wrong)`."""
+    records, mistakes = [], []
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            try:
+                why = _mistake(record := json.loads(line))
+            except (ValueError, RecursionError):
+                why = "not JSON" if line.endswith(b"\n") else _CUT
+            if why is None:
+                records.append(record)
+            else:
+                mistakes.append(f"line {number} ({why})")
+    return records, mistakes
 
 
 def _mistake(record: Any) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.data.token_files import open_tokens
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
 from lmkit.model.hugging_face import CONFIG
 from lmkit.parallel.ranks import local_device
@@ -20,7 +20,7 @@ from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, T
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
-from lmkit.storage.inputs import open_input, read_input
+from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -34,7 +34,7 @@ from lmkit.training.atomic_checkpoint import (
 )
 from lmkit.training.checkpoint import hint_at_run, open_checkpoint
 from lmkit.training.given_weights import open_hugging_face, weights_of
-from lmkit.training.metrics import read_metrics
+from lmkit.training.metrics import check_metrics
 from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
 
@@ -193,12 +193,12 @@ def _json(path: Path) -> str:
 
 
 def _metrics(path: Path) -> str:
-    records = len(read_metrics(path))
-    with open_input(path) as file:
-        lines = sum(1 for _ in file)
-    if records != lines:
-        raise LmkitError("verify.damaged", f"{path}: {lines - records} of {lines} lines are no whole records")
-    return f"{lines} records"
+    records, mistakes = check_metrics(path)
+    if mistakes:
+        lines = len(records) + len(mistakes)
+        what = f"{len(mistakes)} of {lines} lines are no whole records: {some_of(mistakes)}"
+        raise LmkitError("verify.damaged", f"{path}: {what}")
+    return f"{len(records)} records"
 
 
 _FILES: Mapping[str, Callable[[Path], str]] = {
