@@ -345,7 +345,9 @@ class Pipeline:
                 yield
             except BaseException:
                 if self.aside is not None:
-                    log.warning("the earlier run is whole, in %s", self.aside)
+                    log.warning(
+                        "the earlier run is whole in %s; to go back, move that folder out", self.aside
+                    )
                 raise
             if self.aside is not None:
                 delete_replaced(self.aside)
