@@ -60,13 +60,14 @@ def open_data(recipe: Recipe) -> Data:
             hint="encode both with the same tokenizer",
         )
     # `lmkit generate` will read and write with the run's tokenizer.
-    if tokenizer.exists() and (theirs := Tokenizer.load(tokenizer).sha256) != ours:
+    own, table = recipe.run.path / TOKENIZER, recipe.tokenizer
+    end = None if tokenizer == own or table is None else table.end_of_text
+    if tokenizer.exists() and (theirs := Tokenizer.load(tokenizer, end_of_text=end).sha256) != ours:
         raise UsageError(
             "data.other_tokenizer",
             f"{train_path}: made with tokenizer {ours}, but {tokenizer} is {theirs}",
             hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
         )
-    own = recipe.run.path / TOKENIZER
     if own != tokenizer and own.exists() and Tokenizer.load(own).sha256 != ours:
         raise UsageError(
             "data.other_tokenizer",
@@ -84,10 +85,11 @@ def keep_tokenizer(recipe: Recipe) -> None:
     table, own = recipe.tokenizer, recipe.run.path / TOKENIZER
     if table is None or table.path is None or not table.path.exists() or own.exists():
         return
-    template = template_for(table, source="" if recipe.corpus is None else recipe.corpus.source)
+    tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text)
+    template = template_for(table, tokenizer, source="" if recipe.corpus is None else recipe.corpus.source)
     if template is not None:
         template.save(own.with_name(CHAT_TEMPLATE))
-    Tokenizer.load(table.path).save(own)
+    tokenizer.save(own)
 
 
 def check_recipe(recipe: Recipe) -> None:
