@@ -134,15 +134,18 @@ class Decoder:
             drawn=numbers(rows),
             logprobs=torch.zeros(rows, device=self.device),
         )
-        banned, ending = torch.zeros(2, weight.shape[0], dtype=torch.int8, device=self.device)
+        banned = torch.zeros(weight.shape[0], dtype=torch.int8, device=self.device)
         if vocab_size is not None:
             banned[vocab_size:] = 1
         banned[torch.tensor(never, dtype=torch.int64, device=self.device)] = 1
         drawable = [stop for stop in self.stops if 0 <= stop < weight.shape[0]]
-        ending[torch.tensor(drawable, dtype=torch.int64, device=self.device)] = 1
+        stop, ending = (*drawable, -1)[0], None
+        if len(drawable) > 1:
+            stop, ending = -1, torch.zeros_like(banned)
+            ending[torch.tensor(drawable, dtype=torch.int64, device=self.device)] = 1
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
-        self.rules = Rules(banned, ending, seen, sampling.settings(self.device), penalizes)
+        self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes, stop, ending)
         if runs_kernels:
             from lmkit.generation.kernel_step import KernelStep
 

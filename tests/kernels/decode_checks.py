@@ -93,7 +93,7 @@ def rules_of(rows: int, vocab_size: int, device: str, penalty: float = 1.0) -> R
     seen = torch.stack([ids % (3 + row) == 0 for row in range(rows)]).to(device, torch.int8)
     settings = Sampling(repetition_penalty=penalty).settings(device)
     banned = (ids % 7 == 6).to(device, torch.int8)
-    return Rules(banned, torch.zeros_like(banned), seen, settings, penalty != 1)
+    return Rules(banned, seen, settings, penalty != 1)
 
 
 def run_product(

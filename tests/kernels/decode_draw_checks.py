@@ -142,12 +142,17 @@ def check_draws_follow_probabilities(sampling_: Sampling, rows: int, device: str
 
 def check_stop_tokens_end_rows(device: str) -> None:
     greedy = SAMPLINGS["greedy"]
-    given = batch(greedy, device)
-    given.rules.stops[given.logits[[3, 4]].argmax(-1)] = 1
-    assert len({*given.logits.argmax(-1).tolist()}) == 6
-    run_advance(given, greedy)
-    assert given.rows.done.tolist() == [int(i in (1, 3, 4)) for i in range(6)]
-    assert given.rows.place[[3, 4]].tolist() == [2, 3]  # stand still
+    for ending in ([3], [3, 4]):
+        given = batch(greedy, device)
+        best = given.logits.argmax(-1)
+        assert len({*best.tolist()}) == 6
+        stops = torch.zeros_like(given.rules.banned)
+        stops[best[ending]] = 1
+        one = {"stop": int(best[3])} if len(ending) == 1 else {"stops": stops}
+        given = given._replace(rules=given.rules._replace(**one))
+        run_advance(given, greedy)
+        assert given.rows.done.tolist() == [int(i in (1, *ending)) for i in range(6)]
+        assert given.rows.place[ending].tolist() == [i - 1 for i in ending]  # stand still
 
 
 def check_a_draw_depends_on_seed_and_number_alone(device: str) -> None:

@@ -97,7 +97,7 @@ def prepare_all(
     product("down", hidden, matrix(width, shape.d_ff), x, stream, then="residual", gain=gain, pdl=pdl)
     for kind in kinds:
         way = KINDS[kind]
-        rules = Rules(marks[0], marks[0], marks, settings, way.repetition_penalty != 1)
+        rules = Rules(marks[0], marks, settings, way.repetition_penalty != 1)
         head = array(vocab_size, width)
         product(
             "head",

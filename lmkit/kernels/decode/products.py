@@ -369,7 +369,7 @@ def prepare_product(
     assert rows == 1 or (rows <= MOST_ROWS and columns % SLICES == 0)
     tile = tile_of(name, rows, columns, x.dtype, fp8=fp8)
     if rules is None:
-        rules = Rules(x, x, x, x, False)
+        rules = Rules(x, x, x, False)
     gain = x if gain is None else gain
     best = x if best is None else best
     tensors = (

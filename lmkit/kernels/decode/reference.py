@@ -78,17 +78,20 @@ class Rules(NamedTuple):
 
     Attributes:
         banned: (vocab_size) int8, not zero at ids that are never drawn.
-        stops: (vocab_size) int8, not zero at ids that end a row.
         seen: (rows, vocab_size) int8, not zero at ids that a row holds already.
         settings: see `Sampling.settings`; the rules read only the penalty.
         penalizes: whether there is a repetition penalty; if not, `seen` is not read.
+        stop: the id that ends a row; -1: none, or `stops` has them.
+        stops: (vocab_size) int8, not zero at ids that end a row; None: there is one at most, which costs no memory
+            access.
     """
 
     banned: Tensor
-    stops: Tensor
     seen: Tensor
     settings: Tensor
     penalizes: bool
+    stop: int = -1
+    stops: Tensor | None = None
 
 
 def plain_rules(logits: Tensor, rules: Rules) -> Tensor:
@@ -193,6 +196,7 @@ def plain_advance(
     if rules.penalizes:
         rules.seen.scatter_(1, token, 1)
     rows.number.add_(live)
-    ending = (rows.drawn < 0) | (rules.stops[token[:, 0]] != 0) | (rows.number >= most)
+    stops = tokens == rules.stop if rules.stops is None else rules.stops[token[:, 0]] != 0
+    ending = (rows.drawn < 0) | stops | (rows.number >= most)
     rows.done.logical_or_(ending)
     rows.place.add_(rows.done == 0)

@@ -39,7 +39,7 @@ def advance_kernel(
     drawn_pointer,
     logprobs_pointer,
     seen_pointer,  # (rows, vocab_size)
-    stops_pointer,  # (vocab_size)
+    stops_pointer,  # (vocab_size) if STOPS
     table_pointer,  # (vocab_size, d_model), embeddings
     gain_pointer,  # (d_model), the first norm's gain
     stream_pointer,  # (rows, d_model)
@@ -47,11 +47,13 @@ def advance_kernel(
     parts_pointer,
     vocab_size,
     text_stride,
+    stop,
     most,
     num_parts,
     KIND: tl.constexpr,
     LOGPROBS: tl.constexpr,
     PENALTY: tl.constexpr,
+    STOPS: tl.constexpr,
     WIDTH: tl.constexpr,  # d_model
     MOST_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,12 +101,14 @@ def advance_kernel(
     known = tl.maximum(token, 0)
     k = tl.arange(0, triton.next_power_of_2(WIDTH))
     inside = k < WIDTH
-    stops = tl.load(stops_pointer + known)
     embedding = tl.load(table_pointer + known.to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
     tl.store(drawn_pointer + row, token)
     tl.store(text_pointer + row * text_stride + place + 1, known)
     tl.store(number_pointer + row, number + 1)
-    ending = ((token < 0) | (stops != 0) | (number + 1 >= most)).to(tl.int64)
+    ends = (token < 0) | (token == stop) | (number + 1 >= most)
+    if STOPS:
+        ends |= tl.load(stops_pointer + known) != 0
+    ending = ends.to(tl.int64)
     tl.store(done_pointer + row, ending)
     tl.store(place_pointer + row, place + 1 - ending)
     wide = embedding.to(tl.float32)
@@ -280,6 +284,7 @@ def prepare_advance(
     """
     vocab_size, width = logits.shape[1], table.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
+    stops = rules.banned if rules.stops is None else rules.stops
     tensors = (
         *(
             logits,
@@ -292,13 +297,14 @@ def prepare_advance(
             rows.seeds,
             rows.drawn,
         ),
-        *(rows.logprobs, rules.seen, rules.stops, table, gain, stream.total, stream.normed, stream.parts),
+        *(rows.logprobs, rules.seen, stops, table, gain, stream.total, stream.normed, stream.parts),
     )
-    numbers = (vocab_size, rows.text.stride(0), most, num_parts)
+    numbers = (vocab_size, rows.text.stride(0), rules.stop, most, num_parts)
     constants = {
         "KIND": sampling.kind,
         "LOGPROBS": logprobs,
         "PENALTY": rules.penalizes,
+        "STOPS": rules.stops is not None,
         "WIDTH": width,
         "MOST_PARTS": triton.next_power_of_2(num_parts),
         "BLOCK": block,
