@@ -296,10 +296,16 @@ def _join(
                 continue
             if mark is None:
                 raise no_end_of_text(path)
-            if not ending.rstrip().endswith(end):  # two files are two documents
+            if blank_behind(ending, end) is None:  # two files are two documents
                 file.write(end)
     if not written:
         raise _empty(key, paths)
+
+
+def blank_behind(tail: bytes, mark: bytes) -> int | None:
+    """Return how many bytes of white space stand behind the last `mark` of a text; None: other text, or no mark."""
+    behind = tail.rpartition(mark)[2] if mark and mark in tail else None
+    return None if behind is None or behind.strip() else len(behind)
 
 
 @contextmanager

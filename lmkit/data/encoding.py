@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmkit.data.corpora import PathOrPaths, as_paths, holds_json, plain_text_files
+from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, holds_json, plain_text_files
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
@@ -89,12 +89,13 @@ def encode_corpus(
 
 class _Encoded(NamedTuple):
     """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, and
-    how often it has `END_OF_TEXT` as ordinary text."""
+    how often it has `END_OF_TEXT` as ordinary text. `sizes`: see `_Encoding._sizes_in`."""
 
     ids: np.ndarray
     ends: np.ndarray
     num_bytes: int
     unknown_marks: int
+    sizes: list[int]
 
 
 class _Encoding:
@@ -119,17 +120,19 @@ class _Encoding:
 
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
-        num_bytes = done_bytes = unknown_marks = 0
+        num_bytes = done_bytes = unknown_marks = open_size = 0
         begins = True  # whether the next token begins a document
         with TokenFileWriter(
             output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
         ) as writer:
 
             def write(chunk: Chunk, encoded: _Encoded) -> None:
-                nonlocal num_bytes, done_bytes, unknown_marks, begins
+                nonlocal num_bytes, done_bytes, unknown_marks, begins, open_size
                 begins = begins or chunk.offset == 0
                 ids, documents, begins = _framed(encoded.ids, encoded.ends, tokenizer, begins)
-                writer.append(ids, documents=documents)
+                encoded.sizes[0] += open_size
+                *sizes, open_size = encoded.sizes
+                writer.append(ids, documents=documents, sizes=sizes)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
                 done_bytes += chunk.num_bytes
@@ -138,7 +141,8 @@ class _Encoding:
 
             share_out(self._chunks(), [self._encoder() for _ in range(workers)], write)
             if tokenizer.marks.end is None and not begins:  # the end of the only document
-                writer.append(np.array(tokenizer.suffix, np.int32))
+                sizes = [open_size] if tokenizer.nfc else []
+                writer.append(np.array(tokenizer.suffix, np.int32), sizes=sizes)
             if unknown_marks:
                 _log.warning(
                     "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
@@ -158,10 +162,9 @@ class _Encoding:
                 tail, last = (tail + chunk.data[-_TAIL_BYTES:])[-_TAIL_BYTES:], chunk
             if last is None:
                 continue
-            is_blank = not self._mark.strip()
-            ended = bool(self._mark) and (tail if is_blank else tail.rstrip()).endswith(self._mark)
-            yield last._replace(data=last.data.rstrip()) if ended and not is_blank else last
-            if self._mark and not ended:
+            behind = blank_behind(tail, self._mark)
+            yield last._replace(data=last.data[: max(0, len(last.data) - (behind or 0))])
+            if self._mark and behind is None:
                 yield Chunk(source, size, 0, self._mark)
 
     def _encoder(self) -> Callable[[Chunk], _Encoded]:
@@ -175,9 +178,22 @@ class _Encoding:
             if self._longer:
                 no_text += self._longer * text.count(self._mark)
             unknown_marks = text.count(self._unknown) if self._unknown else 0
-            return _Encoded(ids, ends, len(text) - no_text, unknown_marks)
+            sizes = self._sizes_in(text) if tokenizer.nfc else [0]
+            return _Encoded(ids, ends, len(text) - no_text, unknown_marks, sizes)
 
         return encode
+
+    def _sizes_in(self, text: bytes) -> list[int]:
+        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one."""
+        sizes, tokenizer = [0], self._tokenizer
+        marks = set(tokenizer.special_ids.values())
+        for part, token_id in self._specials.split(text):
+            sizes[-1] += len(part)
+            if token_id == tokenizer.end_of_text_id and token_id is not None:
+                sizes.append(0)
+            elif token_id is not None and token_id not in marks:
+                sizes[-1] += len(tokenizer.vocab[token_id])
+        return sizes
 
 
 def _framed(

@@ -1,8 +1,9 @@
 """Read and write token files: a flat array of token ids in a `.npy` file, described by a `.json` file.
 
-A `.documents` file beside it holds the position at which each document begins, as little-endian uint64. The arrays
-are memory-mapped, so that a corpus larger than RAM can be sampled. The `.npy` file gets its name last: a token file
-never lies under its final name without its description, or half written.
+A `.documents` file beside it holds the position at which each document begins, as little-endian uint64; behind them,
+if its tokens have other bytes than its text, the bytes of the text of each document. The arrays are memory-mapped, so
+that a corpus larger than RAM can be sampled. The `.npy` file gets its name last: a token file never lies under its
+final name without its description, or half written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -76,12 +79,14 @@ class TokenFile:
             None: all count.
         documents: a read-only memory map of the positions at which documents begin, uint64, ascending. None: not
             known, in a file of format 1 or without its `.documents`.
+        sizes: the bytes of the text of each document, uint64; None: those of its tokens.
     """
 
     tokens: np.ndarray
     meta: TokenMeta
     mask: np.ndarray | None = None
     documents: np.ndarray | None = None
+    sizes: np.ndarray | None = None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -160,6 +165,7 @@ class TokenFileWriter:
                 self._mask_file = stack.enter_context(open(partial, "wb"))
             partial = stack.enter_context(atomic_path(documents_path(self._path)))
             self._documents_file = stack.enter_context(open(partial, "wb"))
+            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             yield self
             if self._meta is None:
@@ -169,13 +175,19 @@ class TokenFileWriter:
             write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
 
     def append(
-        self, ids: np.ndarray, *, counts: bool = True, documents: Sequence[int] | np.ndarray = ()
+        self,
+        ids: np.ndarray,
+        *,
+        counts: bool = True,
+        documents: Sequence[int] | np.ndarray = (),
+        sizes: Sequence[int] = (),
     ) -> None:
         """Add ids at the end.
 
         Args:
             counts: whether they count as targets.
             documents: indices of `ids` at which documents begin, ascending.
+            sizes: bytes of the text of documents, in order: at the end of all documents or of none.
 
         Raises:
             ValueError: an id is negative or beyond the vocabulary.
@@ -184,6 +196,7 @@ class TokenFileWriter:
             raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)
         self._documents_file.write((np.asarray(documents, "<u8") + np.uint64(self._num_tokens)).data)
+        self._sizes_file.write(np.asarray(sizes, "<u8").data)
         self._num_documents += len(documents)
         self._num_tokens += len(ids)
         self._begin_write_back()
@@ -195,6 +208,8 @@ class TokenFileWriter:
 
     def finish(self, *, num_bytes: int, source_sha256: str, counted_bytes: int | None = None) -> TokenMeta:
         """Complete the file; it appears when the `with` block ends."""
+        self._sizes_file.seek(0)
+        shutil.copyfileobj(self._sizes_file, self._documents_file)
         self._documents_file.flush()
         if self._masked:
             self._write_mask(is_last=True)
@@ -291,11 +306,11 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
-    documents = None if meta.format == 1 else _map_documents(path, meta)
+    documents, sizes = (None, None) if meta.format == 1 else _map_documents(path, meta)
     _check_ids(path, tokens, meta.vocab_size)
     if mask is not None:
         _check_mask(path, mask, meta)
-    return TokenFile(tokens, meta, mask, documents)
+    return TokenFile(tokens, meta, mask, documents, sizes)
 
 
 def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitError:
@@ -340,9 +355,8 @@ def _read_meta(path: Path) -> TokenMeta:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
-        raise _damaged(
-            path, f"{sidecar}: {where}: {first['msg']}", is_other_json=_MARK not in content
-        ) from None
+        problem = f"{sidecar}: {where}: {first['msg']}"
+        raise _damaged(path, problem, is_other_json=_MARK not in content) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -368,10 +382,8 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
         raise _damaged(path, f"{path}: holds {dtype}, not {expected.str}")
     if length != meta.num_tokens or size != offset + length * expected.itemsize:
         held = (size - offset) // expected.itemsize
-        raise _damaged(
-            path,
-            f"{path}: {held} tokens in the file, {length} in its header, {meta.num_tokens} in its description",
-        )
+        said = f"{length} in its header, {meta.num_tokens} in its description"
+        raise _damaged(path, f"{path}: {held} tokens in the file, {said}")
     if length == 0:
         raise LmkitError("tokens.empty", f"{path}: no tokens in it", hint="encode a text that is not empty")
     return np.memmap(path, expected, "r", offset, (length,))
@@ -387,21 +399,19 @@ def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:
     return np.memmap(mask, np.uint8, "r")
 
 
-def _map_documents(path: Path, meta: TokenMeta) -> np.ndarray | None:
-    beside = documents_path(path)
+def _map_documents(path: Path, meta: TokenMeta) -> tuple[np.ndarray | None, np.ndarray | None]:
+    beside, count = documents_path(path), meta.num_documents
     if not beside.is_file():  # few read it, and they ask for it
-        return None
+        return None, None
     size = beside.stat().st_size
-    if size != 8 * meta.num_documents:
-        raise _damaged(path, f"{beside}: {size} bytes for {meta.num_documents} documents")
-    if not size:
-        return np.empty(0, "<u8")
-    starts = np.memmap(beside, "<u8", "r")
-    if int(starts[-1]) >= meta.num_tokens or not bool((starts[1:] > starts[:-1]).all()):
-        raise _damaged(
-            path, f"{beside}: not the ascending positions of documents in {meta.num_tokens} tokens"
-        )
-    return starts
+    if size not in (8 * count, 16 * count):
+        raise _damaged(path, f"{beside}: {size} bytes for {count} documents")
+    content = np.memmap(beside, "<u8", "r") if size else np.empty(0, "<u8")
+    starts, sizes = content[:count], content[count:]
+    if count and (int(starts[-1]) >= meta.num_tokens or not bool((starts[1:] > starts[:-1]).all())):
+        problem = f"{beside}: not the ascending positions of documents in {meta.num_tokens} tokens"
+        raise _damaged(path, problem)
+    return starts, sizes if len(sizes) else None
 
 
 def _check_mask(path: Path, mask: np.ndarray, meta: TokenMeta) -> None:
@@ -409,9 +419,8 @@ def _check_mask(path: Path, mask: np.ndarray, meta: TokenMeta) -> None:
     counted = sum(int(np.unpackbits(mask[i : i + _CHECK_TOKENS // 8]).sum()) for i in starts)
     beyond = int(mask[-1]) & (0xFF >> meta.num_tokens % 8) if meta.num_tokens % 8 else 0
     if beyond or counted != meta.counted_tokens:
-        raise _damaged(
-            path, f"{mask_path(path)}: {counted} tokens count, {meta.counted_tokens} in the description"
-        )
+        problem = f"{mask_path(path)}: {counted} tokens count, {meta.counted_tokens} in the description"
+        raise _damaged(path, problem)
 
 
 def _read_header(path: Path) -> tuple[str, int, int, int]:
@@ -437,7 +446,5 @@ def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
         part = tokens[start : start + _CHECK_TOKENS]
         if int(part.max()) >= vocab_size:
             at = int(np.argmax(part >= vocab_size))
-            raise _damaged(
-                path,
-                f"{path}: token {int(part[at])} at position {start + at}, but the vocabulary has {vocab_size}",
-            )
+            where = f"token {int(part[at])} at position {start + at}"
+            raise _damaged(path, f"{path}: {where}, but the vocabulary has {vocab_size}")

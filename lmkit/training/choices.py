@@ -13,7 +13,7 @@ from lmkit.data.corpora import json_records, opened
 from lmkit.errors import UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.judging import first_id, open_trained, refuse_not_finite, refuse_pipe_of_ranks
+from lmkit.training.judging import ids_before, open_trained, refuse_not_finite, refuse_pipe_of_ranks
 from lmkit.training.likelihood import Scored, log_likelihoods
 
 _HINT = 'each line is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; or "answer": "4"'
@@ -94,6 +94,10 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
     for number, question in enumerate(questions, 1):
         for choice in question.choices:
             scored = _pair(tokenizer, question.question, f" {choice}", trained.path)
+            if scored.num_scored < 1:
+                message = f"{file}, question {number}: a choice without a token of its own"
+                hint = "the tokenizer joins the end of the question with it; end the question in another way"
+                raise UsageError("evaluate.no_choice", message, hint=hint)
             if scored.num_scored > trained.config.context_length:
                 message = f"{file}, question {number}: a choice of {scored.num_scored} tokens"
                 hint = f"the model sees {trained.config.context_length} at once"
@@ -135,7 +139,7 @@ def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> 
     kept = context.rstrip()
     if not kept:
         ids = tokenizer.encode(context + continuation, add_special_tokens=False)
-        return Scored([first_id(tokenizer, path), *ids], len(ids))
+        return Scored([*ids_before(tokenizer, path), *ids], len(ids))
     before, whole = _encode(tokenizer, kept), _encode(tokenizer, context + continuation)
     return Scored(whole, len(whole) - len(before))
 

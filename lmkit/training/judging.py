@@ -297,7 +297,7 @@ def evaluate_documents(
 ) -> DocumentsResult:
     """Evaluate a trained model on each document by itself; arguments and errors are those of `evaluate_run`.
 
-    A document is read from its beginning, behind `Tokenizer.start_id`, in windows (`windows_of`); its own end-of-text
+    A document is read from its beginning, behind `ids_before`, in windows (`windows_of`); its own end-of-text
     token is not scored.
     """
     trained = open_trained(path)
@@ -306,9 +306,9 @@ def evaluate_documents(
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.open_tokenizer()
-        start = first_id(tokenizer, trained.path)
+        before = ids_before(tokenizer, trained.path)
         documents = list(_documents(file, tokenizer, trained.tokenizer))
-        windows = [list(windows_of(start, ids, trained.config.context_length)) for ids, _, _ in documents]
+        windows = [list(windows_of(before, ids, trained.config.context_length)) for ids, _, _ in documents]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
             found = log_likelihoods(model, flat, ranks, precision=trained.precision)
@@ -337,8 +337,10 @@ def _documents(
     """Yield the ids of each document, without prefix, suffix and end-of-text, the bytes of its text, and the letters
     of all its tokens; no document without text."""
     end, prefix, suffix = tokenizer.end_of_text_id, tokenizer.prefix, tokenizer.suffix
+    if suffix[-1:] == (end,):
+        suffix = suffix[:-1]
     starts = document_starts(file, path).tolist()
-    for first, last in zip(starts, [*starts[1:], len(file.tokens)], strict=True):
+    for number, (first, last) in enumerate(zip(starts, [*starts[1:], len(file.tokens)], strict=True)):
         ids = file.tokens[first:last].astype(np.int64)
         if len(ids) and ids[-1] == end:
             ids = ids[:-1]
@@ -347,18 +349,18 @@ def _documents(
         if prefix and tuple(ids[: len(prefix)].tolist()) == prefix:
             ids = ids[len(prefix) :]
         data = tokenizer.decode_bytes(ids.tolist())
-        num_bytes = len(data) - tokenizer.specials_in(ids)[1]
-        if num_bytes and data.strip():
-            yield ids, num_bytes, data
+        size = len(data) - tokenizer.specials_in(ids)[1] if file.sizes is None else int(file.sizes[number])
+        if size and data.strip():
+            yield ids, size, data
 
 
-def first_id(tokenizer: Tokenizer, path: Path) -> int:
-    """Return `Tokenizer.start_id`, which stands before a text."""
+def ids_before(tokenizer: Tokenizer, path: Path) -> list[int]:
+    """Return the ids before the first token of a text: the tokenizer's prefix, else its `start_id`."""
     start = tokenizer.start_id
     if start is None:
         raise UsageError(
             "evaluate.no_start",
-            f"{path}: its tokenizer has no token that begins a text",
+            f"{path}: its tokenizer has no token that begins or ends a text",
             hint="evaluate without --by-document; of a choice, ask a question",
         )
-    return start
+    return [*tokenizer.prefix] or [start]

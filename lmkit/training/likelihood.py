@@ -27,19 +27,20 @@ class Scored(NamedTuple):
     num_scored: int
 
 
-def windows_of(start: int, ids: np.ndarray, context_length: int) -> Iterator[Scored]:
+def windows_of(before: Sequence[int], ids: np.ndarray, context_length: int) -> Iterator[Scored]:
     """Cut a document into windows that score each of its ids once, as lm-eval's `loglikelihood_rolling` does.
 
     Windows do not overlap, but the last one sees a whole context.
 
     Args:
-        start: the id before the document.
+        before: ids before the document, at least one.
         ids: (tokens) of the document.
     """
-    whole = np.concatenate(([start], ids))
+    whole = np.concatenate((before, ids)).astype(np.int64)
     for first in range(0, len(ids), context_length):
         last = min(first + context_length, len(ids))
-        yield Scored(whole[max(0, last - context_length) : last + 1], last - first)
+        end = len(before) + last
+        yield Scored(whole[max(0, end - context_length - 1) : end], last - first)
 
 
 @torch.no_grad()

@@ -122,6 +122,19 @@ def test_several_files_are_several_documents(write, split):
     assert valid == b"seventh"
 
 
+def test_a_mark_that_ends_in_a_new_line_is_not_doubled(write):
+    paths = [
+        write("a.jsonl", '{"text": "one"}'),
+        write("b.txt", "two\n--\n "),
+        write("c.jsonl", '{"text": "c"}'),
+    ]
+    with plain_text_files(paths, mark="\n--\n") as texts:
+        assert [text.read_text() for text in texts] == ["one\n--\n", "two\n--\n ", "c\n--\n"]
+    table = CorpusConfig(source="files", train=tuple(paths), valid_fraction=0.1)
+    files = prepare_corpus(table, paths[0].parent, mark="\n--\n")
+    assert files.train[0].read_text() + files.valid[0].read_text() == "one\n--\ntwo\n--\n c\n--\n"
+
+
 def test_progress_counts_the_bytes_of_all_files(write, tmp_path):
     paths = (write("a.txt", "ten bytes\n"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}\n'))
     seen = []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import unicodedata
 
 import pytest
 from raising import raises
@@ -350,6 +351,8 @@ def test_a_separator_ends_documents_of_text_files(tmp_path):
     assert num_bytes == len("ab\ncd\n")
     tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n\ncd\n\n"}, framed(), separator="\n\n")
     assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
+    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n--\ncd\n--\n \n"}, framed(), separator="\n--\n")
+    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
 
 
 def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
@@ -380,6 +383,22 @@ def test_documents_and_bytes_do_not_depend_on_chunks(tmp_path, story, tokenizer,
     sizes = [len(tokenizer.encode(text + END)) for text in texts * 2]
     assert documents == [sum(sizes[:i]) for i in range(len(sizes))]
     assert num_bytes == 2 * sum(len(text.replace("saw two", "").encode()) for text in texts)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("ends", [True, False])
+def test_documents_have_the_bytes_of_their_text_and_not_of_its_normal_form(tmp_path, story, workers, ends):
+    texts = [unicodedata.normalize("NFD", text) for text in story.split(END)[:-1]]
+    normal = framed(special_tokens=(END, "saw two") if ends else ("saw two",), nfc=True)
+    texts = texts if ends else ["".join(texts)]
+    (tmp_path / "a.txt").write_text("".join(text + END * ends for text in texts), "utf-8")
+    encode_corpus(tmp_path / "a.txt", tmp_path / "a.npy", normal, workers=workers)
+    sizes = open_tokens(tmp_path / "a.npy").sizes
+    assert sizes is not None
+    assert sizes.tolist() == [len(text.replace("saw two", "").encode()) for text in texts]
+    encode_corpus(tmp_path / "a.txt", tmp_path / "b.npy", framed(special_tokens=(END,)), workers=workers)
+    assert open_tokens(tmp_path / "b.npy").sizes is None
 
 
 def test_the_text_of_a_json_object_may_have_another_key(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from lmkit.data import token_files
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
+from lmkit.data.token_files import TokenFileWriter, TokenMeta, documents_path, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import save_record
 from lmkit.storage import write_atomic
@@ -40,6 +40,21 @@ def test_round_trip(path):
     assert np.load(path).tolist() == list(range(1000)) * 3  # an ordinary .npy file
     with pytest.raises(ValueError, match="read-only"):
         file.tokens[0] = 1
+
+
+def test_the_bytes_of_the_text_of_documents(tmp_path):
+    """They come when a document ends."""
+    path = tmp_path / "tokens.npy"
+    with TokenFileWriter(path, vocab_size=9, tokenizer_sha256="abc") as writer:
+        writer.append(np.arange(4), documents=[0, 3], sizes=[7])
+        writer.append(np.arange(2), sizes=[5])
+        writer.finish(num_bytes=12, source_sha256="def")
+    file = open_tokens(path)
+    assert file.documents is not None and file.sizes is not None  # noqa: PT018
+    assert (file.documents.tolist(), file.sizes.tolist()) == ([0, 3], [7, 5])
+    os.truncate(documents_path(path), 24)
+    with raises(LmkitError, "tokens.damaged", "tokens.documents", "24 bytes"):
+        open_tokens(path)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])

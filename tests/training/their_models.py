@@ -46,18 +46,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0) -> Any:
+def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0, scale: float = 0.1) -> Any:
     """A model of transformers with random weights, also of norms and biases."""
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0.0, 0.1)
+            parameter.normal_(0.0, scale)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(1.0)
     return model
+
+
+def spoil(folder: Path) -> None:
+    """Give the model in a folder finite weights with which it predicts no finite numbers."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def byte_tokenizer() -> Tokenizer:
