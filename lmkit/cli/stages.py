@@ -40,7 +40,7 @@ def _make_corpus(run: Pipeline) -> Outputs:
 def _make_tokenizer(run: Pipeline) -> Outputs:
     table = run.tokenizer
     if table.path is not None:
-        tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text)
+        tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text).for_training()
     else:
         tokenizer = train_tokenizer(
             run.record.outputs("corpus")["train"],

@@ -19,7 +19,8 @@ def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
     """
     table = recipe.generate.changed(weights="same")  # fp8 needs the kernels
     named = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    tokenizer = Tokenizer.load(named or recipe.run.path / TOKENIZER)
+    own = recipe.run.path / TOKENIZER
+    tokenizer = Tokenizer.load(own if named is None or own.exists() else named)
     model.to(weight_dtype(table, model.lm_head.weight.device))
     # Without kernels: no CUDA graph beside that of the training step.
     made = generate(model, tokenizer, table.prompts, table, kernels=False)

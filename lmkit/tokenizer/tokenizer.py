@@ -177,6 +177,18 @@ class Tokenizer:
         make, _ = self.__reduce__()
         return make(marks=self.marks._replace(end=token, stops=()))
 
+    def for_training(self) -> Tokenizer:
+        """Return this tokenizer for a model that is trained on token files.
+
+        In these, documents begin with the prefix. Another begin-of-text token that the files name stands nowhere, and
+        a text that begins with it would begin where no training was.
+        """
+        begin = self.marks.begin
+        if begin is None or self.special_ids[begin] in self.prefix:
+            return self
+        make, _ = self.__reduce__()
+        return make(marks=self.marks._replace(begin=None))
+
     @functools.cached_property
     def sha256(self) -> str:
         """Hash of the content of `tokenizer.json` as `save` writes it, and of the end-of-text token if it has no

@@ -85,7 +85,7 @@ def keep_tokenizer(recipe: Recipe) -> None:
     table, own = recipe.tokenizer, recipe.run.path / TOKENIZER
     if table is None or table.path is None or not table.path.exists() or own.exists():
         return
-    tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text)
+    tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text).for_training()
     template = template_for(table, tokenizer, source="" if recipe.corpus is None else recipe.corpus.source)
     if template is not None:
         template.save(own.with_name(CHAT_TEMPLATE))
