@@ -14,8 +14,10 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import local_device
 from lmkit.training.exchange import export_model
 from lmkit.training.given_weights import is_hugging_face
+from lmkit.training.judging import refuse_not_finite
 
 ROWS = 8
+_SUMS = (ArithmeticError, AssertionError)  # a perplexity beyond all floats; a blank question without a prefix
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,16 @@ class HarnessResult:
 def run_harness(path: Path, tasks: Sequence[str], *, device: str = "auto") -> HarnessResult:
     """Let lm-eval evaluate a model on its tasks.
 
+    A document that lm-eval scores stands behind one begin-of-text token, as with `--by-document`. lm-eval by itself
+    puts two there if the tokenizer puts one before every text.
+
     Args:
         path: a Hugging Face folder; or a run or a checkpoint, which is exported to a temporary folder.
         tasks: names of lm-eval's tasks, or .yaml files of tasks. lm-eval downloads what they need.
 
     Raises:
         UsageError: lm_eval is not installed; or as `export_model`.
-        LmkitError: lm-eval failed.
+        LmkitError: lm-eval failed, or a figure is not finite.
     """
     try:
         import lm_eval
@@ -57,19 +62,40 @@ def run_harness(path: Path, tasks: Sequence[str], *, device: str = "auto") -> Ha
     with _hugging_face_folder(path) as folder, redirect_stdout(sys.stderr):  # stdout is for the result
         try:
             found = lm_eval.simple_evaluate(
-                model="hf",
-                model_args={"pretrained": str(folder), "dtype": "auto"},
-                tasks=list(tasks),
-                batch_size=ROWS,
-                device=place,
-                log_samples=False,
+                model=_model(folder, place, path), tasks=list(tasks), log_samples=False
             )
-        except (OSError, LookupError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        except (OSError, LookupError, ValueError, TypeError, RuntimeError, ImportError, *_SUMS) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             hint = "--debug shows where; `lm_eval ls tasks` lists tasks, most of which are downloaded"
             raise LmkitError("evaluate.harness", f"lm-eval: {why}", hint=hint) from error
     assert found is not None
+    for task, metrics in found["results"].items():
+        figures = {name: value for name, value in metrics.items() if "_stderr" not in name}
+        refuse_not_finite([value for value in figures.values() if isinstance(value, float)], path, task)
     return HarnessResult(str(path), lm_eval.__version__, {**found["results"]})
+
+
+def _model(folder: Path, device: str, path: Path) -> Any:
+    """Return lm-eval's model of a Hugging Face folder; it refuses log-likelihoods that are not finite."""
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=str(folder), dtype="auto", batch_size=ROWS, device=device)
+    of_ends, of_documents = model.loglikelihood, model.loglikelihood_rolling
+
+    def loglikelihood(requests: Any, **options: Any) -> Any:
+        found = of_ends(requests, **options)
+        refuse_not_finite([nats for nats, _ in found], path, "a task")
+        return found
+
+    def loglikelihood_rolling(requests: Any, **options: Any) -> Any:
+        model.add_bos_token, kept = False, model.add_bos_token
+        found = of_documents(requests, **options)
+        model.add_bos_token = kept
+        refuse_not_finite(found, path, "a task")
+        return found
+
+    model.loglikelihood, model.loglikelihood_rolling = loglikelihood, loglikelihood_rolling
+    return model
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
+from their_models import spoil
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
@@ -17,13 +18,12 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import choices, likelihood
+from lmkit.training import choices, likelihood, lm_eval_harness
 from lmkit.training.atomic_checkpoint import write_tensors
 from lmkit.training.choices import evaluate_choices
-from lmkit.training.exchange import export_model, import_model
+from lmkit.training.exchange import import_model
 from lmkit.training.given_weights import open_weights
 from lmkit.training.judging import evaluate_documents, evaluate_run
-from lmkit.training.lm_eval_harness import run_harness
 
 CONTEXT = 16
 CONFIG = ModelConfig(
@@ -224,70 +224,42 @@ def test_the_harness_gets_an_exported_folder(folder, monkeypatch, terminal):
         patch.setitem(sys.modules, "lm_eval", None)  # not installed
         terminal.refuses("evaluate run --harness fish", code="evaluate.no_harness")
     asked: list[dict[str, Any]] = []
+    faults = {
+        "nothing": KeyError("nothing"),
+        "blank": AssertionError(),
+        "long": OverflowError("math range error"),
+    }
+
+    def opened(folder: Path, device: str, path: Path) -> Path:
+        asked.append({"device": device, "held": {path.name for path in folder.iterdir()}})
+        return folder
 
     def simple_evaluate(**options: Any) -> dict[str, Any]:
         print("a table that belongs to stderr")
-        held = Path(options["model_args"]["pretrained"])
-        asked.append({**options, "held": sorted(path.name for path in held.iterdir())})
-        if options["tasks"] == ["nothing"]:
-            raise KeyError("nothing")
-        return {"results": {"fish": {"alias": "fish", "acc,none": 0.5, "acc_stderr,none": 0.25}}}
+        asked[-1] |= options
+        if (task := options["tasks"][0]) in faults:
+            raise faults[task]
+        acc = math.nan if task == "nan" else 0.5
+        return {"results": {"fish": {"alias": "fish", "acc,none": acc, "acc_stderr,none": 0.25}}}
 
     found = SimpleNamespace(simple_evaluate=simple_evaluate, __version__="0.4")
     monkeypatch.setitem(sys.modules, "lm_eval", found)
+    monkeypatch.setattr(lm_eval_harness, "_model", opened)
     result = json.loads(terminal("evaluate run --harness fish --harness other --device cpu --json"))
     assert result["results"]["fish"]["acc,none"] == 0.5
-    assert (asked[0]["tasks"], asked[0]["model"], asked[0]["device"]) == (["fish", "other"], "hf", "cpu")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {*asked[0]["held"]}
+    assert (asked[0]["tasks"], asked[0]["device"]) == (["fish", "other"], "cpu")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= asked[0]["held"]
     assert "fish  acc 0.5000 +- 0.2500" in terminal("evaluate theirs --harness fish")
-    assert asked[1]["model_args"]["pretrained"] == "theirs"  # as it is
-    terminal.refuses("evaluate theirs --harness nothing", code="evaluate.harness", exit_code=1)
-
-
-@pytest.mark.full
-def test_lm_eval_agrees(folder):
-    """The same questions and documents as tasks of the real lm-eval, where it is installed."""
-    pytest.importorskip("lm_eval")
-    import_model(folder, Path("run"))
-    export_model(Path("run"), Path("exported"))
-    questions = [
-        question | {"answer": question["choices"].index(question["answer"])}
-        if isinstance(question["answer"], str)
-        else question
-        for question in QUESTIONS
-    ]
-    files = {
-        "choices": write("questions.jsonl", questions),
-        "documents": write("docs.jsonl", [{"text": TEXTS[1]}]),
-    }
-    kinds = {
-        "choices": "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\n"
-        "doc_to_target: answer\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
-        "documents": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: bits_per_byte}]\n",
-    }
-    for name, file in files.items():
-        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file.resolve()}}}}}\ntest_split: test\n"
-        Path(f"{name}.yaml").write_text(f"task: {name}\n{data}{kinds[name]}")
-    theirs = run_harness(folder, ["choices.yaml", "documents.yaml"], device="cpu").results
-    ours = evaluate_choices(folder, files["choices"])
-    assert (theirs["choices"]["acc,none"], theirs["choices"]["acc_norm,none"]) == (
-        choices.acc,
-        choices.acc_norm,
-    )
-    assert theirs["choices"]["acc_stderr,none"] == pytest.approx(ours.acc_stderr)
-    (document,) = evaluate_documents(folder, text=files["documents"]).documents
-    assert theirs["documents"]["bits_per_byte,none"] == pytest.approx(document.bits_per_byte, rel=1e-5)
+    assert asked[1]["model"] == Path("theirs")  # as it is
+    for task in faults:
+        terminal.refuses(f"evaluate theirs --harness {task}", code="evaluate.harness", exit_code=1)
+    terminal.refuses("evaluate theirs --harness nan", code="evaluate.not_finite", exit_code=1)
 
 
 @pytest.fixture
 def broken(folder):
     """A model that predicts NaN."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"].fill_(3e38)  # finite, and infinite in the first product
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    spoil(folder)
     return folder
 
 
