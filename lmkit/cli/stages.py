@@ -156,7 +156,11 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
     training = run.read("training", "parameters", "step")
     train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
     story = read_input(run.folder / STORIES).decode("utf-8", "replace")
-    loss, perplexity, bits = (evaluation[key] for key in ("loss", "perplexity", "bits_per_byte"))
+    # Until token files of format 2, the letters of special tokens counted as text.
+    bits = evaluation["bits_per_byte"] if valid.format > 1 else None
+    held_out = [f"loss {evaluation['loss']:.4f}"]
+    held_out += [f"perplexity {value:.2f}" for value in [evaluation["perplexity"]] if value is not None]
+    held_out += [f"{value:.4f} bits per byte" for value in [bits] if value is not None]
     parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
     corpus_bytes = train.num_bytes + valid.num_bytes
     lines = [
@@ -168,7 +172,7 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
         f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
         f"model       {parameters:,} parameters, {steps:,} steps"
         + ("" if speed is None else f", {speed:,.0f} tokens/s"),
-        f"held out    loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte",
+        f"held out    {', '.join(held_out)}",
         f"run folder  {run.folder}",
         statement("another story", f"lmkit generate {shlex.quote(str(run.folder))} --seed 1"),
     ]
@@ -182,8 +186,8 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
         "parameters": parameters,
         "steps": steps,
         "tokens_per_second": speed,
-        "loss": loss,
-        "perplexity": perplexity,
+        "loss": evaluation["loss"],
+        "perplexity": evaluation["perplexity"],
         "bits_per_byte": bits,
         "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
         "story": story,

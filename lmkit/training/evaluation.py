@@ -63,12 +63,21 @@ def held_out_of(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss in nats per token. Bits per byte = loss / ln 2 x tokens / bytes; it compares across tokenizers."""
+    """Loss in nats per token. Bits per byte compare across tokenizers.
+
+    Attributes:
+        perplexity: exp(loss); infinite if no float holds it.
+        bits_per_byte: loss / ln 2 / bytes_per_token.
+        tokens: that were scored.
+        bytes_per_token: bytes of the whole text per token, of those that count; marks are tokens without bytes. Thus
+            the first token of a file, which nothing predicts, counts like the mean of the others. None: not known.
+    """
 
     loss: float
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    bytes_per_token: float | None = None
 
 
 def evaluate(
@@ -133,10 +142,12 @@ def _rounds(
 
 def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evaluation:
     """Add perplexity and bits per byte to a mean loss in nats per token."""
-    # exp overflows a float above 709 nats.
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:  # above 709 nats
+        perplexity = math.inf
     bits_per_byte = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
-    return Evaluation(loss, perplexity, bits_per_byte, tokens)
+    return Evaluation(loss, perplexity, bits_per_byte, tokens, bytes_per_token)
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,7 @@ class EvaluateResult:
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    bytes_per_token: float | None = None
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tempfile
@@ -41,6 +42,7 @@ _HINTS_OF_TEXT = {
     "tokens.too_short": "use a longer text",
 }
 _SHOWN = 40
+log = logging.getLogger("lmkit")
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ def evaluate_run(
         )
         evaluation = evaluate(model, held_out, ranks, precision=trained.precision)
     assert evaluation is not None
+    if not evaluation.tokens:
+        hint = "name conversations with words of the assistant"
+        raise UsageError("evaluate.nothing_counts", f"{name}: none of its tokens counts", hint=hint)
     refuse_not_finite([evaluation.loss], trained.path, name)
     return EvaluateResult(str(trained.path), trained.step, name, **asdict(evaluation))
 
@@ -197,6 +202,8 @@ def _opened_text(
         if tokens is None:
             refuse_changed_file(file, other="--tokens FILE.npy")
         trained.refuse_more_ids(opened.meta.vocab_size, file)
+        if opened.meta.format == 1:
+            log.warning("%s: an old token file, without the bytes of its text; encode the text again", file)
         yield opened, str(file)
         return
     if tokens is not None:
@@ -235,7 +242,7 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
         raise LmkitError(
             "evaluate.not_finite",
             f"{model}: {len(wrong)} of {len(nats)} losses on {text} are not finite ({wrong[0]})",
-            hint="its weights are not finite, or no token of the text counts",
+            hint="it predicts no finite numbers; use an older checkpoint",
         )
 
 
@@ -328,7 +335,9 @@ def evaluate_documents(
 
 
 def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
-    return asdict(summarise(nats / tokens, tokens, num_bytes / tokens))
+    figures = asdict(summarise(nats / tokens, tokens, num_bytes / tokens))
+    del figures["bytes_per_token"]
+    return figures
 
 
 def _documents(

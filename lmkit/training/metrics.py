@@ -7,8 +7,8 @@ A record is one JSON object with a `kind`:
 - `train`: step, loss (of this step's whole batch, nats per token), lr, grad_norm, tokens (so far),
   tokens_per_second, mfu, memory_bytes (peak), seconds (trained so far), progress (share of the schedule),
   eta_seconds.
-- `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on); `final` is over all held-out
-  tokens.
+- `valid` and `final`: step, loss, perplexity, bits_per_byte, tokens (evaluated on), bytes_per_token; `final` is over
+  all held-out tokens.
 - `checkpoint`: step, stall_seconds (how long training has waited for saving so far).
 - `sample`: step, number (of the prompt), text (prompt included).
 - `skip`: step, loss; the step was skipped because its loss or gradient was not finite.
@@ -46,7 +46,7 @@ _CUT = "cut short"
 _WHOLE = ("step", "tokens", "memory_bytes", "number")
 _NUMBERS = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "seconds", "progress", "eta_seconds"),
-    *("perplexity", "bits_per_byte", "stall_seconds"),
+    *("perplexity", "bits_per_byte", "bytes_per_token", "stall_seconds"),
 )
 """Keys whose values are numbers that JSON has, or None."""
 
@@ -138,12 +138,19 @@ class MetricsFile(Sink):
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log."""
+    """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log.
+
+    Without `bytes_per_token`, a record is of a version that counted the letters of special tokens as text: its bits
+    per byte do not compare with others, and are None.
+    """
     if not path.exists():
         return []
     records, mistakes = check_metrics(path)
     if wrong := [text for text in mistakes if _CUT not in text]:  # a kill cuts the last line short
         log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
+    for record in records:
+        if record.get("bytes_per_token") is None and "bits_per_byte" in record:
+            record["bits_per_byte"] = None
     return records
 
 

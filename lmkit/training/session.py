@@ -34,7 +34,7 @@ from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
 from lmkit.training.atomic_checkpoint import saved_steps
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint
-from lmkit.training.evaluation import EvaluateResult, Evaluation
+from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
 from lmkit.training.given_weights import GivenWeights
 from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
@@ -335,8 +335,11 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
     """Return the result of a finished run; None if its last evaluation is missing."""
     state = checkpoint.state
     records = read_metrics(recipe.run.path / METRICS)
-    keys = Evaluation.__dataclass_fields__.keys()
-    finals = [r for r in records if r["kind"] == "final" and r["step"] == state.step and keys <= r.keys()]
+    finals = [
+        summarise(r["loss"], r["tokens"], r.get("bytes_per_token"))
+        for r in records
+        if r["kind"] == "final" and r["step"] == state.step and None not in (r["loss"], r.get("tokens"))
+    ]
     if not finals and data.valid is not None and is_finished(state, recipe, None):
         return None
     logged = [r.get("loss") for r in records if r["kind"] == "train" and r["step"] <= state.step]
@@ -349,7 +352,7 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
         seconds=state.seconds,
         tokens_per_second=None,
         loss=logged[-1] if logged else None,
-        evaluation=Evaluation(**{key: finals[-1][key] for key in keys}) if finals else None,
+        evaluation=finals[-1] if finals else None,
     )
 
 

@@ -41,7 +41,7 @@ Ending = Literal["finished", "stopped early"]
 
 
 class Diverged(LmkitError):
-    """A loss or gradient is not finite on some rank. All ranks raise it at the same step."""
+    """A loss or gradient is not finite on some rank, or a held-out loss. All ranks raise it at the same step."""
 
 
 class TrainingClock:
@@ -389,6 +389,10 @@ class Trainer:
                 asked_to_stop=lambda: self._signals.received is not None,
             )
         if evaluation is not None:
+            if not math.isfinite(evaluation.loss):
+                said = f"{kind} loss {evaluation.loss} on {evaluation.tokens} held-out tokens that count"
+                hint = "lower optimizer.lr" if evaluation.tokens else "raise train.eval_batches"
+                raise Diverged("train.nonfinite", f"step {self.moment.step}: {said}", hint=hint)
             self._sink.record({"kind": kind, "step": self.moment.step, **asdict(evaluation)})
         return evaluation
 

@@ -10,6 +10,7 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
+from lmkit.storage import sha256_file
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -122,3 +123,23 @@ def test_damaged_metrics_stop_no_command(damage, run, terminal):
         terminal(command)
         assert damage == {"loss": None} or "line 2 " in terminal.err
     run_command_line(["compare", str(run), str(run)])  # may find nothing to compare
+
+
+def test_a_run_with_token_files_of_format_1_has_no_bits_per_byte(run, terminal):
+    """They count the letters of special tokens as text, and so did the evaluation."""
+    record = json.loads((run / "stages.json").read_text())
+    for part in ("train", "valid"):
+        path = run / "tokens" / f"{part}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+        (run / "tokens" / f"{part}.documents").unlink()
+        made = record["encode"]["made"]
+        made.pop(f"./tokens/{part}.documents")
+        made[f"./tokens/{part}.json"] = sha256_file(path)
+        record["encode"]["outputs"][part].remove(f"./tokens/{part}.documents")
+    (run / "stages.json").write_text(json.dumps(record))
+    for again in ("", "--from evaluate", "--from train"):
+        found = json.loads(terminal(f"run fish.toml --json {again}"))
+        assert found["loss"] > 0
+        assert found["bits_per_byte"] is None
+        assert "bits per byte" not in terminal("run fish.toml")
+    assert json.loads((run / "evaluation.json").read_text())["bits_per_byte"] is None

@@ -19,6 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+_END = "<|endoftext|>"
 _WORD = re.compile(r"<\|endoftext\|>| ?\w+| ?[^\w\s]+|\s")
 
 
@@ -53,7 +54,7 @@ class BigramModel:
         words = split_words(text)
         bits = -math.log2(self.word_probability(words[0]))
         bits -= sum(math.log2(self.probability(first, second)) for first, second in pairwise(words))
-        return bits / len(text.encode())
+        return bits / len(text.replace(_END, "").encode())  # the mark has no bytes
 
 
 def split_words(text: str) -> list[str]:

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_folders import assert_same_state, losses, newest, train_here
+from raising import raises
+from run_folders import assert_same_state, losses, newest, records, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
+from lmkit.errors import LmkitError, UsageError
 from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
 
@@ -88,6 +90,25 @@ def test_windows_in_which_nothing_counts_change_only_by_weight_decay(tiny, tmp_p
     assert {loss for _, loss in losses(recipe)} == {0.0}
     _, final = losses(recipe, "final")[-1]
     assert final == pytest.approx(np.log(64), abs=0.3)  # as at the beginning
+
+
+def test_a_held_out_loss_of_no_tokens_is_refused(tiny, tmp_path):
+    """Those of the first windows, while training; those of a file."""
+    for name, late in (("late", True), ("none", False)):
+        path = tmp_path / f"{name}.npy"
+        with TokenFileWriter(path, vocab_size=64, tokenizer_sha256="a" * 64, masked=True) as writer:
+            writer.append(np.arange(64).repeat(9), counts=False)
+            writer.append(np.arange(64), counts=late)
+            writer.finish(num_bytes=9, source_sha256="b" * 64, counted_bytes=9 * late)
+    recipe = tiny(f'data.valid="{tmp_path}/late.npy"', "train.eval_batches=1")
+    with raises(LmkitError, "train.nonfinite", "step 4", "0 held-out tokens", hint="train.eval_batches"):
+        train_here(recipe)
+    assert not records(recipe, "valid")
+    trained = tiny("run.name=trained")
+    train_here(trained)
+    evaluate_run(trained.run.path, tokens=tmp_path / "late.npy", device="cpu")
+    with raises(UsageError, "evaluate.nothing_counts", "none.npy"):
+        evaluate_run(trained.run.path, tokens=tmp_path / "none.npy", device="cpu")
 
 
 @pytest.mark.full

@@ -42,7 +42,15 @@ def make_run(tmp_path: Path) -> MakeRun:
                         "tokens_per_second": 99.4,
                     }
                 )
-            records.append({"kind": "final", **shared, "perplexity": 4.48, "bits_per_byte": 0.8123})
+            records.append(
+                {
+                    "kind": "final",
+                    **shared,
+                    "perplexity": 4.48,
+                    "bits_per_byte": 0.8123,
+                    "bytes_per_token": 2.7,
+                }
+            )
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if text:
             (folder / "stories.txt").write_text(text)

@@ -153,6 +153,19 @@ def test_the_best_is_saved_when_it_is_seen_and_kept(tiny, monkeypatch):
     assert newest(recipe).state.best_loss == 3.0
 
 
+@pytest.mark.parametrize("step", [2, 10])
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(tiny, monkeypatch, step):
+    """No evaluation of it is recorded or reported, and the checkpoints stay."""
+    recipe = tiny("train.eval_interval=2", "checkpoint.interval=1")
+    found = iter([1.0 if number != step // 2 else math.nan for number in range(1, 7)])
+    monkeypatch.setattr(trainer, "evaluate", lambda *a, **b: trainer.Evaluation(next(found), 1.0, None, 10))
+    with raises(LmkitError, "train.nonfinite", f"step {step}"):
+        train_here(recipe)
+    assert [record["step"] for record in records(recipe, "valid")] == list(range(2, step, 2))
+    assert not records(recipe, "final")
+    assert saved(recipe)[-1] == step - 1
+
+
 def test_random_tokens_need_no_file(tiny):
     recipe = tiny("data.source=random", "model.vocab_size=300")
     recipe = recipe.changed(data={"train": None, "valid": None})
