@@ -31,6 +31,18 @@ def as_object(text):
     return {"__type": "AddedToken", "content": text, "lstrip": False, "normalized": False}
 
 
+def test_the_tokenizer_of_a_training_begins_texts_as_token_files_begin_documents(folder):
+    named = Tokenizer.load(folder(tokenizer_config={"bos_token": "<s>", "eos_token": "<end>"}))
+    trained = named.for_training()
+    assert (named.start_id, trained.start_id, trained.end_of_text_id) == (BEGIN, END, END)
+    assert trained.sha256 == named.sha256
+    vocab = {i: bytes([i]) for i in range(256)}
+    prefixed = Tokenizer(
+        vocab=vocab, merges=[], special_tokens=SPECIAL, prefix=[BEGIN], marks=Marks("<s>", "<end>")
+    )
+    assert prefixed.for_training() is prefixed
+
+
 @pytest.mark.parametrize("described", [str, as_object])
 def test_a_token_as_text_or_as_an_object(folder, described):
     named = {"bos_token": described("<s>"), "eos_token": described("<end>")}

@@ -199,6 +199,42 @@ def test_what_is_no_question_is_named(question, code, folder):
         evaluate_choices(folder, file)
 
 
+def test_a_choice_that_the_question_swallows_is_refused(folder):
+    """The words "!!" and a new line are one token, "!!" is two: the choice would be left without a token, and lm-eval
+    asserts."""
+    merges = [(b"!", b"\n"), (b"!", b"!\n"), (b" ", b"x")]
+    vocab = {i: bytes([i]) for i in range(256)} | {256 + i: a + b for i, (a, b) in enumerate(merges)}
+    Tokenizer(vocab=vocab, merges=merges, special_tokens=[END], pattern="llama3").save(
+        folder / "tokenizer.json"
+    )
+    question = {"question": "a!!\n", "choices": ["no", "x"], "answer": 0}
+    with raises(UsageError, "evaluate.no_choice", "questions.jsonl, question 6"):
+        evaluate_choices(folder, write("questions.jsonl", [*QUESTIONS, question]))
+
+
+def test_a_text_stands_behind_the_whole_prefix(folder):
+    """Questions, too; a document is longer than what the model sees at once."""
+    two = Tokenizer(
+        vocab={i: bytes([i]) for i in range(256)},
+        merges=[],
+        special_tokens=["<a>", "<b>", END],
+        prefix=(256, 257),
+    )
+    two.save(folder / "tokenizer.json")
+    Path("text.txt").write_text(END.join(["ok", "b" * 20]))
+    short, long = evaluate_documents(folder, text=Path("text.txt")).documents
+    assert short.loss == pytest.approx(-math.fsum(log_p(folder, [256, 257, *b"ok"])[1:]) / 2, rel=1e-6)
+    first, last = log_p(folder, [257, *b"b" * 16]), log_p(folder, [*b"b" * 17])[-4:]
+    assert long.loss == pytest.approx(-math.fsum(first + last) / 20, rel=1e-6)
+    questions = [{"question": question, "choices": ["ok"], "answer": 0} for question in ("", " ", "q")]
+    answers = evaluate_choices(folder, write("questions.jsonl", questions)).answers
+    for answered, question in zip(answers, questions, strict=True):
+        ids = [256, 257, *f"{question['question']} ok".encode()]
+        scored = 3 + (question["question"] == " ")
+        expected = math.fsum(log_p(folder, ids)[-scored:])
+        assert answered.log_likelihoods == pytest.approx([expected], rel=1e-5)
+
+
 def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
     for options in (
         "--choices a.jsonl --text b",
