@@ -162,9 +162,10 @@ def inspect(
 ) -> Result:
     """Show the size, the longest tokens, and the compression of a text."""
     from lmkit.data.corpora import plain_text_files
-    from lmkit.tokenizer import inspect_tokenizer
+    from lmkit.tokenizer import END_OF_TEXT, Tokenizer, inspect_tokenizer
 
-    with plain_text_files([] if text is None else [text], errors="replace") as texts:
+    mark = END_OF_TEXT if text is None else Tokenizer.load(tokenizer).marks.end or END_OF_TEXT
+    with plain_text_files([] if text is None else [text], errors="replace", mark=mark) as texts:
         facts = inspect_tokenizer(tokenizer, text=next(iter(texts), None))
     lines = [
         statement(facts.path, f"vocabulary {facts.vocab_size:,}, {facts.num_merges:,} merges"),

@@ -6,6 +6,7 @@ global batches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +22,7 @@ from lmkit.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 _TOKENS_AT_ONCE = 1 << 24
+_log = logging.getLogger("lmkit")
 
 
 class BatchSource(Protocol):
@@ -141,12 +143,40 @@ class TokenBatches(FileSampler):
             # A window must not reach beyond the end of the file.
             last = len(self.tokens) - self.context_length - 1
             self.document_starts = self.document_starts[self.document_starts <= last]
+            if self.mask is not None:
+                self.document_starts = self._that_count(self.document_starts)
             if len(self.document_starts) == 0:
                 raise UsageError(
                     "tokens.too_short",
                     f"{_name(self.tokens)}: no document is followed by {self.context_length + 1} tokens",
                     hint="lower model.context_length or sample raw windows",
                 )
+
+    def _that_count(self, starts: np.ndarray) -> np.ndarray:
+        """Return the starts of windows in which a target counts.
+
+        Raises:
+            UsageError: there is none ("tokens.no_targets").
+        """
+        assert self.mask is not None
+        before = np.concatenate(
+            ([0], np.cumsum(np.unpackbits(self.mask)[: len(self.tokens)], dtype=np.int64))
+        )
+        places = starts.astype(np.int64)
+        counts = before[places + self.context_length + 1] > before[places + 1]
+        hint = 'raise model.context_length, or use data.sampling = "windows"'
+        if not counts.any():
+            message = f"{_name(self.tokens)}: no document has a target that counts among its first tokens"
+            raise UsageError("tokens.no_targets", message, hint=hint)
+        if lost := int((~counts).sum()):
+            _log.warning(
+                "%s: %d of %d documents begin with more tokens than the context, none of which counts; %s",
+                _name(self.tokens),
+                lost,
+                len(starts),
+                hint,
+            )
+        return starts[counts]
 
     def _numbers_per_row(self) -> int:
         return 1

@@ -361,9 +361,9 @@ def _json_documents(
                 hint="name the key that holds the text: corpus.field in a recipe, or --field",
             )
         data = document.encode()
-        marked += end in data
+        marked += end in data.removesuffix(end)
         if data:
-            yield data + end
+            yield data.removesuffix(end) + end  # many write it behind their texts
     if marked:
         log.warning("%s: %d documents hold %s, which ends a document", path, marked, end.decode())
 

@@ -76,6 +76,11 @@ def encode_corpus(
     if end is None and (separator is not None or len(paths) > 1 or any(map(holds_json, paths))):
         raise no_end_of_text(paths[0])
     mark = separator or end
+    if tokenizer.missing_bytes:
+        _log.warning(
+            "the tokenizer has no token for %d bytes of UTF-8: characters with them are lost in %s",
+            *(len(tokenizer.missing_bytes), output),
+        )
     with plain_text_files(
         paths, output.parent, errors=errors, field=field, mark=mark, progress=progress
     ) as texts:

@@ -16,7 +16,7 @@ class TokenizerFacts:
     Attributes:
         path: the tokenizer's file.
         longest_tokens: ordinary tokens, longest first; U+FFFD where a token is not whole UTF-8.
-        bytes_per_token: bytes of the text per token; None without a text, or with an empty one.
+        bytes_per_token: bytes of the text per token, special tokens left out; None without a text.
     """
 
     path: str
@@ -56,6 +56,9 @@ def _bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
     encoder = tokenizer.new_encoder()
     num_bytes = num_tokens = 0
     for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
-        num_bytes += chunk.num_bytes
-        num_tokens += len(encoder.encode(valid_utf8(chunk, path, "replace"), tokenizer.specials))
+        text = valid_utf8(chunk, path, "replace")
+        ids = encoder.encode(text, tokenizer.specials)
+        marks, no_text = tokenizer.specials_in(ids)
+        num_bytes += len(text) - no_text
+        num_tokens += len(ids) - len(marks)
     return num_bytes / num_tokens if num_tokens else None

@@ -23,6 +23,7 @@ from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, wr
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _STREAM_BYTES = 1 << 16
+_BYTES_OF_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
 
 
 class Tokenizer:
@@ -120,6 +121,8 @@ class Tokenizer:
                 raise ValueError(f"{token_id} is not a token id of this vocabulary")
         self.pattern, self.whole_words, self.nfc = pattern, whole_words, nfc
         self.unk_id, self.fuse_unk = unk_id, fuse_unk
+        self.missing_bytes = bytes(b for b in _BYTES_OF_UTF8 if bytes([b]) not in ordinary)
+        """Bytes of UTF-8 that no token has: text with them loses characters."""
         self.marks = resolve_marks(marks, self.special_ids)
         """The special tokens that begin and end a text, and the ids at which generation stops."""
         missing = -1 if unk_id is None else -2 - unk_id if fuse_unk else unk_id
@@ -318,7 +321,8 @@ class Tokenizer:
         """The lowest special id, and id -> bytes of the special token, 0 for ordinary ones."""
         sizes = np.zeros(self.vocab_size, np.int64)
         for text, token_id in self.special_ids.items():
-            sizes[token_id] = len(text.encode())
+            if token_id != self.unk_id:  # stands for text
+                sizes[token_id] = len(text.encode())
         return min(self.special_ids.values(), default=self.vocab_size), sizes
 
     # ---- files

@@ -162,3 +162,13 @@ def test_conversations_without_an_answer_are_refused(tmp_path):
     with raises(UsageError, "chat.no_answer"):
         encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
     assert not list(tmp_path.glob("t.*"))
+
+
+def test_documents_that_teach_nothing_within_the_context_are_left_out():
+    """Three documents of 10 tokens; the only targets that count are those from the third token of the second on."""
+    mask = np.packbits([12 <= i < 20 for i in range(40)])
+    options = {"batch_size": 8, "seed": 0, "mask": mask, "document_starts": np.array([0, 10, 20])}
+    batches = TokenBatches(np.arange(40, dtype=np.uint16), context_length=4, **options)
+    assert set(batches.batch(0)[0][0, :, 0].tolist()) == {10}
+    with raises(UsageError, "tokens.no_targets"):
+        TokenBatches(np.arange(40, dtype=np.uint16), context_length=1, **options)

@@ -429,3 +429,18 @@ def test_a_killed_encoding_of_a_compressed_text_leaves_nothing_after_the_next(tm
     assert {path.name for path in tmp_path.iterdir()} > before
     encode_corpus(tmp_path / "story.txt.gz", tmp_path / "out.npy", tokenizer)
     assert {path.name for path in tmp_path.iterdir()} == before | {"out.npy", "out.json", "out.documents"}
+
+
+def test_a_mark_behind_the_text_of_a_json_object_is_not_doubled(tmp_path):
+    lines = {"a.jsonl": '{"text": "ab</s>"}\n{"text": "cd"}'}
+    assert encoded(tmp_path, lines, framed())[:2] == ([*b"ab", 257, *b"cd", 257], [0, 3])
+
+
+def test_the_unknown_token_stands_for_text(tmp_path, caplog):
+    small = Tokenizer(
+        vocab={0: b"a", 1: b"b"}, merges=[], special_tokens=("<unk>", "</s>"), unk_id=2, fuse_unk=False
+    )
+    tokens, _, num_bytes = encoded(tmp_path, {"a.txt": "abxyz"}, small)
+    assert tokens == [0, 1, 2, 2, 2, 3]
+    assert num_bytes == 5
+    assert "no token for" in caplog.text

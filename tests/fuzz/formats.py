@@ -211,7 +211,8 @@ def corpus(folder: Path) -> Format:
             data = (folder / name).read_bytes()
             if name == "c.jsonl":
                 texts = [json.loads(line)["text"] for line in data.split(b"\n") if line.decode().strip()]
-                data = "".join(text + "<|endoftext|>\n" for text in texts).encode("utf-8", "replace")
+                whole = (text.removesuffix("<|endoftext|>") + "<|endoftext|>" for text in texts if text)
+                data = "".join(whole).encode("utf-8", "replace")
             assert written.encode() == data
 
     text = "<|endoftext|>\n".join(documents)
