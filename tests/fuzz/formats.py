@@ -137,8 +137,9 @@ def small_tokenizer() -> Tokenizer:
 
 def assert_works(tokenizer: Tokenizer, vocab: dict[int, bytes]) -> None:
     assert tokenizer.vocab == vocab
-    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
-    assert max(tokenizer.encode(SAMPLE)) < tokenizer.vocab_size
+    if not tokenizer.missing_bytes:
+        assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+    assert max(tokenizer.encode(SAMPLE), default=0) < tokenizer.vocab_size
 
 
 @form("tokenizer.json")
