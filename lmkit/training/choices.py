@@ -135,13 +135,17 @@ def _mean_and_error(right: list[bool]) -> tuple[float, float | None]:
 
 
 def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> Scored:
-    """Encode both together; white space at the end of the context counts to what follows."""
+    """Encode both together; white space at the end of the context counts to what follows.
+
+    Where a token of both holds the end of the context, the ids are those that lm-eval takes: those of the context
+    alone, then those of both from this length on.
+    """
     kept = context.rstrip()
     if not kept:
         ids = tokenizer.encode(context + continuation, add_special_tokens=False)
         return Scored([*ids_before(tokenizer, path), *ids], len(ids))
     before, whole = _encode(tokenizer, kept), _encode(tokenizer, context + continuation)
-    return Scored(whole, len(whole) - len(before))
+    return Scored([*before, *whole[len(before) :]], len(whole) - len(before))
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

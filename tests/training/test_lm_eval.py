@@ -40,6 +40,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question": "two fish,\n\n ", "choices": ["x", " fishfish", "  blue"], "answer": 2},
     {"question": "e\u0301te\u0301 鱼:", "choices": ["e\u0301", "\u00e9", "鱼很多"], "answer": 0},
     {"question": "longer than what the model sees at once: " * 3, "choices": ["fish", "no"], "answer": 0},
+    {"question": "one token: fish!\n", "choices": ["fish", " no"], "answer": 0},
     {"question": "a mark<|pad|>", "choices": ["<|pad|>fish", "no"], "answer": 0},
 ]
 EMPTY = {"question": "", "choices": ["fish", "ünd"], "answer": 1}
@@ -61,7 +62,9 @@ def trained(pattern: str, special_tokens: list[str], **parts: Any) -> Any:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=290, initial_alphabet=letters.alphabet(), show_progress=False
     )
-    made.train_from_iterator([" fish fish fish one one the longer longer !!\n!!\n the the"], trainer)
+    made.train_from_iterator(
+        [" fish fish fish one one the longer longer\n the the a!\na!\na!\na!\n"], trainer
+    )
     made.add_special_tokens(special_tokens)
     for name, part in parts.items():
         setattr(made, name, part)
