@@ -122,6 +122,9 @@ class _Encoding:
             b"" if any(token.text == END_OF_TEXT for token in specials.ids) else END_OF_TEXT.encode()
         )
         self._digest = hashlib.sha256()
+        self._is_sized = tokenizer.nfc or bool(
+            tokenizer.missing_bytes
+        )  # tokens have other bytes than the text
 
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
@@ -146,7 +149,7 @@ class _Encoding:
 
             share_out(self._chunks(), [self._encoder() for _ in range(workers)], write)
             if tokenizer.marks.end is None and not begins:  # the end of the only document
-                sizes = [open_size] if tokenizer.nfc else []
+                sizes = [open_size] if self._is_sized else []
                 writer.append(np.array(tokenizer.suffix, np.int32), sizes=sizes)
             if unknown_marks:
                 _log.warning(
@@ -183,15 +186,22 @@ class _Encoding:
             if self._longer:
                 no_text += self._longer * text.count(self._mark)
             unknown_marks = text.count(self._unknown) if self._unknown else 0
-            sizes = self._sizes_in(text) if tokenizer.nfc else [0]
+            sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
             return _Encoded(ids, ends, len(text) - no_text, unknown_marks, sizes)
 
         return encode
 
-    def _sizes_in(self, text: bytes) -> list[int]:
-        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one."""
+    def _sizes_in(self, text: bytes, num_specials: int, num_ends: int) -> list[int]:
+        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one.
+
+        Args:
+            num_specials, num_ends: how many special tokens the chunk has, and how many of them end a text.
+        """
+        parts = text.split(self._mark) if self._mark else [text]
+        if num_specials == num_ends == len(parts) - 1:
+            return list(map(len, parts))
         sizes, tokenizer = [0], self._tokenizer
-        marks = set(tokenizer.special_ids.values())
+        marks = {*tokenizer.special_ids.values()} - {tokenizer.unk_id}
         for part, token_id in self._specials.split(text):
             sizes[-1] += len(part)
             if token_id == tokenizer.end_of_text_id and token_id is not None:

@@ -401,6 +401,21 @@ def test_documents_have_the_bytes_of_their_text_and_not_of_its_normal_form(tmp_p
     assert open_tokens(tmp_path / "b.npy").sizes is None
 
 
+@pytest.mark.parametrize("other", ["", "<s>"])
+def test_documents_have_the_bytes_of_characters_that_have_no_token(tmp_path, other):
+    """Of which an unknown token stands in their place, or nothing."""
+    vocab = {byte: bytes([byte]) for byte in range(128)}
+    for unk in (None, 200):
+        special = {"special_tokens": ("<unk>", END, "<s>"), "unk_id": unk}
+        names = {200: "<unk>", 201: END, 202: "<s>"}
+        letters = Tokenizer(vocab=vocab | names, merges=[], **special)
+        (tmp_path / "a.txt").write_text(f"bl\u00fce{END}{other}fish{END}\u00fc{END}", "utf-8")
+        encode_corpus(tmp_path / "a.txt", tmp_path / "a.npy", letters, force=True)
+        file = open_tokens(tmp_path / "a.npy")
+        assert file.sizes is not None
+        assert (file.sizes.tolist(), file.meta.num_bytes) == ([5, 4, 2], 11)
+
+
 def test_the_text_of_a_json_object_may_have_another_key(tmp_path):
     line = {"a.jsonl": '{"content": "ab"}'}
     assert encoded(tmp_path, line, framed(), field="content")[0] == [*b"ab", 257]
