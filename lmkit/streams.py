@@ -40,9 +40,9 @@ def results() -> TextIO:
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """Let stdout have what is written to `results()` and nothing else: the rest, as of plugins, goes to stderr.
+    """Redirect stdout to stderr, except for `results()`.
 
-    Also what C libraries, programs and ranks that are started inside the block write to descriptor 1.
+    The redirection includes what C libraries and child processes write to descriptor 1.
     """
     before, kept = sys.stdout, None
     before.flush()

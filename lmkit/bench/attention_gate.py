@@ -277,13 +277,19 @@ class Gate:
         for i, (mine, theirs) in enumerate(zip(got, self._pytorch, strict=True)):
             apart = float(_head_sizes(mine.float() - theirs.float()).max()) / max(sizes[i], 1e-30)
             if not apart <= (limit := float(limits[i, 0])):
-                faults.append(f"{NAMES[i]}: a head is {apart:.2g} from PyTorch's, allowed {limit:.2g}")
+                faults.append(
+                    f"{NAMES[i]}: a head relative error {apart:.2g} against PyTorch, allowed {limit:.2g}"
+                )
         return faults
 
     def _malformed(self, got: Results) -> list[str]:
         faults = []
         for name, mine, theirs in zip(NAMES, got, self._pytorch, strict=False):
-            if mine.shape != theirs.shape:
+            if not isinstance(mine, Tensor):
+                faults.append(f"{name}: {type(mine).__name__}, not a tensor")
+            elif mine.dtype != theirs.dtype:
+                faults.append(f"{name}: {mine.dtype}, not {theirs.dtype}")
+            elif mine.shape != theirs.shape:
                 faults.append(f"{name}: shape {tuple(mine.shape)}, not {tuple(theirs.shape)}")
             elif not bool(torch.isfinite(mine).all()):
                 faults.append(f"{name}: not finite")

@@ -164,7 +164,7 @@ def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) 
 
 @contextmanager
 def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn a kernel's refusal or error into the row's status. Out-of-memory errors pass."""
+    """Turn any exception of a kernel into the row's status. Out-of-memory errors and lost devices pass."""
     import torch
 
     from lmkit.measure.memory import is_out_of_memory
@@ -173,12 +173,19 @@ def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
         yield
     except (UsageError, ValueError, NotImplementedError) as error:
         row |= {"status": "unsupported", "detail": str(error)}
-    except RuntimeError as error:
+    except Exception as error:
         # After a lost device every further call fails, so raise.
-        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+        if isinstance(error, RuntimeError) and (
+            is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+        ):
             raise
         refused = any(words in str(error) for words in SDPA_REFUSALS)
-        row |= {"status": "unsupported" if refused else "failed", "detail": str(error).splitlines()[0]}
+        row |= {"status": "unsupported" if refused else "failed", "detail": _first_line(error)}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @contextmanager

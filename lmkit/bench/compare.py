@@ -90,7 +90,7 @@ class Compared:
 
     @property
     def is_fine(self) -> bool:
-        """Whether something was compared and nothing became worse, or is suspected to."""
+        """Whether at least one row was compared, and none became worse or may have."""
         return self.compared > 0 and self.worse == 0 and self.suspected == 0
 
 

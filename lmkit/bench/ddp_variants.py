@@ -138,7 +138,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     views of buckets of 25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO"; each may be `COMPILED`.
 
     Args:
-        parallel: the recipe's table; of what names can say, a variant takes only `bucket_mb` from it.
+        parallel: the recipe's table. A variant inherits `bucket_mb`; its name sets all other options that names have.
         bench: the bench whose table names the variant, for the error.
 
     Raises:

@@ -6,6 +6,7 @@ and what the weights have changed by since the start. Of large tensors, elements
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,13 +36,14 @@ EDGE = 64
 
 
 class Budget(NamedTuple):
-    """Largest distances from one process, over the size of what is compared.
+    """Largest relative errors against the single-process reference.
 
     Attributes:
-        gradients: also of the loss and of the norm.
-        changes: of weights. AdamW divides a gradient by its size, so rounding turns the signs of small ones.
-        floor: share of the root mean square of all gradients. A gradient that is smaller, because terms cancel, is
-            compared as if it had this share, and the weights that it changed are not compared.
+        gradients: of each gradient, of the loss and of the gradient norm.
+        changes: of the change of a weight with many elements. AdamW normalizes each gradient, so rounding can flip
+            the sign of a small update; `fault` allows more for a weight of few elements.
+        floor: share of the root mean square of all gradients. A smaller gradient is divided by this share instead of
+            its own size, and the weights of such a gradient are not compared.
     """
 
     gradients: float
@@ -180,7 +182,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
-    """Return what of a training is further from one process than its budget allows, at its first such step; or ""."""
+    """Describe the largest error of the first step that exceeds its budget; return "" if no step does."""
     for number, (own, true) in enumerate(zip(mine, theirs, strict=True), 1):
         scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
         found = {what: abs(ratio - 1) for what, ratio in scalars.items()}
@@ -190,10 +192,18 @@ def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
             found[f"the gradient of {name}"] = _size(gradient - wanted) / max(_size(wanted), least)
         moved = (name for name in own.weights if _size(true.gradients[name]) >= least)
         changes = {f"the change of {name}": _change(name, own, true) for name in moved}
-        for distances, allowed in ((found, budget.gradients), (changes, budget.changes)):
-            for what, distance in sorted(distances.items(), key=lambda item: -item[1]):
-                if not distance <= allowed:  # so that NaN is a fault
-                    return f"step {number}: {what} is {distance:.2g} from that of one process, allowed {allowed:g}"
+        # One flipped sign among n elements is a relative error of 2 / sqrt(n).
+        limits = dict.fromkeys(found, budget.gradients)
+        limits |= {
+            f"the change of {name}": budget.changes * (1 + 2 / math.sqrt(own.weights[name].numel()))
+            for name in own.weights
+        }
+        for what, error in sorted([*found.items(), *changes.items()], key=lambda item: -item[1]):
+            if not error <= limits[what]:  # so that NaN is a fault
+                return (
+                    f"step {number}: {what}: relative error {error:.2g} against one process, "
+                    f"allowed {limits[what]:.2g}"
+                )
     return ""
 
 

@@ -266,7 +266,7 @@ def document_starts(file: TokenFile, tokenizer: Path | None) -> np.ndarray:
         tokenizer: the file of its tokenizer; it is read for a file of format 1 only.
 
     Raises:
-        UsageError: nothing tells ("tokens.no_documents").
+        UsageError: the token file has no `.documents` file ("tokens.no_documents").
     """
     if file.documents is not None:
         return file.documents
@@ -287,7 +287,7 @@ def document_starts(file: TokenFile, tokenizer: Path | None) -> np.ndarray:
 
 
 def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
-    """Replace by its complement each input before which a document ends, in place.
+    """Mark the first input of each document by its bitwise complement, in place.
 
     Args:
         inputs: (rows, length)

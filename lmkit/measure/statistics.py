@@ -17,8 +17,8 @@ FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
 
 SMALLEST_DIFFERENCE = 0.005
-"""Smaller differences are not called differences: code alignment alone makes them. "No difference" means that the
-whole interval is nearer to 1 than this."""
+"""Smallest difference to report, since code alignment alone causes smaller ones. "No difference" means that the whole
+interval is nearer to 1 than this."""
 
 CONFIDENCE = 0.95
 

@@ -89,8 +89,8 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def reserve(self, seq: int) -> None:
-        """Let the table have the positions 0 ... seq - 1, in new memory if it lacks some: call it with the longest
-        sequence before a CUDA graph reads the table.
+        """Extend the table to `seq` positions. A longer table has new memory: call this with the longest sequence
+        before a CUDA graph reads the table.
 
         Raises:
             ValueError: the sequence is longer than the context.

@@ -23,7 +23,7 @@ def read_place() -> Place:
     """Return this process's place; that of a single rank for a process that no launcher started.
 
     Raises:
-        UsageError: half a place, or one that cannot be ("parallel.environment").
+        UsageError: the rank variables are incomplete or inconsistent ("parallel.environment").
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Place(0, 1, 0)
@@ -33,7 +33,7 @@ def read_place() -> Place:
     if missing:
         given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
         raise _wrong_environment(
-            f"{given} is set but {', '.join(missing)} is not",
+            f"{given} is set without {', '.join(missing)}",
             hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
         )
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")

@@ -78,7 +78,7 @@ def beside_dial(given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[
     if dials and (sizes := values.pop("model", [])):
         yield f"{dials[0]} replaces {', '.join(sizes)}"
     if "model.depth" in dials and (kept := [line for lines in values.values() for line in lines]):
-        yield f"given, so that it does not follow from model.depth: {', '.join(kept)}"
+        yield f"kept from the recipe instead of derived from model.depth: {', '.join(kept)}"
 
 
 def _number(table: Mapping[str, Any], key: str) -> Any:

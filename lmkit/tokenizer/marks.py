@@ -89,7 +89,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     """Write the marks of a tokenizer into the files beside it, unless these say the same already. Other keys stay.
 
     Raises:
-        UsageError: the tokenizer has another name than tokenizer.json, beside which nothing can say so
+        UsageError: the marks have to be written, and the tokenizer has another name than tokenizer.json
             ("tokenizer.marks").
     """
     try:
@@ -100,8 +100,8 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     if path.name != TOKENIZER:
         raise UsageError(
             "tokenizer.marks",
-            f"{path}: beside a file of this name nothing can say that {json.dumps(marks.end)} ends a text",
-            hint=f"name the file {TOKENIZER}: {TOKENIZER_CONFIG} beside it says so",
+            f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
+            hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
         )
     _update(path.with_name(TOKENIZER_CONFIG), {"bos_token": marks.begin, "eos_token": marks.end})
     _update(path.with_name(GENERATION_CONFIG), {"eos_token_id": list(marks.stops) or None})

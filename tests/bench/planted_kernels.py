@@ -88,6 +88,19 @@ def unsupported(q, k, v, *, causal):
     raise UsageError("attention.head_dim", "head_dim 16 is not supported", hint="use 64")
 
 
+def returns_none(q, k, v, *, causal):
+    return None
+
+
+def looks_up_nothing(q, k, v, *, causal):
+    return {}["no such key"]
+
+
+def wide(q, k, v, *, causal):
+    """Right, in another dtype than that of the inputs."""
+    return vectorized(q, k, v, causal=causal).double()
+
+
 def broken(q, k, v, *, causal):
     raise RuntimeError("ptxas died\nlong story")
 
@@ -105,7 +118,10 @@ def remembers(q, k, v, *, causal):
 
 
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
-ALL = (*WRONG, wrong_shape, gradient_dropped, remembers, out_of_memory, unsupported, broken)
+ALL = (
+    *(*WRONG, wrong_shape, wide, gradient_dropped, remembers, out_of_memory, unsupported, broken),
+    *(returns_none, looks_up_nothing),
+)
 
 
 @contextmanager

@@ -148,13 +148,19 @@ def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
 
 @pytest.mark.usefixtures("_planted_kernels")
 def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
-    kernels = ("out_of_memory", "unsupported", "broken", "vectorized", "sdpa")
+    faulty = ("broken", "returns_none", "looks_up_nothing", "wide")
+    kernels = ("out_of_memory", "unsupported", *faulty, "vectorized", "sdpa")
     result = measure(tiers=("32", "16"), kernels=kernels)
     rows = rows_by(result, "kernel", "tier")
     for tier in ("32", "16"):
         assert rows["out_of_memory", tier]["status"] == "out of memory"
         assert rows["unsupported", tier]["status"] == "unsupported"
-        assert (rows["broken", tier]["status"], rows["broken", tier]["detail"]) == ("failed", "ptxas died")
+        found = {name: (rows[name, tier]["status"], rows[name, tier]["detail"].split()) for name in faulty}
+        assert found["broken"] == ("failed", ["RuntimeError:", "ptxas", "died"])
+        assert found["looks_up_nothing"][0] == "failed"
+        assert found["looks_up_nothing"][1][0] == "KeyError:"
+        assert (found["returns_none"][0], "NoneType," in found["returns_none"][1]) == ("wrong result", True)
+        assert (found["wide"][0], "torch.float64," in found["wide"][1]) == ("wrong result", True)
         assert rows["vectorized", tier]["median_ms"] > 0
         assert rows["sdpa", tier]["speedup"] > 0
     assert "out_of_memory runs out of memory at 16 tokens" in result.files["attention_sweep_report.md"]
