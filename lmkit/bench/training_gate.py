@@ -182,7 +182,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
-    """Describe the largest error of the first step that exceeds its budget; return "" if no step does."""
+    """Describe the error of the first wrong step that exceeds its budget by the largest factor; else return ""."""
     for number, (own, true) in enumerate(zip(mine, theirs, strict=True), 1):
         scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
         found = {what: abs(ratio - 1) for what, ratio in scalars.items()}
@@ -198,7 +198,7 @@ def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
             f"the change of {name}": budget.changes * (1 + 2 / math.sqrt(own.weights[name].numel()))
             for name in own.weights
         }
-        for what, error in sorted([*found.items(), *changes.items()], key=lambda item: -item[1]):
+        for what, error in sorted([*found.items(), *changes.items()], key=lambda x: -x[1] / limits[x[0]]):
             if not error <= limits[what]:  # so that NaN is a fault
                 return (
                     f"step {number}: {what}: relative error {error:.2g} against one process, "

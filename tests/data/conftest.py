@@ -1,13 +1,18 @@
-"""A web server on this machine that can misbehave."""
+"""A web server on this machine that can misbehave; a text and its tokenizer."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from lmkit.tokenizer import chunks, train_tokenizer
+
+END = "<|endoftext|>"
 
 
 @dataclass
@@ -106,3 +111,27 @@ def server(monkeypatch):
         yield site
         running.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def story():
+    people, things = (
+        ("Tom", "Lily", "the naïve fox", "日本の猫"),
+        ("a ball", "two apples", "it's", "\n\n  a tree"),
+    )
+    sentences = [f"{p} saw {t}. {q} didn't, and it cost {i}€!" for i, (p, t, q) in
+                 enumerate(itertools.product(people, things, people))]  # fmt: skip
+    return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}" for i in range(len(sentences)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, story):
+    path = tmp_path_factory.mktemp("corpus") / "story.txt"
+    path.write_text(story, "utf-8")
+    return train_tokenizer([path], vocab_size=400, special_tokens=(END, END * 2, "saw two"))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 200, "source": 0})
+    monkeypatch.setattr(chunks.read_blocks, "__defaults__", (77,))

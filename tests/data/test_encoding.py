@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import unicodedata
 
 import pytest
 from raising import raises
@@ -16,28 +15,10 @@ from raising import raises
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, engine, train_tokenizer
+from lmkit.tokenizer import Tokenizer, engine
 from lmkit.tokenizer.bpe import PythonEncoder
 
 END = "<|endoftext|>"
-
-
-@pytest.fixture(scope="module")
-def story():
-    people, things = (
-        ("Tom", "Lily", "the naïve fox", "日本の猫"),
-        ("a ball", "two apples", "it's", "\n\n  a tree"),
-    )
-    sentences = [f"{p} saw {t}. {q} didn't, and it cost {i}€!" for i, (p, t, q) in
-                 enumerate(itertools.product(people, things, people))]  # fmt: skip
-    return "".join(f"{' '.join(sentences[i:] + sentences[:i])}\n{END}" for i in range(len(sentences)))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory, story):
-    path = tmp_path_factory.mktemp("corpus") / "story.txt"
-    path.write_text(story, "utf-8")
-    return train_tokenizer([path], vocab_size=400, special_tokens=(END, END * 2, "saw two"))
 
 
 @pytest.fixture
@@ -45,12 +26,6 @@ def corpus(tmp_path, story):
     path = tmp_path / "corpus.txt"
     path.write_text(story, "utf-8")
     return path
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks.exact_chunks, "__kwdefaults__", {"size": 200, "source": 0})
-    monkeypatch.setattr(chunks.read_blocks, "__defaults__", (77,))
 
 
 def tokens(path):
@@ -296,134 +271,6 @@ def _no_threads_left():
     assert threading.active_count() == before
 
 
-# ---- what begins and ends a document
-
-
-def framed(special_tokens=("<s>", "</s>"), **changes):
-    """A tokenizer of bytes and special tokens."""
-    return Tokenizer(
-        vocab={i: bytes([i]) for i in range(256)}, merges=[], special_tokens=special_tokens, **changes
-    )
-
-
-def encoded(tmp_path, sources, tokenizer, **options):
-    """Return tokens, document starts and bytes of text."""
-    for name, text in sources.items():
-        (tmp_path / name).write_text(text, "utf-8")
-    paths = [tmp_path / name for name in sources]
-    meta = encode_corpus(paths, tmp_path / "t.npy", tokenizer, force=True, **options)
-    file = open_tokens(tmp_path / "t.npy")
-    assert len(file.documents) == meta.num_documents
-    return file.tokens.tolist(), file.documents.tolist(), meta.num_bytes
-
-
-@pytest.mark.parametrize(
-    "sources",
-    [
-        {"two.jsonl": '{"text": "ab"}\n{"text": "cd"}'},
-        {"two.JSONL": '{"text": "ab"}\r\n\r\n{"text": "cd"}\r\n'},
-        {"two.ndjson": '{"text": "ab"}\n{"text": ""}\n{"text": "cd"}'},
-        {"two.json": '[{"text": "ab"},\n {"text": "cd"}]'},
-        {"two.json": '{"text": "ab"}\n{"text": "cd"}\n'},
-        {"one.json": '{\n"text": "ab"\n}', "two.txt": "cd"},
-        {"a.txt": "ab", "b.txt": "cd</s>\n"},
-        {"doc.txt": "ab</s>cd</s>\r\n"},
-        {"begun.txt": "<s>ab</s><s>cd"},
-    ],
-)
-def test_documents_end_as_the_tokenizer_says(tmp_path, sources):
-    tokens, documents, num_bytes = encoded(tmp_path, sources, framed(prefix=(256,)))
-    assert tokens == [256, *b"ab", 257, 256, *b"cd", 257]
-    assert documents == [0, 4]
-    assert num_bytes == 4
-
-
-def test_a_suffix_that_ends_a_text_is_not_doubled(tmp_path):
-    both = framed(prefix=(256,), suffix=(257,))
-    assert encoded(tmp_path, {"a": "ab</s>cd"}, both)[0] == [*both.encode("ab"), *both.encode("cd")]
-
-
-def test_a_separator_ends_documents_of_text_files(tmp_path):
-    text = {"a.txt": "ab<|endoftext|>\ncd\n<|endoftext|>\n", "b.txt": "</s>"}
-    tokens, documents, num_bytes = encoded(tmp_path, text, framed(), separator=END)
-    assert tokens == [*b"ab", 257, *b"\ncd\n", 257, 257, 257]
-    assert documents == [0, 3, 8, 9]
-    assert num_bytes == len("ab\ncd\n")
-    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n\ncd\n\n"}, framed(), separator="\n\n")
-    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
-    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n--\ncd\n--\n \n"}, framed(), separator="\n--\n")
-    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
-
-
-def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
-    tokens, documents, _ = encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, framed())
-    assert (tokens, documents) == ([*f"ab{END}cd{END}".encode(), 257], [0])
-    assert "2 times <|endoftext|>" in caplog.text
-
-
-def test_documents_need_a_token_that_ends_them(tmp_path):
-    without = framed(special_tokens=("<pad>",))
-    assert encoded(tmp_path, {"a.txt": "ab"}, without)[:2] == ([*b"ab"], [0])
-    for sources in ({"a.txt": "ab", "b.txt": "cd"}, {"a.jsonl": '{"text": "ab"}'}):
-        with raises(UsageError, "tokenizer.no_end_of_text", next(iter(sources))) as refused:
-            encoded(tmp_path, sources, without)
-        assert "--end-of-text" in refused.value.hint
-    named = without.with_end_of_text("<pad>")
-    assert encoded(tmp_path, {"a.txt": "ab", "b.txt": "cd"}, named)[:2] == (
-        [*b"ab", 256, *b"cd", 256],
-        [0, 3],
-    )
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("workers", [1, 3])
-def test_documents_and_bytes_do_not_depend_on_chunks(tmp_path, story, tokenizer, workers):
-    texts = story.split(END)[:-1]
-    _, documents, num_bytes = encoded(tmp_path, {"a": story, "b": story + "\n"}, tokenizer, workers=workers)
-    sizes = [len(tokenizer.encode(text + END)) for text in texts * 2]
-    assert documents == [sum(sizes[:i]) for i in range(len(sizes))]
-    assert num_bytes == 2 * sum(len(text.replace("saw two", "").encode()) for text in texts)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("ends", [True, False])
-def test_documents_have_the_bytes_of_their_text_and_not_of_its_normal_form(tmp_path, story, workers, ends):
-    texts = [unicodedata.normalize("NFD", text) for text in story.split(END)[:-1]]
-    normal = framed(special_tokens=(END, "saw two") if ends else ("saw two",), nfc=True)
-    texts = texts if ends else ["".join(texts)]
-    (tmp_path / "a.txt").write_text("".join(text + END * ends for text in texts), "utf-8")
-    encode_corpus(tmp_path / "a.txt", tmp_path / "a.npy", normal, workers=workers)
-    sizes = open_tokens(tmp_path / "a.npy").sizes
-    assert sizes is not None
-    assert sizes.tolist() == [len(text.replace("saw two", "").encode()) for text in texts]
-    encode_corpus(tmp_path / "a.txt", tmp_path / "b.npy", framed(special_tokens=(END,)), workers=workers)
-    assert open_tokens(tmp_path / "b.npy").sizes is None
-
-
-@pytest.mark.parametrize("other", ["", "<s>"])
-def test_documents_have_the_bytes_of_characters_that_have_no_token(tmp_path, other):
-    """Of which an unknown token stands in their place, or nothing."""
-    vocab = {byte: bytes([byte]) for byte in range(128)}
-    for unk in (None, 200):
-        special = {"special_tokens": ("<unk>", END, "<s>"), "unk_id": unk}
-        names = {200: "<unk>", 201: END, 202: "<s>"}
-        letters = Tokenizer(vocab=vocab | names, merges=[], **special)
-        (tmp_path / "a.txt").write_text(f"bl\u00fce{END}{other}fish{END}\u00fc{END}", "utf-8")
-        encode_corpus(tmp_path / "a.txt", tmp_path / "a.npy", letters, force=True)
-        file = open_tokens(tmp_path / "a.npy")
-        assert file.sizes is not None
-        assert (file.sizes.tolist(), file.meta.num_bytes) == ([5, 4, 2], 11)
-
-
-def test_the_text_of_a_json_object_may_have_another_key(tmp_path):
-    line = {"a.jsonl": '{"content": "ab"}'}
-    assert encoded(tmp_path, line, framed(), field="content")[0] == [*b"ab", 257]
-    with raises(UsageError, "corpus.no_field", "a.jsonl", "content") as refused:
-        encoded(tmp_path, line, framed())
-    assert "--field" in refused.value.hint
-
-
 def test_a_killed_encoding_of_a_compressed_text_leaves_nothing_after_the_next(tmp_path, tokenizer, story):
     tokenizer.save(tmp_path / "tokenizer.json")
     (tmp_path / "story.txt.gz").write_bytes(gzip.compress(story.encode()))
@@ -444,18 +291,3 @@ def test_a_killed_encoding_of_a_compressed_text_leaves_nothing_after_the_next(tm
     assert {path.name for path in tmp_path.iterdir()} > before
     encode_corpus(tmp_path / "story.txt.gz", tmp_path / "out.npy", tokenizer)
     assert {path.name for path in tmp_path.iterdir()} == before | {"out.npy", "out.json", "out.documents"}
-
-
-def test_a_mark_behind_the_text_of_a_json_object_is_not_doubled(tmp_path):
-    lines = {"a.jsonl": '{"text": "ab</s>"}\n{"text": "cd"}'}
-    assert encoded(tmp_path, lines, framed())[:2] == ([*b"ab", 257, *b"cd", 257], [0, 3])
-
-
-def test_the_unknown_token_stands_for_text(tmp_path, caplog):
-    small = Tokenizer(
-        vocab={0: b"a", 1: b"b"}, merges=[], special_tokens=("<unk>", "</s>"), unk_id=2, fuse_unk=False
-    )
-    tokens, _, num_bytes = encoded(tmp_path, {"a.txt": "abxyz"}, small)
-    assert tokens == [0, 1, 2, 2, 2, 3]
-    assert num_bytes == 5
-    assert "no token for" in caplog.text
