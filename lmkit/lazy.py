@@ -18,8 +18,8 @@ def exports(
 
     Args:
         package: the package's `__name__`.
-        modules: public name -> the module of the package that defines it. Where both have the same name, the
-            package's attribute is the object, whatever was imported before.
+        modules: public name -> the module that defines it: `lmkit.` and its path, or one of the package. Where both
+            have the same name, the package's attribute is the object, whatever was imported before.
     """
 
     class Package(ModuleType):
@@ -33,7 +33,8 @@ def exports(
     def getattr_(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        where = modules[name] if modules[name].startswith("lmkit.") else f"{package}.{modules[name]}"
+        value = getattr(importlib.import_module(where), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,10 +77,14 @@ class Registry(Generic[F]):
         noun: what an object of this kind is called in messages.
         package: the folder below `lmkit` whose files register objects.
         facts: a dataclass; its fields are the keyword arguments of `register`.
+        core: objects of `lmkit.core`, which knows no registry.
     """
 
-    def __init__(self, variable: str, noun: str, package: str, facts: type[F]) -> None:
+    def __init__(
+        self, variable: str, noun: str, package: str, facts: type[F], core: Sequence[Entry[F]] = ()
+    ) -> None:
         self.noun = noun
+        self._core = core
         # The decorator's arguments and the name of what it decorates.
         self._decorated = re.compile(
             rf"^@{variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)", re.MULTILINE | re.DOTALL
@@ -158,7 +162,7 @@ class Registry(Generic[F]):
         entry = self._entries[self.canonical(name)]
         if entry.loaded is None:
             try:
-                importlib.import_module(entry.module)
+                entry.loaded = getattr(importlib.import_module(entry.module), entry.attribute)
             except ModuleNotFoundError as error:
                 missing = (error.name or "").split(".")[0]
                 if missing not in entry.facts.requires:
@@ -182,7 +186,7 @@ class Registry(Generic[F]):
 
     @cached_property
     def _entries(self) -> dict[str, Entry[F]]:
-        found = []
+        found = list(self._core)
         for path in sorted((_PACKAGE / self._package).glob("*.py")):
             for arguments, attribute in self._decorated.findall(path.read_text("utf-8")):
                 call = ast.parse(f"register({arguments})", mode="eval").body
@@ -379,13 +383,44 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
-ATTENTION = Registry("ATTENTION", "attention kernel", "attention", KernelFacts)
+ATTENTION = Registry(
+    "ATTENTION",
+    "attention kernel",
+    "attention",
+    KernelFacts,
+    core=(
+        Entry(
+            "reference",
+            "lmkit.core.attention",
+            "reference",
+            KernelFacts(
+                order=1,
+                aliases=("scaled_dot_prod_attention",),
+                masks=True,
+                windows=True,
+                second_derivatives=True,
+                keeps_scores=True,
+            ),
+        ),
+        Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
+    ),
+)
 OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFacts)
 STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
-SCHEDULES = Registry("SCHEDULES", "learning-rate schedule", "optim", ScheduleFacts)
-"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see
-`lmkit.optim.learning_rate`."""
+SCHEDULES = Registry(
+    "SCHEDULES",
+    "learning-rate schedule",
+    "optim",
+    ScheduleFacts,
+    core=(
+        Entry("cosine", "lmkit.core.schedule", "cosine_lr", ScheduleFacts()),
+        Entry("linear", "lmkit.core.schedule", "linear_lr", ScheduleFacts()),
+        Entry("constant", "lmkit.core.schedule", "constant_lr", ScheduleFacts()),
+        Entry("wsd", "lmkit.core.schedule", "wsd_lr", ScheduleFacts(uses=("cooldown_steps",))),
+    ),
+)
+"""Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see `lmkit.core.schedule`."""
 DATASETS = Registry("DATASETS", "dataset", "data", Facts)
 """Functions that return their `lmkit.data.download.Dataset`."""

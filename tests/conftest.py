@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from lmkit.cli.app import run_command_line
+from lmkit.core.ranges import range_
 from lmkit.measure.decoration import own_settings
-from lmkit.measure.ranges import range_
 
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -8,7 +8,7 @@ import torch
 
 EXAMPLES = [
     "attention.dispatch",
-    "attention.flash_torch",
+    "core.attention",
     "kernels.decode.reference",
     "model.accounting",
     "model.layers",
@@ -16,8 +16,8 @@ EXAMPLES = [
     "model.rope",
     "model.transformer",
     "optim.adamw",
-    "optim.clipping",
-    "optim.learning_rate",
+    "core.clipping",
+    "core.schedule",
 ]
 
 

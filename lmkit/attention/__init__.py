@@ -24,9 +24,7 @@ from lmkit.lazy import exports
 
 if TYPE_CHECKING:  # a type checker would take the files of the same names
     from lmkit.attention.flash_cuda import flash_cuda as flash_cuda
-    from lmkit.attention.flash_torch import flash_torch as flash_torch
     from lmkit.attention.flash_triton import flash_triton as flash_triton
-    from lmkit.attention.reference import reference as reference
     from lmkit.attention.sdpa import sdpa as sdpa
     from lmkit.attention.vectorized import vectorized as vectorized
 
@@ -37,13 +35,13 @@ __getattr__, __dir__, __all__ = exports(
         "attention_function": "dispatch",
         "check_kernel": "dispatch",
         "joined_function": "dispatch",
-        "reference": "reference",
+        "reference": "lmkit.core.attention",
         "vectorized": "vectorized",
-        "flash_torch": "flash_torch",
+        "flash_torch": "lmkit.core.attention",
         "flash_triton": "flash_triton",
         "flash_cuda": "flash_cuda",
         "sdpa": "sdpa",
-        "FlashAttention": "flash_torch",
+        "FlashAttention": "lmkit.core.attention",
         "FlashAttentionTriton": "flash_triton",
     },
 )

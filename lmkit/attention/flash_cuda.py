@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
-from lmkit.autograd import differentiable_once
+from lmkit.core.attention import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
+from lmkit.core.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.kernels.cuda.build import nvcc
 from lmkit.kernels.cuda.flash import flash_backward, flash_forward

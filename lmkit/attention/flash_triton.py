@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import SECOND_DERIVATIVES, check_first, prepare_inputs, zeros_like_queries
-from lmkit.autograd import differentiable_once
+from lmkit.core.attention import SECOND_DERIVATIVES, check_first, prepare_inputs, zeros_like_queries
+from lmkit.core.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward

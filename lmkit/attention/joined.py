@@ -17,8 +17,8 @@ from lmkit.attention.flash_triton import (
     refuse_unsupported,
     rows_in_place,
 )
-from lmkit.attention.inputs import SECOND_DERIVATIVES
-from lmkit.autograd import differentiable_once
+from lmkit.core.attention import SECOND_DERIVATIVES
+from lmkit.core.autograd import differentiable_once
 
 
 def flash_triton_joined(

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lmkit.attention.inputs import prepare_inputs, visible_keys, zeros_like_queries
+from lmkit.core.attention import prepare_inputs, visible_keys, zeros_like_queries
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lmkit.attention.inputs import prepare_inputs, visible_keys
-from lmkit.measure.ranges import range_
+from lmkit.core.attention import prepare_inputs, visible_keys
+from lmkit.core.ranges import range_
 from lmkit.registry import ATTENTION
 
 

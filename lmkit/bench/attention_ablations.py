@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.attention.flash_triton import refuse_unsupported
-from lmkit.attention.inputs import prepare_inputs
+from lmkit.core.attention import prepare_inputs
 from lmkit.errors import UsageError
 from lmkit.kernels.flash import tiles
 from lmkit.kernels.flash.backward import flash_backward

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import best_kernel
-from lmkit.attention.inputs import first_in_window
+from lmkit.core.attention import first_in_window
 from lmkit.recipe.tables import ModelConfig
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.launch import LaunchCache, Start, count_sms, prepare_launch
 from lmkit.kernels.operators import as_rows, define
 

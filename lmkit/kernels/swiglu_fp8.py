@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.fp8 import keep_cast, make_room, pack, scale_of_rows
 from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
 

@@ -1,11 +1,7 @@
-"""Named ranges on a profiler's timeline; almost free when nobody profiles.
+"""Switch on the named ranges of `lmkit.core.ranges` on a profiler's timeline.
 
-    with range_("attention.scores"):
-        scores = q @ k.mT
-
-Off (the default) `range_` is one comparison and an empty context manager. `enable_ranges` switches it on in the
-process that is being profiled; for commands that a profiler starts, the environment variable `LMKIT_RANGES` and
-`enable_ranges_from_environment` do. The switch is process-wide, as profilers are.
+`enable_ranges` does it in the process that is being profiled; for commands that a profiler starts, the environment
+variable `LMKIT_RANGES` and `enable_ranges_from_environment` do. The switch is process-wide, as profilers are.
 """
 
 from __future__ import annotations
@@ -15,9 +11,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from lmkit.core import ranges
 from lmkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,18 +23,6 @@ if TYPE_CHECKING:
 RangeKind = Literal["nvtx", "kineto"]
 Observer = Callable[[str, bool], object]
 ENVIRONMENT_VARIABLE = "LMKIT_RANGES"
-
-_open_range: Callable[[str], AbstractContextManager] | None = None
-
-
-def range_(name: str) -> AbstractContextManager:
-    """Mark the enclosed code as `name` on the timeline of the profiler, if one was announced."""
-    if _open_range is None:
-        return nullcontext()  # torch.compile traces this one; a class of our own would break the graph
-    import torch
-
-    # A graph being compiled runs later; a range around its tracing would mark the wrong thing.
-    return nullcontext() if torch.compiler.is_compiling() else _open_range(name)
 
 
 def enable_ranges(kind: RangeKind) -> None:
@@ -48,9 +33,8 @@ def enable_ranges(kind: RangeKind) -> None:
     """
     import torch
 
-    global _open_range
     if kind == "kineto":
-        _open_range = torch.profiler.record_function
+        ranges.recorder = torch.profiler.record_function
         return
     if not nvtx_is_available():
         raise UsageError(
@@ -69,7 +53,6 @@ def enable_ranges(kind: RangeKind) -> None:
 
 def observe_ranges(observer: Observer) -> None:
     """Let every range call `observer(name, True)` when it opens and `observer(name, False)` when it closes."""
-    global _open_range
 
     @contextmanager
     def open_range(name: str) -> Iterator[None]:
@@ -79,13 +62,12 @@ def observe_ranges(observer: Observer) -> None:
         finally:
             observer(name, False)
 
-    _open_range = open_range
+    ranges.recorder = open_range
 
 
 def disable_ranges() -> None:
     """Let `range_` do nothing again."""
-    global _open_range
-    _open_range = None
+    ranges.recorder = None
 
 
 def enable_ranges_from_environment() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.model.accounting import suits_fp8
 from lmkit.model.layers import JoinedLinear, Linear, SwiGLU

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmkit.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.model.memory import tokens_per_slice
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

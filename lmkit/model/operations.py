@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.autograd import differentiable_once
+from lmkit.core.autograd import differentiable_once
 from lmkit.errors import UsageError
 from lmkit.model.loss import SliceGradient, linear_cross_entropy
 from lmkit.model.rope import apply_rope

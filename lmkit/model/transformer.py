@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
-from lmkit.attention.inputs import first_in_document, first_in_window, latest
-from lmkit.measure.ranges import range_
+from lmkit.core.attention import first_in_document, first_in_window, latest
+from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
     MLPS,

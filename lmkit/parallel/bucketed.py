@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmkit.optim.clipping import gradient_norm
+from lmkit.core.clipping import gradient_norm
 from lmkit.parallel.buckets import MIB, BucketHooks, ReducingBucket, order_of_first_rank, plan_buckets
 from lmkit.parallel.collectives import reduce_dtype_for
 from lmkit.parallel.protocol import MakeOptimizer, Strategy, present_gradients

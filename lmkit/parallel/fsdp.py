@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
-from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, on_gradient, runs_backward
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.fsdp_links import Links, link, reads_peers

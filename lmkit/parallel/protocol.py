@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import LmkitError, UsageError
-from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import BucketHooks
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks

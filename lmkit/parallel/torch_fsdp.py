@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.transformer import Layers
-from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.fsdp_shards import draw, leave_meta
 from lmkit.parallel.protocol import (
     MakeOptimizer,

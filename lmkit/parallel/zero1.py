@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.model.names import parameter_names
-from lmkit.optim.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import (

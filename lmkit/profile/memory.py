@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from lmkit.bench.summary import report_text, terminal_text
+from lmkit.core.ranges import range_
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB
 from lmkit.measure.plots import stacked_areas
-from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly, range_
+from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, row_files, terminal_table
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.allocations import (

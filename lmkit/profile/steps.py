@@ -15,7 +15,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from lmkit.measure.ranges import enable_ranges_from_environment, range_
+from lmkit.core.ranges import range_
+from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
+from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, reason
-from lmkit.measure.ranges import range_
 from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmkit.measure.ranges import range_
+from lmkit.core.ranges import range_
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import free_before_leaving
 from lmkit.training.outcome import Outcome

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lmkit.measure.ranges import range_
+from lmkit.core.ranges import range_
 from lmkit.model.memory import tokens_per_slice
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lmkit.core.ranges import range_
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
-from lmkit.measure.ranges import range_
 from lmkit.model.accounting import flops_per_token
 from lmkit.optim.learning_rate import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named

@@ -13,8 +13,8 @@ from raising import raises
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
-from lmkit.attention.reference import reference
 from lmkit.attention.run import run_attention
+from lmkit.core.attention import reference
 from lmkit.errors import UsageError
 from lmkit.registry import ATTENTION
 

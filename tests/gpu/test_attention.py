@@ -8,8 +8,8 @@ from attention_oracle import exact_attention, faults_of
 from raising import raises
 
 from lmkit.attention import attention_function
-from lmkit.attention.reference import reference
 from lmkit.attention.run import run_attention
+from lmkit.core.attention import reference
 from lmkit.errors import UsageError
 from lmkit.kernels.flash import tuning
 

@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 
-from lmkit.attention.flash_torch import forward as tiled_forward
-from lmkit.attention.reference import reference as plain_attention
+from lmkit.core.attention import flash_forward as tiled_forward
+from lmkit.core.attention import reference as plain_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from raising import raises
 
+from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.measure import ranges
 from lmkit.measure.ranges import (
@@ -14,7 +15,6 @@ from lmkit.measure.ranges import (
     enable_ranges_from_environment,
     observe_ranges,
     quietly,
-    range_,
 )
 
 MARK = "USDT:2026-01-01 12:00:00 1:1 SyncActivityProfilerHandler.cpp:52] profiler_start\n"

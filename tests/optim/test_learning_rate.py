@@ -2,7 +2,8 @@
 
 import pytest
 
-from lmkit.optim.learning_rate import constant_lr, cosine_lr, learning_rate, linear_lr, wsd_lr
+from lmkit.core.schedule import constant_lr, cosine_lr, linear_lr, wsd_lr
+from lmkit.optim.learning_rate import learning_rate
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from raising import raises
 
+from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.measure import kineto
 from lmkit.measure.kineto import parse_chrome_trace, profile_work, read_chrome_trace
-from lmkit.measure.ranges import range_
 from lmkit.profile.summary import base_name, summarize
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from raising import raises
 
+from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
-from lmkit.measure.ranges import disable_ranges, observe_ranges, range_
+from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.optim import Muon
 from lmkit.profile import run as profiling

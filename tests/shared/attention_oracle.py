@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.attention.reference import reference
 from lmkit.attention.run import NAMES, AttentionFunction, run_attention
+from lmkit.core.attention import reference
 
 
 class Error(NamedTuple):

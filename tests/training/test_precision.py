@@ -8,9 +8,9 @@ import torch
 from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
+from lmkit.core.clipping import gradient_norm
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model import accounting
-from lmkit.optim.clipping import gradient_norm
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe

@@ -6,7 +6,7 @@ With P = exp(S - lse) (FlashAttention-2, Dao 2023, algorithm 2):
 
 `backward_dq` sums dQ over the keys, `backward_dkdv` sums dK and dV over the queries. Each sum is made by one CTA in
 a fixed order: no atomics, the same bits every time. The price is computing S and dP twice: seven products instead
-of five. `lmkit.attention.flash_torch` has the same formulas in PyTorch.
+of five. `lmkit.core.attention.flash_torch` has the same formulas in PyTorch.
 """
 
 import torch

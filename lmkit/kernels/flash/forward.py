@@ -18,7 +18,7 @@ acc, largest and total stay in registers, in float32. K and V stream through sha
 from registers: at head_dim 128 in bfloat16, tiles of 64 keys and three stages take 2 * 3 * 64 * 128 * 2 bytes = 96
 KiB, so two CTAs share an SM of a Hopper GPU (227 KiB).
 
-The plain formula is `lmkit.attention.reference`; `lmkit.attention.flash_torch` has the same tiles in PyTorch.
+`lmkit.core.attention` has the plain formula (`reference`), and the same tiles in PyTorch (`flash_torch`).
 """
 
 import torch

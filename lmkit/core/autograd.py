@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.errors import UsageError
-
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:
-    """Decorate the backward pass of an autograd function: a derivative of its gradients raises UsageError.
+    """Decorate the backward pass of an autograd function: a derivative of its gradients raises RuntimeError.
 
     Without it, autograd would take the gradients for constants and silently leave out terms. PyTorch's
     `once_differentiable` raises only if the incoming gradient requires grad; that of a loss is the constant 1.
@@ -27,7 +25,7 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
 
     Args:
         name: of the function that was differentiated, for the message.
-        instead: the hint: what has second derivatives.
+        instead: the end of the message: what has second derivatives.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -43,7 +41,7 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
             # Attach the error to our output, which depends on every input; autograd would prune a node off the path
             # to the tensors that it is asked for.
             output = next(x for x in saved if x is not None and x.grad_fn is ctx)
-            return _Refusal.apply(f"{name} is differentiable once", instead, output, *gradients)
+            return _Refusal.apply(f"{name} is differentiable once; {instead}", output, *gradients)
 
         return once
 
@@ -55,12 +53,12 @@ class _Refusal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, message: str, hint: str, output: Tensor, *gradients: Tensor | None
+        ctx: Any, message: str, output: Tensor, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.message, ctx.hint = message, hint
+        ctx.message = message
         # Detached, because autograd forbids writing to one of several views that a function returned.
         return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise UsageError("autograd.second_derivative", ctx.message, hint=ctx.hint)
+        raise RuntimeError(ctx.message)
