@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
     from lmkit.bench.training_gate import Seen
-    from lmkit.data.batches import Batch
+    from lmkit.core.batches import Batch
     from lmkit.training.setup import TrainingStep
 
     Training = TrainingStep | Ablated | RivalStep
@@ -260,7 +260,7 @@ def _references(size: str, context: Context) -> dict[str, list[Seen] | None]:
 
 
 def _batches(size: str, context: Context) -> FewBatches:
-    from lmkit.data.batches import RandomTokens
+    from lmkit.core.batches import RandomTokens
 
     config = config_of(size, "", "sdpa")
     assert config.vocab_size is not None

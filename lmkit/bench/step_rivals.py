@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.data.batches import BatchSource
+from lmkit.core.batches import BatchSource
 from lmkit.model.rope import RotaryEmbedding
 from lmkit.optim.adamw import decay_groups
 from lmkit.recipe.tables import ModelConfig

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lmkit.bench.harness import out_of_memory_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
-from lmkit.data.batches import Batch, BatchSource
+from lmkit.core.batches import Batch, BatchSource
 from lmkit.measure.memory import release_memory
 from lmkit.model.names import parameter_names
 from lmkit.parallel.ranks import Ranks

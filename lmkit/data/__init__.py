@@ -32,9 +32,9 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "TokenFileWriter": "token_files",
         "TokenMeta": "token_files",
         "open_tokens": "token_files",
-        "BatchSource": "batches",
-        "RandomTokens": "batches",
-        "TokenBatches": "batches",
-        "evaluation_windows": "batches",
+        "BatchSource": "lmkit.core.batches",
+        "RandomTokens": "lmkit.core.batches",
+        "TokenBatches": "lmkit.core.batches",
+        "evaluation_windows": "lmkit.core.batches",
     },
 )

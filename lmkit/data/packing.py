@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmkit.data.batches import Batch, Sampler, marked, targets_of
+from lmkit.core.batches import Batch, Sampler, marked, targets_of
 
 BLOCK = 2048
 """Documents that are packed together: enough to find exact fits, few enough to be packed in between steps."""

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lmkit.data.batches import Batch, FileSampler
+from lmkit.core.batches import Batch, FileSampler
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 A loop of one's own, on one process or on several ranks:
 
-    from lmkit.data.batches import RandomTokens
+    from lmkit.core.batches import RandomTokens
     from lmkit.recipe.tables import ModelConfig
     from lmkit.training import build_step, load_checkpoint, save_checkpoint
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lmkit.core.batches import evaluation_windows
 from lmkit.core.ranges import range_
-from lmkit.data.batches import document_starts, evaluation_windows
+from lmkit.data.checks import document_starts
 from lmkit.data.token_files import TokenFile
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmkit.data.batches import check_length, document_starts
+from lmkit.data.checks import check_length, document_starts
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import TokenFile, open_tokens
 from lmkit.errors import LmkitError, UsageError

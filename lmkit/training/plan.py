@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lmkit.errors import UsageError
+from lmkit.data.checks import check_divisible
 from lmkit.measure.kernel_classes import OPTIMIZER
 from lmkit.measure.limits import Card, card_here, known_peak
 from lmkit.model.accounting import (
@@ -127,13 +127,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         precision = automatic_precision(recipe.optimizer.name, has_bf16=has_bf16)
         train = train.changed(precision=precision)
     parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
-    if train.batch_size % (ranks * train.accumulation):
-        raise UsageError(
-            "batches.indivisible",
-            f"train.batch_size = {train.batch_size} is not divisible by "
-            f"{ranks} ranks x {train.accumulation} accumulation steps",
-            hint=f"use a multiple of {ranks * train.accumulation}",
-        )
+    check_divisible(train.batch_size, ranks, train.accumulation)
     rows = train.batch_size // (ranks * train.accumulation)
     precision = train.precision
     if precision == "fp32" and parallel.weights == "bf16":

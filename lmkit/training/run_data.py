@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.data.batches import BatchSource, RandomTokens, TokenBatches, check_length, document_starts
+from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
+from lmkit.data.checks import check_divisible, check_length, document_starts, starts_that_count
 from lmkit.data.packing import PackedBatches
 from lmkit.data.shuffling import ShuffledBatches
 from lmkit.data.token_files import TokenFile, open_tokens, parts_of
@@ -248,6 +249,7 @@ def _count_epochs(recipe: Recipe, data: Data) -> Recipe:
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     """Return the source of this rank's batches."""
     model, train = resolved_tables(recipe)
+    check_divisible(train.batch_size, ranks.world_size, train.accumulation)
     shared: dict[str, Any] = {
         "batch_size": train.batch_size,
         "context_length": model.context_length,
@@ -268,9 +270,13 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
         assert starts is not None
         return PackedBatches(tokens, **shared, document_starts=starts)
     shared["borders"] = starts if model.separate_documents else None
+    check_length(tokens, model.context_length)
     if sampling == "shuffled":
         return ShuffledBatches(tokens, **shared)
-    return TokenBatches(tokens, **shared, document_starts=starts if sampling == "documents" else None)
+    if sampling == "documents":
+        assert starts is not None
+        shared["document_starts"] = starts_that_count(data.train, starts, model.context_length)
+    return TokenBatches(tokens, **shared)
 
 
 def resolved_tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:

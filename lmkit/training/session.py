@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lmkit.data.batches import BatchSource
+from lmkit.core.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
+from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
-from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import UsageError
 from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.layers import linear_maps

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
-from lmkit.data.batches import Batch, BatchSource
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import largest_on_any_rank, sum_over_ranks
 from lmkit.parallel.protocol import GradientSync

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
-from lmkit.data.batches import Batch, BatchSource
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak

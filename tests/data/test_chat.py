@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from raising import raises
 
-from lmkit.data.batches import TokenBatches, evaluation_windows
+from lmkit.core.batches import TokenBatches, evaluation_windows
 from lmkit.data.chat import encode_chat
+from lmkit.data.checks import starts_that_count
 from lmkit.data.corpora import prepare_corpus
-from lmkit.data.token_files import TokenFileWriter, mask_path, open_tokens, sidecar_path
+from lmkit.data.token_files import TokenFile, TokenFileWriter, TokenMeta, mask_path, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -167,8 +168,8 @@ def test_conversations_without_an_answer_are_refused(tmp_path):
 def test_documents_that_teach_nothing_within_the_context_are_left_out():
     """Three documents of 10 tokens; the only targets that count are those from the third token of the second on."""
     mask = np.packbits([12 <= i < 20 for i in range(40)])
-    options = {"batch_size": 8, "seed": 0, "mask": mask, "document_starts": np.array([0, 10, 20])}
-    batches = TokenBatches(np.arange(40, dtype=np.uint16), context_length=4, **options)
-    assert set(batches.batch(0)[0][0, :, 0].tolist()) == {10}
+    meta = TokenMeta("", 40, 40, 3, 40, "", 2)
+    file = TokenFile(np.arange(40, dtype=np.uint16), meta, mask)
+    assert starts_that_count(file, np.array([0, 10, 20]), 4).tolist() == [10]
     with raises(UsageError, "tokens.no_targets"):
-        TokenBatches(np.arange(40, dtype=np.uint16), context_length=1, **options)
+        starts_that_count(file, np.array([0, 10, 20]), 1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lmkit.data.batches import RandomTokens
+from lmkit.core.batches import RandomTokens
 from lmkit.parallel.ranks import process_group
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.precision import autocast

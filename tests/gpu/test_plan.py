@@ -11,7 +11,7 @@ import torch
 from raising import raises
 
 from lmkit.bench.step import FIELDS, SIZES, FewBatches
-from lmkit.data.batches import RandomTokens
+from lmkit.core.batches import RandomTokens
 from lmkit.errors import LmkitError
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory, track_peak

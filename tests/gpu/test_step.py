@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmkit.data.batches import RandomTokens
+from lmkit.core.batches import RandomTokens
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe

@@ -6,23 +6,15 @@ global batches.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from lmkit.data.token_files import TokenFile
-from lmkit.errors import UsageError
-from lmkit.tokenizer import Tokenizer
-
 Batch = tuple[torch.Tensor, torch.Tensor]
-_TOKENS_AT_ONCE = 1 << 24
-_log = logging.getLogger("lmkit")
 
 
 class BatchSource(Protocol):
@@ -52,11 +44,9 @@ class Sampler:
                 f"batch_size {self.batch_size} and accumulation {self.accumulation} must be at least 1"
             )
         if self.batch_size % (self.world_size * self.accumulation):
-            raise UsageError(
-                "batches.indivisible",
-                f"train.batch_size = {self.batch_size} is not divisible by "
-                f"{self.world_size} ranks x {self.accumulation} accumulation steps",
-                hint=f"use a multiple of {self.world_size * self.accumulation}",
+            raise ValueError(
+                f"batch_size {self.batch_size} is not divisible by {self.world_size} ranks x "
+                f"{self.accumulation} accumulation steps"
             )
 
     def batch(self, step: int) -> Batch:
@@ -83,13 +73,13 @@ class FileSampler(Sampler):
 
     Args:
         tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
-        mask: of a `TokenFile`: targets that do not count are -1.
+        mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
         borders: positions at which documents begin; the input before each of them is given as its complement, for a
             model with `separate_documents`. None: no input is.
 
     Raises:
-        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short"), or ranks x
-            accumulation does not divide the batch ("batches.indivisible").
+        ValueError: there are fewer than `context_length + 1` tokens, or ranks x accumulation does not divide the
+            batch.
     """
 
     tokens: np.ndarray = field(kw_only=False)
@@ -143,40 +133,8 @@ class TokenBatches(FileSampler):
             # A window must not reach beyond the end of the file.
             last = len(self.tokens) - self.context_length - 1
             self.document_starts = self.document_starts[self.document_starts <= last]
-            if self.mask is not None:
-                self.document_starts = self._that_count(self.document_starts)
             if len(self.document_starts) == 0:
-                raise UsageError(
-                    "tokens.too_short",
-                    f"{_name(self.tokens)}: no document is followed by {self.context_length + 1} tokens",
-                    hint="lower model.context_length or sample raw windows",
-                )
-
-    def _that_count(self, starts: np.ndarray) -> np.ndarray:
-        """Return the starts of windows in which a target counts.
-
-        Raises:
-            UsageError: there is none ("tokens.no_targets").
-        """
-        assert self.mask is not None
-        before = np.concatenate(
-            ([0], np.cumsum(np.unpackbits(self.mask)[: len(self.tokens)], dtype=np.int64))
-        )
-        places = starts.astype(np.int64)
-        counts = before[places + self.context_length + 1] > before[places + 1]
-        hint = 'raise model.context_length, or use data.sampling = "windows"'
-        if not counts.any():
-            message = f"{_name(self.tokens)}: no document has a target that counts among its first tokens"
-            raise UsageError("tokens.no_targets", message, hint=hint)
-        if lost := int((~counts).sum()):
-            _log.warning(
-                "%s: %d of %d documents begin with more tokens than the context, none of which counts; %s",
-                _name(self.tokens),
-                lost,
-                len(starts),
-                hint,
-            )
-        return starts[counts]
+                raise ValueError(f"no document is followed by {self.context_length + 1} tokens")
 
     def _numbers_per_row(self) -> int:
         return 1
@@ -220,7 +178,7 @@ def evaluation_windows(
     `max_batches` limits the number of batches. `mask` and `borders` are as of `FileSampler`.
 
     Raises:
-        UsageError: the file holds fewer than `context_length + 1` tokens ("tokens.too_short").
+        ValueError: there are fewer than `context_length + 1` tokens.
     """
     check_length(tokens, context_length)
     return islice(_consecutive_windows(tokens, mask, borders, context_length, batch_size), max_batches)
@@ -246,6 +204,12 @@ def _consecutive_windows(
         yield rows(whole, len(tokens) - 1, rest)
 
 
+def check_length(tokens: np.ndarray, context_length: int) -> None:
+    """Raise ValueError if there are fewer than `context_length + 1` tokens: one window and its targets."""
+    if len(tokens) < context_length + 1:
+        raise ValueError(f"{len(tokens)} tokens, but context_length + 1 = {context_length + 1}")
+
+
 def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) -> np.ndarray:
     """Return tokens as int64; a token that does not count as a target as its complement, which is negative."""
     ids = tokens[start:end].astype(np.int64)
@@ -257,33 +221,6 @@ def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) ->
 
 def inputs_of(marked: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.maximum(marked, ~marked))
-
-
-def document_starts(file: TokenFile, tokenizer: Path | None) -> np.ndarray:
-    """Return the positions at which the documents of a token file begin.
-
-    Args:
-        tokenizer: the file of its tokenizer; it is read for a file of format 1 only.
-
-    Raises:
-        UsageError: the token file has no `.documents` file ("tokens.no_documents").
-    """
-    if file.documents is not None:
-        return file.documents
-    end = None
-    if file.meta.format == 1 and file.mask is None and tokenizer is not None and tokenizer.exists():
-        end = Tokenizer.load(tokenizer).end_of_text_id
-    if end is None:  # in conversations, the end-of-text token may end a message, too
-        raise UsageError(
-            "tokens.no_documents",
-            f"{_name(file.tokens)}: no .documents beside it says where its documents begin",
-            hint='copy it, too, or encode the text again; or use data.sampling = "windows"',
-        )
-    parts = [np.zeros(1, np.int64)]
-    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
-        parts.append(first + 1 + np.flatnonzero(file.tokens[first : first + _TOKENS_AT_ONCE] == end))
-    starts = np.concatenate(parts)
-    return starts[starts < len(file.tokens)]
 
 
 def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
@@ -304,22 +241,3 @@ def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndar
 
 def targets_of(marked: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.maximum(marked, -1))
-
-
-def check_length(tokens: np.ndarray, context_length: int) -> None:
-    """Refuse token ids that are too few for one window and its targets.
-
-    Raises:
-        UsageError: there are fewer than `context_length + 1` ids ("tokens.too_short"); names the file.
-    """
-    if len(tokens) < context_length + 1:
-        raise UsageError(
-            "tokens.too_short",
-            f"{_name(tokens)}: {len(tokens)} tokens, but model.context_length + 1 = {context_length + 1}",
-            hint="use a longer text or a shorter model.context_length",
-        )
-
-
-def _name(tokens: np.ndarray) -> str:
-    filename = tokens.filename if isinstance(tokens, np.memmap) else None
-    return "token file" if filename is None else str(filename)
