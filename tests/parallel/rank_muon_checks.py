@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
 )
 # With two ranks, the second has no element of a block.
 NARROW = CONFIG.model_copy(update={"d_model": 2, "d_ff": 4, "num_heads": 1})
-TABLE = OptimizerConfig(name="muon", lr=3e-3, cautious_decay=True)
+TABLE = OptimizerConfig(name="muon", lr=3e-3)
 
 
 @check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"), narrow=(False,))
