@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.model.loss import SliceLoss, soft_capped
+from lmkit.model.loss import SliceLoss
 from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None
@@ -424,17 +424,9 @@ class Head(Linear):
     hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        vocab_size: int,
-        *,
-        softcap: float | None = None,
-        device: Device = None,
-        dtype: DType = None,
-    ) -> None:
+    def __init__(self, d_model: int, vocab_size: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__(d_model, vocab_size, device=device, dtype=dtype)
-        self.slice_loss = SliceLoss(softcap)
+        self.slice_loss = SliceLoss()
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
@@ -442,7 +434,5 @@ class Head(Linear):
         """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
         cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
         if targets is None:
-            logits = F.linear(hidden, self.weight)
-            softcap = self.slice_loss.softcap
-            return logits if softcap is None else soft_capped(logits, softcap)
+            return F.linear(hidden, self.weight)
         return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)

@@ -315,9 +315,7 @@ class TransformerLM(nn.Module):
             ]
         )
         self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.lm_head = Head(
-            config.d_model, config.vocab_size, softcap=config.logit_softcap, device=device, dtype=dtype
-        )
+        self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
         self.rope = RotaryEmbedding(

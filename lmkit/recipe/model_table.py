@@ -76,8 +76,6 @@ class ModelConfig(Table):
     """A block's input is r x + s e, with e the embedding of the token; r and s are learned, from 1 and 0."""
     value_embeddings: Annotated[bool, OWN] = False
     """Add a learned vector per token to the values, in every other layer up to the last (Zhou et al. 2024)."""
-    logit_softcap: Annotated[PositiveFloat | None, OWN] = None
-    """Bound the logits z to c tanh(z / c) (Gemma 2)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"

@@ -39,7 +39,6 @@ SWITCHES = {
     "mlp": "relu2",
     "layer_scalars": True,
     "value_embeddings": True,
-    "logit_softcap": 3.0,
     "attention_window": 4,
 }
 

@@ -76,9 +76,7 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             else:
                 inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
             stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
-    logits = torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
-    c = config.logit_softcap
-    return logits if c is None else c * torch.tanh(logits / c)
+    return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
 
 
 def retold_share(config: ModelConfig, wavelength: float) -> float:
@@ -101,7 +99,6 @@ SWITCHES: list[dict[str, Any]] = [
     {"mlp": "relu2"},
     {"layer_scalars": True},
     {"value_embeddings": True, "num_kv_heads": 2},
-    {"logit_softcap": 3.0},
     {"attention_window": 4, "attention": "sdpa"},
 ]
 ALL_SWITCHES: dict[str, Any] = {key: value for fields in SWITCHES for key, value in fields.items()}
