@@ -29,10 +29,7 @@ OLDEST = (8, 0)  # a T4 has 7.5
 )
 class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
-    backward pass, so that it runs once.
-
-    relu2 has no kernel: it is PyTorch's.
-    """
+    backward pass, so that it runs once."""
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return embedding(ids, weight)

@@ -314,11 +314,6 @@ class SwiGLU(nn.Module):
         """(..., d_model) -> (..., d_model)"""
         return self.contract(self.expand(x), operations)
 
-    @property
-    def expansion(self) -> Tensor:
-        """The matrix that `expand` multiplies by, (2 d_ff, d_model)."""
-        return self.gate_up.weight
-
     def expand(self, x: Tensor) -> Tensor:
         """Return W1 x and W3 x, (..., 2 d_ff)."""
         return self.gate_up(x)
@@ -326,37 +321,6 @@ class SwiGLU(nn.Module):
     def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
         """Return the output of what `expand` returned, which may be overwritten."""
         return self.w2(operations.swiglu(expanded, casts=self.casts))  # (..., d_model)
-
-
-class Relu2(nn.Module):
-    """The feed-forward network W2 relu(W1 x)^2 (So et al. 2021, "Primer", section 3).
-    `zeros`: W2 starts from zeros."""
-
-    def __init__(
-        self, d_model: int, d_ff: int, *, zeros: bool = False, device: Device = None, dtype: DType = None
-    ) -> None:
-        super().__init__()
-        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
-        self.w2 = Linear(d_ff, d_model, zeros=zeros, device=device, dtype=dtype)
-
-    forward = SwiGLU.forward
-
-    @property
-    def expansion(self) -> Tensor:
-        """The matrix that `expand` multiplies by, (d_ff, d_model)."""
-        return self.w1.weight
-
-    def expand(self, x: Tensor) -> Tensor:
-        """Return W1 x, (..., d_ff)."""
-        return self.w1(x)
-
-    def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
-        """Return the output of what `expand` returned, which may be overwritten."""
-        return self.w2(operations.relu2(expanded))
-
-
-MLPS: dict[str, type[SwiGLU] | type[Relu2]] = {"swiglu": SwiGLU, "relu2": Relu2}
-"""`model.mlp` -> the feed-forward network."""
 
 
 class Scalars(nn.Module):

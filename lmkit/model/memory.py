@@ -101,7 +101,6 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         wide = form.device == "cpu" and not fused
         heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
         heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
-    silu = config.mlp == "swiglu" and not (fused or form.compiled)
     return {
         MIXED: form.stream * d * config.layer_scalars,
         NORM: 2 * (sums * d + FLOAT),
@@ -109,8 +108,8 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         # In place, or the rotated q and k beside the projection, of which v is a view.
         QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)) + heads_normed,
         OUT: attention,
-        GATE_UP: form.product * config.mlp_inputs * d_ff,
-        SWIGLU: form.product * d_ff * (2 if silu else 1),  # the result, and silu(gate)
+        GATE_UP: form.product * 2 * d_ff,
+        SWIGLU: form.product * d_ff * (1 if fused or form.compiled else 2),  # the result, and silu(gate)
     }
 
 

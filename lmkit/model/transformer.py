@@ -14,7 +14,6 @@ from lmkit.attention.inputs import first_in_document, first_in_window, latest
 from lmkit.measure.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
-    MLPS,
     AddRMSNorm,
     Device,
     DType,
@@ -24,6 +23,7 @@ from lmkit.model.layers import (
     Linear,
     RMSNorm,
     Scalars,
+    SwiGLU,
     add_to_last,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
@@ -159,9 +159,7 @@ class TransformerBlock(nn.Module):
         self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.attn = SelfAttention(config, layer, device=device, dtype=dtype)
         self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.ffn = MLPS[config.mlp](
-            config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype
-        )
+        self.ffn = SwiGLU(config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype)
 
     def forward(
         self,

@@ -36,7 +36,6 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
 
 SWITCHES = {
     "qk_norm": True,
-    "mlp": "relu2",
     "layer_scalars": True,
     "value_embeddings": True,
     "attention_window": 4,
@@ -214,9 +213,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_mode
     assert caught.value.hint.endswith(" 3")
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"mlp": "relu2", "num_kv_heads": 2}, {"attention_window": 7}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"attention_window": 7}], ids=str)
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(0.9, top_k=5, top_p=0.8, repetition_penalty=1.3)], ids=str
 )

@@ -71,10 +71,7 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         for i, x in enumerate(stream):
             normed_x = norm(x, at + "ln2")
             gate = weights[at + "ffn.w1.weight"] @ normed_x
-            if config.mlp == "relu2":
-                inner = torch.where(gate > 0, gate * gate, 0.0)
-            else:
-                inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
+            inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
             stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
     return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
 
@@ -96,7 +93,6 @@ def retold_share(config: ModelConfig, wavelength: float) -> float:
 
 SWITCHES: list[dict[str, Any]] = [
     {"qk_norm": True, "num_kv_heads": 2},
-    {"mlp": "relu2"},
     {"layer_scalars": True},
     {"value_embeddings": True, "num_kv_heads": 2},
     {"attention_window": 4, "attention": "sdpa"},

@@ -44,7 +44,6 @@ def test_switches_are_counted() -> None:
         "qk_norm": True,
         "layer_scalars": True,
         "value_embeddings": True,
-        "mlp": "relu2",
     }
     config = ModelConfig(**SIZES, num_kv_heads=2, **fields)
     named = dict(TransformerLM(config).named_parameters())
