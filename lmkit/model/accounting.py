@@ -41,7 +41,7 @@ class ParameterCounts:
         total: all of them; a matrix that is both embedding and head counts once.
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
             looked up, as are value embeddings, and biases, which are added.
-        vectors: gains, biases and scalars, which are float32 and not decayed.
+        vectors: gains and biases, which are float32 and not decayed.
     """
 
     total: int
@@ -67,9 +67,7 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     norms = 2 * d
     head = config.vocab_size * d
     multiplying = config.num_layers * (attention + feed_forward + norms) + d + head
-    others = (
-        (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm + 2 * config.layer_scalars
-    )
+    others = (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
     others *= config.num_layers
     tables = 0 if config.tie_embeddings else head
     tables += config.vocab_size * d_kv * sum(map(config.has_value_embeddings, range(config.num_layers)))

@@ -323,25 +323,6 @@ class SwiGLU(nn.Module):
         return self.w2(operations.swiglu(expanded, casts=self.casts))  # (..., d_model)
 
 
-class Scalars(nn.Module):
-    """r x + s e with learned r and s, as two tensors whose sum that is (Jordan 2024, modded-nanogpt)."""
-
-    def __init__(self, *, device: Device = None, dtype: DType = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set r to 1 and s to 0."""
-        with torch.no_grad():
-            self.weight[0], self.weight[1] = 1.0, 0.0
-
-    def forward(self, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, seq, d_model) each -> r x, s embedded"""
-        r, s = self.weight.to(x.dtype)
-        return r * x, s * embedded
-
-
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
 

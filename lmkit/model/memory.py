@@ -53,7 +53,6 @@ QKV = "q, k, v"
 OUT = "attention"
 GATE_UP = "gate, up"
 SWIGLU = "SwiGLU"
-MIXED = "layer scalars"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,6 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
         heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
     return {
-        MIXED: form.stream * d * config.layer_scalars,
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
         # In place, or the rotated q and k beside the projection, of which v is a view.
@@ -117,15 +115,14 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
 def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
     """Return the bytes that a block keeps of each token; see `Keep`."""
     of, x = saved(config, form), form.stream * config.d_model
-    mixed = x + of[MIXED]
     qkv = of[QKV]
     if form.compiled:  # the product alone, which is normalised and rotated again
         qkv = form.product * (config.d_model + 2 * config.kv_heads * config.head_dim)
     return {
         "input": x,
-        "attention": mixed + of[OUT],
-        "qkv": mixed + of[OUT] + qkv,
-        "products": x + mixed + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
+        "attention": x + of[OUT],
+        "qkv": x + of[OUT] + qkv,
+        "products": 2 * x + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
         "all": sum(of.values()),
     }[keep]
 
@@ -383,7 +380,6 @@ def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> d
             continue
         level = KEEPS.index(keep)
         kinds["inputs of blocks"] += tokens * x
-        kinds[MIXED] += tokens * of[MIXED] * (level > 0)
         kinds[OUT] += tokens * of[OUT] * (level >= KEEPS.index("attention"))
         kinds[QKV] += tokens * of[QKV] * (level >= KEEPS.index("qkv"))
         kinds[GATE_UP] += tokens * (of[GATE_UP] + x) * (level >= KEEPS.index("products"))

@@ -22,7 +22,6 @@ from lmkit.model.layers import (
     JoinedLinear,
     Linear,
     RMSNorm,
-    Scalars,
     SwiGLU,
     add_to_last,
 )
@@ -54,13 +53,11 @@ class Given(NamedTuple):
         first: the first token that each token sees, (batch or 1, seq), in a layer without a window and in one with;
             None: all earlier ones.
         ids: (batch, seq), if there are value embeddings.
-        embedded: what the residual stream began with, (batch, seq, d_model), if there are layer scalars.
     """
 
     cos_sin: Tensor
     first: tuple[Tensor | None, Tensor | None] = (None, None)
     ids: Tensor | None = None
-    embedded: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -155,7 +152,6 @@ class TransformerBlock(nn.Module):
         self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
     ) -> None:
         super().__init__()
-        self.scalars = Scalars(device=device, dtype=dtype) if config.layer_scalars else None
         self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.attn = SelfAttention(config, layer, device=device, dtype=dtype)
         self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
@@ -177,18 +173,10 @@ class TransformerBlock(nn.Module):
         """
         if keep != "all":
             return self._forward_and_again(x, given, operations, keep)
-        x, delta = self._input(x, delta, given)
         x, normed = self.ln1(x, delta, operations)
         delta = self.attn(normed, given, operations, attend)
         x, normed = self.ln2(x, delta, operations)
         return x, self.ffn(normed, operations)
-
-    def _input(self, x: Tensor, delta: Tensor | None, given: Given) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors whose sum is the input of the block."""
-        if self.scalars is None:
-            return x, delta
-        assert given.embedded is not None
-        return self.scalars(x if delta is None else x + delta, given.embedded)
 
     def _forward_and_again(
         self, x: Tensor, given: Given, operations: Operations, keep: Keep
@@ -216,8 +204,6 @@ class TransformerBlock(nn.Module):
 
         if keep == "input":
             return again(lambda x: self.forward(x, None, given, operations), x)
-        x, mixed_in = self._input(x, None, given)
-        x = x if mixed_in is None else x + mixed_in
         if keep == "attention":
             out = attend_again(heads, lambda heads: self.attn.attend(heads, given), x)
         elif torch.compiler.is_compiling() and operations.name != "fused":
@@ -343,12 +329,12 @@ class TransformerLM(nn.Module):
         ids, first = self._first(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            given = self._given(self.rope(ids.shape[1]), ids, x, first)
+            given = self._given(self.rope(ids.shape[1]), ids, first)
             x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             # `forward`: not compiled, see `Layers`
-            x, delta = self.layers.forward(x, self._given(cos_sin, ids, x), operations, kv_cache)
+            x, delta = self.layers.forward(x, self._given(cos_sin, ids), operations, kv_cache)
         _, normed = self.ln_final(x, delta, operations)
         return normed
 
@@ -371,16 +357,9 @@ class TransformerLM(nn.Module):
         self,
         cos_sin: Tensor,
         ids: Tensor,
-        x: Tensor,
         first: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Given:
-        config = self.config
-        return Given(
-            cos_sin,
-            first,
-            ids if config.value_embeddings else None,
-            x if config.layer_scalars else None,
-        )
+        return Given(cos_sin, first, ids if self.config.value_embeddings else None)
 
     def _keeps(self, x: Tensor) -> list[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

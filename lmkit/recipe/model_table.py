@@ -70,8 +70,6 @@ class ModelConfig(Table):
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: Annotated[bool, OWN] = False
     """RMSNorm of each head's query and key, in front of RoPE, with one gain for all heads (as Qwen3)."""
-    layer_scalars: Annotated[bool, OWN] = False
-    """A block's input is r x + s e, with e the embedding of the token; r and s are learned, from 1 and 0."""
     value_embeddings: Annotated[bool, OWN] = False
     """Add a learned vector per token to the values, in every other layer up to the last (Zhou et al. 2024)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None

@@ -36,7 +36,6 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
 
 SWITCHES = {
     "qk_norm": True,
-    "layer_scalars": True,
     "value_embeddings": True,
     "attention_window": 4,
 }

@@ -33,13 +33,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
         return turned
 
-    embedded = [weights["token_embeddings.weight"][token] for token in ids]
-    stream = embedded
+    stream = [weights["token_embeddings.weight"][token] for token in ids]
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
-        if config.layer_scalars:
-            r, s = weights[at + "scalars.weight"]
-            stream = [r * x + s * e for x, e in zip(stream, embedded, strict=True)]
         normed = [norm(x, at + "ln1") for x in stream]
         q, k, v = (
             [
@@ -93,7 +89,6 @@ def retold_share(config: ModelConfig, wavelength: float) -> float:
 
 SWITCHES: list[dict[str, Any]] = [
     {"qk_norm": True, "num_kv_heads": 2},
-    {"layer_scalars": True},
     {"value_embeddings": True, "num_kv_heads": 2},
     {"attention_window": 4, "attention": "sdpa"},
 ]

@@ -42,7 +42,6 @@ def test_counts_are_those_of_the_model(tied: bool, bias: bool, kv_heads: int | N
 def test_switches_are_counted() -> None:
     fields: dict[str, Any] = {
         "qk_norm": True,
-        "layer_scalars": True,
         "value_embeddings": True,
     }
     config = ModelConfig(**SIZES, num_kv_heads=2, **fields)

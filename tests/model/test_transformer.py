@@ -155,7 +155,6 @@ def test_switches_have_their_parameters_and_are_all_listed(make_model):
     assert config.switches == set(ALL_SWITCHES) - {"num_kv_heads", "attention"}
     model = TransformerLM(config.model_copy(update={"zero_init": True}))
     first, last = model.layers
-    assert first.scalars.weight.tolist() == [1.0, 0.0]
     assert not last.attn.value_embeddings.weight.any()
     assert first.attn.value_embeddings is None
     for layer in model.layers:
