@@ -40,7 +40,7 @@ class ParameterCounts:
     Attributes:
         total: all of them; a matrix that is both embedding and head counts once.
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
-            looked up, as are value embeddings, and biases, which are added.
+            looked up, and biases, which are added.
         vectors: gains and biases, which are float32 and not decayed.
     """
 
@@ -70,7 +70,6 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     others = (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
     others *= config.num_layers
     tables = 0 if config.tie_embeddings else head
-    tables += config.vocab_size * d_kv * sum(map(config.has_value_embeddings, range(config.num_layers)))
     return ParameterCounts(
         total=multiplying + others + tables,
         multiplying=multiplying,

@@ -231,20 +231,11 @@ class Embedding(nn.Module):
 
     Weights start from a standard normal distribution cut at three standard deviations, so that the residual stream
     starts at the unit scale to which every RMSNorm returns it: embeddings that are small against the output of the
-    blocks make training unstable (Takase et al. 2023, "Spike No More"). Or they start from zeros.
+    blocks make training unstable (Takase et al. 2023, "Spike No More").
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        *,
-        zeros: bool = False,
-        device: Device = None,
-        dtype: DType = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, d_model: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.zeros = zeros
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -255,10 +246,7 @@ class Embedding(nn.Module):
 
     def draw_rows(self, rows: Tensor) -> None:
         """Draw the next vectors, (number, d_model), in place."""
-        if self.zeros:
-            nn.init.zeros_(rows)
-        else:
-            nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
+        nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
 
     def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(batch, seq) -> (batch, seq, d_model)"""
@@ -266,29 +254,6 @@ class Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
-
-
-def add_to_last(x: Tensor, values: Tensor) -> Tensor:
-    """Add values (..., n) to the last n channels of x (..., d) in place; return x."""
-    if torch.compiler.is_compiling():
-        x[..., -values.shape[-1] :] += values
-        return x
-    return _AddToLast.apply(x, values)
-
-
-class _AddToLast(torch.autograd.Function):
-    """The gradient goes to both as it is; of a sum written to a part of x, autograd would copy it, twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        ctx.channels, ctx.dtype = values.shape[-1], values.dtype
-        x[..., -ctx.channels :] += values
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad[..., -ctx.channels :].to(ctx.dtype)
 
 
 class SwiGLU(nn.Module):

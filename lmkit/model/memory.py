@@ -262,7 +262,6 @@ def step_memory(
     assert config.vocab_size is not None
     table = config.vocab_size * d
     block = (counts.multiplying - table - d) // layers  # weights
-    value_table = config.vocab_size * config.kv_heads * config.head_dim if config.value_embeddings else 0
     # Kept from forward to backward.
     casts = product * layers * (block - 2 * d) if form.product < form.stream else 0
 
@@ -271,8 +270,7 @@ def step_memory(
     def gradients(elements: int) -> int:
         return int(held.gradient * elements * (held.of_gradients + held.packed))
 
-    of_layers = [block + value_table * config.has_value_embeddings(index) for index in range(layers)]
-    gathered = _gathered(config, form, held, table=table, blocks=of_layers)
+    gathered = _gathered(config, form, held, table=table, block=block)
     base = model.weights + model.optimizer
     if held.is_shared and not held.gathered_units:
         base += segment(model.weights) - model.weights
@@ -341,18 +339,16 @@ def segment(num_bytes: int) -> int:
     return 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
 
 
-def _gathered(
-    config: ModelConfig, form: Form, held: Held, *, table: int, blocks: list[int]
-) -> dict[str, int]:
+def _gathered(config: ModelConfig, form: Form, held: Held, *, table: int, block: int) -> dict[str, int]:
     """Return moment -> bytes of the whole weights and gradients of sharded units.
 
     Args:
-        table, blocks: weights of the embedding, or the head, and of each block.
+        table, block: weights of the embedding, or the head, and of a block.
     """
     if not held.gathered_units:
         return dict.fromkeys(MOMENTS, 0)
     keeps, tables = held.gathered_units > 2, table if config.tie_embeddings else 2 * table
-    block, every = max(blocks), sum(blocks)
+    every = config.num_layers * block
     weights = {
         LOSS: tables + every if keeps else table,
         HEAD: tables + every if keeps else table + block,

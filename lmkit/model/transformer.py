@@ -23,7 +23,6 @@ from lmkit.model.layers import (
     Linear,
     RMSNorm,
     SwiGLU,
-    add_to_last,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, HeadsNorm, Operations, choose_operations
@@ -52,12 +51,10 @@ class Given(NamedTuple):
         cos_sin: of the positions, see `apply_rope`.
         first: the first token that each token sees, (batch or 1, seq), in a layer without a window and in one with;
             None: all earlier ones.
-        ids: (batch, seq), if there are value embeddings.
     """
 
     cos_sin: Tensor
     first: tuple[Tensor | None, Tensor | None] = (None, None)
-    ids: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -90,10 +87,6 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
-        self.value_embeddings = None
-        if config.has_value_embeddings(layer):
-            assert config.vocab_size is not None
-            self.value_embeddings = Embedding(config.vocab_size, d_kv, zeros=True, device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, given: Given, operations: Operations = PLAIN, attend: Attend | None = None
@@ -103,17 +96,8 @@ class SelfAttention(nn.Module):
         Args:
             attend: replaces causal attention within the sequence; a KV cache's.
         """
-        heads = self.rotated(self.project(x, given, operations), given, operations, attend)
+        heads = self.rotated(self.qkv_proj(x), given, operations, attend)
         return self.output_proj(self.attend(heads, given, attend))  # (batch, seq, d_model)
-
-    def project(self, x: Tensor, given: Given, operations: Operations) -> Tensor:
-        """Return q|k|v, neither normalised nor rotated, (batch, seq, (heads + 2 kv_heads) * head_dim)."""
-        qkv = self.qkv_proj(x)
-        if self.value_embeddings is not None:
-            assert given.ids is not None
-            values = self.value_embeddings(given.ids, operations)  # (batch, seq, kv_heads * head_dim)
-            qkv = add_to_last(qkv, values)
-        return qkv
 
     def rotated(
         self, qkv: Tensor, given: Given, operations: Operations, attend: Attend | None = None
@@ -187,7 +171,7 @@ class TransformerBlock(nn.Module):
         """
 
         def project(x: Tensor) -> Tensor:
-            return self.attn.project(self.ln1(x, None, operations)[1], given, operations)
+            return self.attn.qkv_proj(self.ln1(x, None, operations)[1])
 
         def expand(x: Tensor) -> Tensor:
             return self.ffn.expand(self.ln2(x, None, operations)[1])
@@ -329,12 +313,12 @@ class TransformerLM(nn.Module):
         ids, first = self._first(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            given = self._given(self.rope(ids.shape[1]), ids, first)
+            given = Given(self.rope(ids.shape[1]), first)
             x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             # `forward`: not compiled, see `Layers`
-            x, delta = self.layers.forward(x, self._given(cos_sin, ids), operations, kv_cache)
+            x, delta = self.layers.forward(x, Given(cos_sin), operations, kv_cache)
         _, normed = self.ln_final(x, delta, operations)
         return normed
 
@@ -352,14 +336,6 @@ class TransformerLM(nn.Module):
             ids = torch.where(begins, ~ids, ids)
         window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
         return ids, (documents, latest(documents, window))
-
-    def _given(
-        self,
-        cos_sin: Tensor,
-        ids: Tensor,
-        first: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Given:
-        return Given(cos_sin, first, ids if self.config.value_embeddings else None)
 
     def _keeps(self, x: Tensor) -> list[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

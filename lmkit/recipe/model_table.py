@@ -70,8 +70,6 @@ class ModelConfig(Table):
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: Annotated[bool, OWN] = False
     """RMSNorm of each head's query and key, in front of RoPE, with one gain for all heads (as Qwen3)."""
-    value_embeddings: Annotated[bool, OWN] = False
-    """Add a learned vector per token to the values, in every other layer up to the last (Zhou et al. 2024)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"
@@ -160,9 +158,6 @@ class ModelConfig(Table):
             layer == self.num_layers - 1 or self.attention_pattern[layer % len(self.attention_pattern)] == "L"
         )
         return None if is_long else self.attention_window
-
-    def has_value_embeddings(self, layer: int) -> bool:
-        return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
 
     @property
     def kv_heads(self) -> int:

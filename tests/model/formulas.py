@@ -49,9 +49,6 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         q, k = (
             [normed_heads(x, f"{at}attn.{name}_norm") for x in given] for name, given in (("q", q), ("k", k))
         )
-        if config.value_embeddings and layer % 2 == 1:  # the second and last of two layers
-            table = weights[at + "attn.value_embeddings.weight"]
-            v = [x + table[token].unflatten(0, (-1, size)) for x, token in zip(v, ids, strict=True)]
         window = config.attention_window if layer == 0 else None
         for i in range(len(ids)):
             outputs = []
@@ -89,7 +86,6 @@ def retold_share(config: ModelConfig, wavelength: float) -> float:
 
 SWITCHES: list[dict[str, Any]] = [
     {"qk_norm": True, "num_kv_heads": 2},
-    {"value_embeddings": True, "num_kv_heads": 2},
     {"attention_window": 4, "attention": "sdpa"},
 ]
 ALL_SWITCHES: dict[str, Any] = {key: value for fields in SWITCHES for key, value in fields.items()}
