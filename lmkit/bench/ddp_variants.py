@@ -203,7 +203,7 @@ def expected_link_bytes(
 def unfit(name: str, case: Case) -> str:
     """Return why a variant cannot make the recipe's update, or ""."""
     optimizer = case.recipe.optimizer
-    if name == TORCH_ZERO and (optimizer.name != "adamw" or optimizer.cautious_decay):
+    if name == TORCH_ZERO and optimizer.name != "adamw":
         return "updates with PyTorch's AdamW, which is not the recipe's [optimizer]"
     parallel, train = parallel_of(name, case.recipe.parallel), TrainConfig().changed(precision=case.precision)
     tables = {"optimizer": optimizer, "parallel": parallel, "train": train}

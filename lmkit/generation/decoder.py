@@ -62,7 +62,7 @@ def layer_weights(block: Any) -> LayerWeights:
         qk_gain = torch.cat(gains)
     return LayerWeights(
         *(block.ln1.weight, attn.qkv_proj.weight, attn.qkv_proj.bias, attn.output_proj.weight),
-        *(block.ln2.weight, ffn.expansion, ffn.w2.weight, qk_gain),
+        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight, qk_gain),
     )
 
 

@@ -40,7 +40,7 @@ def decoder_needs(
     state = 8 * (capacity + 1) + 5 * 8 + 4  # `Rows`
     seen = vocab_size if sampling.repetition_penalty != 1 else 0
     qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-    hidden = config.mlp_inputs * config.d_ff
+    hidden = 2 * config.d_ff
     at_once = max(capacity, min(TOKENS_AT_ONCE, rows // 16 * capacity)) if kernels else capacity
     reading = at_once * (hidden + config.d_ff + 8 * width) * element
     once = 2 * vocab_size + reading  # ids that are banned, ids that end a text

@@ -46,7 +46,7 @@ class SingleRowStep:
         switches: the switches of [model] that it implements.
     """
 
-    switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
+    switches = frozenset({"qkv_bias", "qk_norm"})
 
     def __init__(self, decoder: Decoder) -> None:
         model, config = decoder.model, decoder.model.config
@@ -69,9 +69,8 @@ class SingleRowStep:
         self.k, self.v = parts[heads:-kv_heads], parts[-kv_heads:]
         self.attended = new(width)
         self.attended_array = self.attended.numpy().reshape(self.q.shape)
-        self.joint = new(config.mlp_inputs * config.d_ff)
-        self.gated = config.mlp == "swiglu"
-        self.gate, self.up = self.joint[: config.d_ff], self.joint[-config.d_ff :]
+        self.joint = new(2 * config.d_ff)
+        self.gate, self.up = self.joint.chunk(2)
         self.qk, self.qk_eps = parts[:-kv_heads], config.norm_eps
         self.logits_row = new(1, len(self.head))
         self.table = model.token_embeddings.weight.detach().numpy()
@@ -156,10 +155,7 @@ class SingleRowStep:
             torch.addmv(x, output, self.attended, out=x)
             self.norm(gain2)
             torch.mv(gate_up, normed, out=self.joint)
-            if self.gated:
-                F.silu(gate, inplace=True).mul_(self.up)
-            else:
-                F.relu_(gate).square_()
+            F.silu(gate, inplace=True).mul_(self.up)
             torch.addmv(x, down, gate, out=x)
         self.norm(self.last_gain)
         torch.mv(self.head, normed, out=self.logits_row[0])

@@ -37,7 +37,7 @@ class TorchStep:
         switches: the switches of [model] that it implements.
     """
 
-    switches = frozenset({"qkv_bias", "qk_norm", "mlp"})
+    switches = frozenset({"qkv_bias", "qk_norm"})
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -55,9 +55,8 @@ class TorchStep:
         q, self.k, self.v = heads.split((config.num_heads, config.kv_heads, config.kv_heads), dim=1)
         self.q = q[:, :, None]  # (rows, heads, 1, head_dim)
         self.qk = heads[:, : -config.kv_heads].unflatten(-1, (-1, 2))  # (..., head_dim / 2, 2)
-        self.joint = weight.new_zeros(rows, config.mlp_inputs * config.d_ff)
-        self.gated = config.mlp == "swiglu"
-        self.gate, self.up = self.joint[:, : config.d_ff], self.joint[:, -config.d_ff :]
+        self.joint = weight.new_zeros(rows, 2 * config.d_ff)
+        self.gate, self.up = self.joint.chunk(2, dim=1)
         self.hidden = weight.new_zeros(rows, config.d_ff)
         self.turns = torch.view_as_complex(
             decoder.model.rope.cos_sin.to(self.wide)
@@ -115,10 +114,7 @@ class TorchStep:
             attended = attended.flatten(1).to(x.dtype)  # under autocast it is narrow
             torch.addmm(x, attended, output, out=x)
             torch.mm(self.normed(next(gains)), gate_up, out=self.joint)
-            if self.gated:
-                torch.mul(F.silu(self.gate), self.up, out=self.hidden)
-            else:
-                torch.square(self.gate.relu_(), out=self.hidden)
+            torch.mul(F.silu(self.gate), self.up, out=self.hidden)
             torch.addmm(x, self.hidden, down, out=x)
         return torch.mm(self.normed(next(gains)), decoder.model.lm_head.weight.T)
 

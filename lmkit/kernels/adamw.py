@@ -5,8 +5,6 @@ scalars that `lmkit.optim.adamw.Scalars` explains:
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
 
-CAUTIOUS: w does not decay (kept is 1) where m and w have different signs.
-
 `lmkit.optim.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
 compare the two, and both with float64. A table on the device says where the tensors are.
 """
@@ -48,7 +46,6 @@ def adamw_kernel(
     WEIGHT: tl.constexpr,  # dtype of weights and moments
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,  # None: there is none
-    CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -65,11 +62,9 @@ def adamw_kernel(
     if factor_pointer is not None:
         factor = tl.load(factor_pointer)
     if block < tl.load(row + 7):
-        update_block(row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, CAUTIOUS, BLOCK, WHOLE=True)
+        update_block(row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, BLOCK, WHOLE=True)
     else:
-        update_block(
-            row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, CAUTIOUS, BLOCK, WHOLE=False
-        )
+        update_block(row, block * BLOCK, factor, numbers, WEIGHT, GRADIENT, COPY, BLOCK, WHOLE=False)
 
 
 @triton.jit
@@ -81,7 +76,6 @@ def update_block(
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
-    CAUTIOUS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # addresses are multiples of VECTOR_BYTES, and the tensor does not end in this block
 ):
@@ -100,8 +94,6 @@ def update_block(
     w = tl.load(weight, mask=inside).to(tl.float32)
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
-    if CAUTIOUS:
-        kept = tl.where(m * w > 0, kept, 1.0)
     w = kept * w + rate * tl.div_rn(m, tl.sqrt_rn(v) + eps)
     tl.store(mean, m.to(WEIGHT), mask=inside)
     tl.store(square, v.to(WEIGHT), mask=inside)
@@ -124,7 +116,7 @@ def decide_kernel(
     decision_pointer,
     step_pointer,
     lr_pointer,
-    settings_pointer,  # float64: both betas, eps, weight decay, decay_peak
+    settings_pointer,  # float64: both betas, eps, weight decay
     decided_pointer,  # float32: whether to make the step, kept, eps, rate
 ):
     """In float64, as the host does it: 1 - beta^step loses digits in float32."""
@@ -135,9 +127,7 @@ def decide_kernel(
     power2 = tl.exp(step * tl.log(tl.load(settings_pointer + 1)))
     root = tl.sqrt(1 - power2)
     tl.store(decided_pointer, applies.to(tl.float32))
-    peak = tl.load(settings_pointer + 4)
-    share = tl.where(peak > 0, lr / tl.where(peak > 0, peak, 1.0), 1.0)
-    tl.store(decided_pointer + 1, (1 - lr * share * tl.load(settings_pointer + 3)).to(tl.float32))
+    tl.store(decided_pointer + 1, (1 - lr * tl.load(settings_pointer + 3)).to(tl.float32))
     tl.store(decided_pointer + 2, (tl.load(settings_pointer + 2) * root).to(tl.float32))
     tl.store(decided_pointer + 3, (-lr * root / (1 - power1)).to(tl.float32))
 
@@ -149,7 +139,7 @@ def decide(decision: Tensor, step: Tensor, lr: Tensor, settings: Tensor) -> Tens
         decision: a scalar; zero: the update changes nothing.
         step: the number of the update, counted from 1; a scalar.
         lr: the learning rate; a scalar.
-        settings: float64, both betas, eps, weight decay and decay_peak.
+        settings: float64, both betas, eps and weight decay.
     """
     decided = torch.empty(4, dtype=torch.float32, device=decision.device)
     with selected(decision.device):
@@ -182,8 +172,6 @@ class AdamWLaunch:
         scalars: tuple[float, float, float, float, float],
         factor: Tensor | None,
         decided: Tensor | None = None,
-        *,
-        cautious: bool = False,
     ) -> None:
         """Update on the current stream of the tensors' device.
 
@@ -194,7 +182,6 @@ class AdamWLaunch:
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
             decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
-            cautious: do not decay weights whose sign differs from that of the mean gradient.
 
         Raises:
             ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
@@ -220,7 +207,6 @@ class AdamWLaunch:
                 WEIGHT=TYPES[params[0].dtype],
                 GRADIENT=TYPES[grads[0].dtype],
                 COPY=TYPES[copies[0].dtype] if copies else None,
-                CAUTIOUS=cautious,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
                 # No fused multiply-add: an element gets the same bits in any block or shard.

@@ -40,8 +40,8 @@ class ParameterCounts:
     Attributes:
         total: all of them; a matrix that is both embedding and head counts once.
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
-            looked up, as are value embeddings, and biases, which are added.
-        vectors: gains, biases and scalars, which are float32 and not decayed.
+            looked up, and biases, which are added.
+        vectors: gains and biases, which are float32 and not decayed.
     """
 
     total: int
@@ -63,16 +63,13 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     d = config.d_model
     d_kv = config.kv_heads * config.head_dim
     attention = 2 * d * d + 2 * d * d_kv  # q and output, k and v
-    feed_forward = (config.mlp_inputs + 1) * d * config.d_ff  # w1, w2, and w3 of SwiGLU
+    feed_forward = 3 * d * config.d_ff  # w1, w2, w3
     norms = 2 * d
     head = config.vocab_size * d
     multiplying = config.num_layers * (attention + feed_forward + norms) + d + head
-    others = (
-        (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm + 2 * config.layer_scalars
-    )
+    others = (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
     others *= config.num_layers
     tables = 0 if config.tie_embeddings else head
-    tables += config.vocab_size * d_kv * sum(map(config.has_value_embeddings, range(config.num_layers)))
     return ParameterCounts(
         total=multiplying + others + tables,
         multiplying=multiplying,
@@ -168,10 +165,8 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         classes.PRODUCTS: Work(flops=6 * (counts.multiplying - gains) * tokens),
         classes.ATTENTION_FORWARD: Work(flops=attention),
         classes.ATTENTION_BACKWARD: Work(flops=5 * attention // 2),  # five products, the forward pass has two
-        # Forward: two read, one written; backward: three read, two written. PyTorch's operations of relu2: 12.
-        classes.ACTIVATION: Work(
-            num_bytes=(8 if config.mlp == "swiglu" else 12) * config.d_ff * layers * element
-        ),
+        # Forward: two read, one written; backward: three read, two written.
+        classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
         classes.NORM: Work(num_bytes=8 * gains * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
@@ -205,7 +200,7 @@ def with_fp8(config: ModelConfig, work: Mapping[str, Work], tokens: int, passes:
         passes: micro-batches; each casts the weights anew.
     """
     d, d_kv = config.d_model, config.kv_heads * config.head_dim
-    matrices = ((d + 2 * d_kv, d), (d, d), (config.mlp_inputs * config.d_ff, d), (d, config.d_ff))
+    matrices = ((d + 2 * d_kv, d), (d, d), (2 * config.d_ff, d), (d, config.d_ff))
     chosen = [shape for shape in matrices if suits_fp8(*shape)]
     flops = config.num_layers * tokens * sum(4 * rows * columns for rows, columns in chosen)
     # Read 2 bytes and write 1: inputs and gradients of outputs once, weights as they are and transposed.
@@ -232,7 +227,7 @@ def recomputed_work(
     step = step_work(config, rows, element_bytes=element_bytes)
     project = 2 * tokens * d * (d + 2 * d_kv)
     # After attention; the last product of a block is never repeated.
-    expand = 2 * tokens * d * (d + config.mlp_inputs * config.d_ff)
+    expand = 2 * tokens * d * (d + 2 * config.d_ff)
     products = {"input": project + expand, "attention": project + expand, "qkv": expand}
     sums = dict.fromkeys(step, 0)
     for keep in keeps:
@@ -262,7 +257,7 @@ def orthogonalization_work(config: ModelConfig, iterations: int) -> Work:
     """Return what Muon does to the matrices of the blocks: two products of each Gram matrix, s x s, with the matrix,
     s x l, and one with itself, in every iteration."""
     d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
-    maps = [(d, d), (d, d), (d_kv, d), (d_kv, d), *[(d_ff, d)] * (config.mlp_inputs + 1)]
+    maps = [(d, d), (d, d), (d_kv, d), (d_kv, d), *[(d_ff, d)] * 3]
     sides = [(min(shape), max(shape)) for shape in maps]
     flops = sum(4 * short * short * long + 2 * short**3 for short, long in sides)
     return Work(flops=config.num_layers * iterations * flops)

@@ -29,10 +29,7 @@ OLDEST = (8, 0)  # a T4 has 7.5
 )
 class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
-    backward pass, so that it runs once.
-
-    relu2 and the loss of soft-capped logits have no kernels: they are PyTorch's.
-    """
+    backward pass, so that it runs once."""
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return embedding(ids, weight)
@@ -68,8 +65,6 @@ class Fused(Operations):
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> Tensor:
-        if getattr(slice_loss, "softcap", None) is not None:
-            return super().linear_cross_entropy(hidden, weight, targets, slice_loss)
         return linear_cross_entropy(hidden, weight, targets, chunk=tokens_per_slice(len(weight), "fused"))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.model.loss import SliceLoss, soft_capped
+from lmkit.model.loss import SliceLoss
 from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None
@@ -231,20 +231,11 @@ class Embedding(nn.Module):
 
     Weights start from a standard normal distribution cut at three standard deviations, so that the residual stream
     starts at the unit scale to which every RMSNorm returns it: embeddings that are small against the output of the
-    blocks make training unstable (Takase et al. 2023, "Spike No More"). Or they start from zeros.
+    blocks make training unstable (Takase et al. 2023, "Spike No More").
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        *,
-        zeros: bool = False,
-        device: Device = None,
-        dtype: DType = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, d_model: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__()
-        self.zeros = zeros
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -255,10 +246,7 @@ class Embedding(nn.Module):
 
     def draw_rows(self, rows: Tensor) -> None:
         """Draw the next vectors, (number, d_model), in place."""
-        if self.zeros:
-            nn.init.zeros_(rows)
-        else:
-            nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
+        nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
 
     def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
         """(batch, seq) -> (batch, seq, d_model)"""
@@ -266,29 +254,6 @@ class Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
-
-
-def add_to_last(x: Tensor, values: Tensor) -> Tensor:
-    """Add values (..., n) to the last n channels of x (..., d) in place; return x."""
-    if torch.compiler.is_compiling():
-        x[..., -values.shape[-1] :] += values
-        return x
-    return _AddToLast.apply(x, values)
-
-
-class _AddToLast(torch.autograd.Function):
-    """The gradient goes to both as it is; of a sum written to a part of x, autograd would copy it, twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        ctx.channels, ctx.dtype = values.shape[-1], values.dtype
-        x[..., -ctx.channels :] += values
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad[..., -ctx.channels :].to(ctx.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -314,11 +279,6 @@ class SwiGLU(nn.Module):
         """(..., d_model) -> (..., d_model)"""
         return self.contract(self.expand(x), operations)
 
-    @property
-    def expansion(self) -> Tensor:
-        """The matrix that `expand` multiplies by, (2 d_ff, d_model)."""
-        return self.gate_up.weight
-
     def expand(self, x: Tensor) -> Tensor:
         """Return W1 x and W3 x, (..., 2 d_ff)."""
         return self.gate_up(x)
@@ -326,56 +286,6 @@ class SwiGLU(nn.Module):
     def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
         """Return the output of what `expand` returned, which may be overwritten."""
         return self.w2(operations.swiglu(expanded, casts=self.casts))  # (..., d_model)
-
-
-class Relu2(nn.Module):
-    """The feed-forward network W2 relu(W1 x)^2 (So et al. 2021, "Primer", section 3).
-    `zeros`: W2 starts from zeros."""
-
-    def __init__(
-        self, d_model: int, d_ff: int, *, zeros: bool = False, device: Device = None, dtype: DType = None
-    ) -> None:
-        super().__init__()
-        self.w1 = Linear(d_model, d_ff, device=device, dtype=dtype)
-        self.w2 = Linear(d_ff, d_model, zeros=zeros, device=device, dtype=dtype)
-
-    forward = SwiGLU.forward
-
-    @property
-    def expansion(self) -> Tensor:
-        """The matrix that `expand` multiplies by, (d_ff, d_model)."""
-        return self.w1.weight
-
-    def expand(self, x: Tensor) -> Tensor:
-        """Return W1 x, (..., d_ff)."""
-        return self.w1(x)
-
-    def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
-        """Return the output of what `expand` returned, which may be overwritten."""
-        return self.w2(operations.relu2(expanded))
-
-
-MLPS: dict[str, type[SwiGLU] | type[Relu2]] = {"swiglu": SwiGLU, "relu2": Relu2}
-"""`model.mlp` -> the feed-forward network."""
-
-
-class Scalars(nn.Module):
-    """r x + s e with learned r and s, as two tensors whose sum that is (Jordan 2024, modded-nanogpt)."""
-
-    def __init__(self, *, device: Device = None, dtype: DType = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set r to 1 and s to 0."""
-        with torch.no_grad():
-            self.weight[0], self.weight[1] = 1.0, 0.0
-
-    def forward(self, x: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, seq, d_model) each -> r x, s embedded"""
-        r, s = self.weight.to(x.dtype)
-        return r * x, s * embedded
 
 
 class RMSNorm(nn.Module):
@@ -424,17 +334,9 @@ class Head(Linear):
     hook: a loss that read `lm_head.weight` from outside would need it before the first layer runs.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        vocab_size: int,
-        *,
-        softcap: float | None = None,
-        device: Device = None,
-        dtype: DType = None,
-    ) -> None:
+    def __init__(self, d_model: int, vocab_size: int, *, device: Device = None, dtype: DType = None) -> None:
         super().__init__(d_model, vocab_size, device=device, dtype=dtype)
-        self.slice_loss = SliceLoss(softcap)
+        self.slice_loss = SliceLoss()
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
@@ -442,7 +344,5 @@ class Head(Linear):
         """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
         cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
         if targets is None:
-            logits = F.linear(hidden, self.weight)
-            softcap = self.slice_loss.softcap
-            return logits if softcap is None else soft_capped(logits, softcap)
+            return F.linear(hidden, self.weight)
         return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)

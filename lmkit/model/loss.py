@@ -33,22 +33,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
-def soft_capped(logits: Tensor, softcap: float) -> Tensor:
-    """Return c tanh(z / c) of logits z, element by element (Gemma Team 2024, "Gemma 2", section 2)."""
-    return softcap * torch.tanh(logits / softcap)
-
-
 class SliceLoss(nn.Module):
     """Losses of a slice of tokens, with their gradient. A module without parameters, so that it can be compiled in
     place.
-
-    Args:
-        softcap: the logits are c tanh(z / c) of those that are given; see `soft_capped`.
     """
-
-    def __init__(self, softcap: float | None = None) -> None:
-        super().__init__()
-        self.softcap = softcap
 
     def forward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses (tokens) in float32 or wider, d losses / d logits in the dtype of the logits).
@@ -58,8 +46,7 @@ class SliceLoss(nn.Module):
             targets: (tokens) ids; the loss of one below zero is 0, its gradient is of no use
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
-        capped = logits if self.softcap is None else soft_capped(logits.to(wide), self.softcap)
-        log_p = capped.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
+        log_p = logits.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
         wanted = targets.clamp(min=0)
         losses = -log_p.gather(1, wanted.unsqueeze(1)).squeeze(1) * (targets >= 0)  # (tokens)
         # d loss / d logit_j = p_j - [j is the target]
@@ -69,8 +56,6 @@ class SliceLoss(nn.Module):
         else:
             gradient = log_p.exp_()  # (tokens, vocab_size)
             gradient.scatter_add_(1, wanted.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
-        if self.softcap is not None:  # the derivative of c tanh(z / c) is 1 - tanh^2
-            gradient = gradient * (1 - (capped / self.softcap).square())
         return losses, gradient.to(logits.dtype)
 
 

@@ -53,7 +53,6 @@ QKV = "q, k, v"
 OUT = "attention"
 GATE_UP = "gate, up"
 SWIGLU = "SwiGLU"
-MIXED = "layer scalars"
 
 
 @dataclass(frozen=True)
@@ -101,16 +100,14 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         wide = form.device == "cpu" and not fused
         heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
         heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
-    silu = config.mlp == "swiglu" and not (fused or form.compiled)
     return {
-        MIXED: form.stream * d * config.layer_scalars,
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
         # In place, or the rotated q and k beside the projection, of which v is a view.
         QKV: form.product * (d + 2 * d_kv + (0 if fused else d + d_kv)) + heads_normed,
         OUT: attention,
-        GATE_UP: form.product * config.mlp_inputs * d_ff,
-        SWIGLU: form.product * d_ff * (2 if silu else 1),  # the result, and silu(gate)
+        GATE_UP: form.product * 2 * d_ff,
+        SWIGLU: form.product * d_ff * (1 if fused or form.compiled else 2),  # the result, and silu(gate)
     }
 
 
@@ -118,15 +115,14 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
 def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
     """Return the bytes that a block keeps of each token; see `Keep`."""
     of, x = saved(config, form), form.stream * config.d_model
-    mixed = x + of[MIXED]
     qkv = of[QKV]
     if form.compiled:  # the product alone, which is normalised and rotated again
         qkv = form.product * (config.d_model + 2 * config.kv_heads * config.head_dim)
     return {
         "input": x,
-        "attention": mixed + of[OUT],
-        "qkv": mixed + of[OUT] + qkv,
-        "products": x + mixed + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
+        "attention": x + of[OUT],
+        "qkv": x + of[OUT] + qkv,
+        "products": 2 * x + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
         "all": sum(of.values()),
     }[keep]
 
@@ -266,7 +262,6 @@ def step_memory(
     assert config.vocab_size is not None
     table = config.vocab_size * d
     block = (counts.multiplying - table - d) // layers  # weights
-    value_table = config.vocab_size * config.kv_heads * config.head_dim if config.value_embeddings else 0
     # Kept from forward to backward.
     casts = product * layers * (block - 2 * d) if form.product < form.stream else 0
 
@@ -275,8 +270,7 @@ def step_memory(
     def gradients(elements: int) -> int:
         return int(held.gradient * elements * (held.of_gradients + held.packed))
 
-    of_layers = [block + value_table * config.has_value_embeddings(index) for index in range(layers)]
-    gathered = _gathered(config, form, held, table=table, blocks=of_layers)
+    gathered = _gathered(config, form, held, table=table, block=block)
     base = model.weights + model.optimizer
     if held.is_shared and not held.gathered_units:
         base += segment(model.weights) - model.weights
@@ -345,18 +339,16 @@ def segment(num_bytes: int) -> int:
     return 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
 
 
-def _gathered(
-    config: ModelConfig, form: Form, held: Held, *, table: int, blocks: list[int]
-) -> dict[str, int]:
+def _gathered(config: ModelConfig, form: Form, held: Held, *, table: int, block: int) -> dict[str, int]:
     """Return moment -> bytes of the whole weights and gradients of sharded units.
 
     Args:
-        table, blocks: weights of the embedding, or the head, and of each block.
+        table, block: weights of the embedding, or the head, and of a block.
     """
     if not held.gathered_units:
         return dict.fromkeys(MOMENTS, 0)
     keeps, tables = held.gathered_units > 2, table if config.tie_embeddings else 2 * table
-    block, every = max(blocks), sum(blocks)
+    every = config.num_layers * block
     weights = {
         LOSS: tables + every if keeps else table,
         HEAD: tables + every if keeps else table + block,
@@ -384,7 +376,6 @@ def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> d
             continue
         level = KEEPS.index(keep)
         kinds["inputs of blocks"] += tokens * x
-        kinds[MIXED] += tokens * of[MIXED] * (level > 0)
         kinds[OUT] += tokens * of[OUT] * (level >= KEEPS.index("attention"))
         kinds[QKV] += tokens * of[QKV] * (level >= KEEPS.index("qkv"))
         kinds[GATE_UP] += tokens * (of[GATE_UP] + x) * (level >= KEEPS.index("products"))

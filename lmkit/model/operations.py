@@ -94,10 +94,6 @@ class Operations:
         gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
         return F.silu(gate) * up
 
-    def relu2(self, x: Tensor) -> Tensor:
-        """Return relu(x)^2, element by element."""
-        return F.relu(x).square()
-
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> Tensor:

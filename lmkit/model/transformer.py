@@ -14,7 +14,6 @@ from lmkit.core.attention import first_in_document, first_in_window, latest
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
-    MLPS,
     AddRMSNorm,
     Device,
     DType,
@@ -23,8 +22,7 @@ from lmkit.model.layers import (
     JoinedLinear,
     Linear,
     RMSNorm,
-    Scalars,
-    add_to_last,
+    SwiGLU,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, HeadsNorm, Operations, choose_operations
@@ -53,14 +51,10 @@ class Given(NamedTuple):
         cos_sin: of the positions, see `apply_rope`.
         first: the first token that each token sees, (batch or 1, seq), in a layer without a window and in one with;
             None: all earlier ones.
-        ids: (batch, seq), if there are value embeddings.
-        embedded: what the residual stream began with, (batch, seq, d_model), if there are layer scalars.
     """
 
     cos_sin: Tensor
     first: tuple[Tensor | None, Tensor | None] = (None, None)
-    ids: Tensor | None = None
-    embedded: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -93,10 +87,6 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
-        self.value_embeddings = None
-        if config.has_value_embeddings(layer):
-            assert config.vocab_size is not None
-            self.value_embeddings = Embedding(config.vocab_size, d_kv, zeros=True, device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, given: Given, operations: Operations = PLAIN, attend: Attend | None = None
@@ -106,17 +96,8 @@ class SelfAttention(nn.Module):
         Args:
             attend: replaces causal attention within the sequence; a KV cache's.
         """
-        heads = self.rotated(self.project(x, given, operations), given, operations, attend)
+        heads = self.rotated(self.qkv_proj(x), given, operations, attend)
         return self.output_proj(self.attend(heads, given, attend))  # (batch, seq, d_model)
-
-    def project(self, x: Tensor, given: Given, operations: Operations) -> Tensor:
-        """Return q|k|v, neither normalised nor rotated, (batch, seq, (heads + 2 kv_heads) * head_dim)."""
-        qkv = self.qkv_proj(x)
-        if self.value_embeddings is not None:
-            assert given.ids is not None
-            values = self.value_embeddings(given.ids, operations)  # (batch, seq, kv_heads * head_dim)
-            qkv = add_to_last(qkv, values)
-        return qkv
 
     def rotated(
         self, qkv: Tensor, given: Given, operations: Operations, attend: Attend | None = None
@@ -155,13 +136,10 @@ class TransformerBlock(nn.Module):
         self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
     ) -> None:
         super().__init__()
-        self.scalars = Scalars(device=device, dtype=dtype) if config.layer_scalars else None
         self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
         self.attn = SelfAttention(config, layer, device=device, dtype=dtype)
         self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.ffn = MLPS[config.mlp](
-            config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype
-        )
+        self.ffn = SwiGLU(config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype)
 
     def forward(
         self,
@@ -179,18 +157,10 @@ class TransformerBlock(nn.Module):
         """
         if keep != "all":
             return self._forward_and_again(x, given, operations, keep)
-        x, delta = self._input(x, delta, given)
         x, normed = self.ln1(x, delta, operations)
         delta = self.attn(normed, given, operations, attend)
         x, normed = self.ln2(x, delta, operations)
         return x, self.ffn(normed, operations)
-
-    def _input(self, x: Tensor, delta: Tensor | None, given: Given) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors whose sum is the input of the block."""
-        if self.scalars is None:
-            return x, delta
-        assert given.embedded is not None
-        return self.scalars(x if delta is None else x + delta, given.embedded)
 
     def _forward_and_again(
         self, x: Tensor, given: Given, operations: Operations, keep: Keep
@@ -201,7 +171,7 @@ class TransformerBlock(nn.Module):
         """
 
         def project(x: Tensor) -> Tensor:
-            return self.attn.project(self.ln1(x, None, operations)[1], given, operations)
+            return self.attn.qkv_proj(self.ln1(x, None, operations)[1])
 
         def expand(x: Tensor) -> Tensor:
             return self.ffn.expand(self.ln2(x, None, operations)[1])
@@ -218,8 +188,6 @@ class TransformerBlock(nn.Module):
 
         if keep == "input":
             return again(lambda x: self.forward(x, None, given, operations), x)
-        x, mixed_in = self._input(x, None, given)
-        x = x if mixed_in is None else x + mixed_in
         if keep == "attention":
             out = attend_again(heads, lambda heads: self.attn.attend(heads, given), x)
         elif torch.compiler.is_compiling() and operations.name != "fused":
@@ -315,9 +283,7 @@ class TransformerLM(nn.Module):
             ]
         )
         self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.lm_head = Head(
-            config.d_model, config.vocab_size, softcap=config.logit_softcap, device=device, dtype=dtype
-        )
+        self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
         if config.tie_embeddings:
             self.token_embeddings.weight = self.lm_head.weight
         self.rope = RotaryEmbedding(
@@ -347,12 +313,12 @@ class TransformerLM(nn.Module):
         ids, first = self._first(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if kv_cache is None:
-            given = self._given(self.rope(ids.shape[1]), ids, x, first)
+            given = Given(self.rope(ids.shape[1]), first)
             x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
         else:
             cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             # `forward`: not compiled, see `Layers`
-            x, delta = self.layers.forward(x, self._given(cos_sin, ids, x), operations, kv_cache)
+            x, delta = self.layers.forward(x, Given(cos_sin), operations, kv_cache)
         _, normed = self.ln_final(x, delta, operations)
         return normed
 
@@ -370,21 +336,6 @@ class TransformerLM(nn.Module):
             ids = torch.where(begins, ~ids, ids)
         window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
         return ids, (documents, latest(documents, window))
-
-    def _given(
-        self,
-        cos_sin: Tensor,
-        ids: Tensor,
-        x: Tensor,
-        first: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Given:
-        config = self.config
-        return Given(
-            cos_sin,
-            first,
-            ids if config.value_embeddings else None,
-            x if config.layer_scalars else None,
-        )
 
     def _keeps(self, x: Tensor) -> list[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

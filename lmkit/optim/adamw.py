@@ -68,9 +68,6 @@ class AdamW(torch.optim.Optimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: a step subtracts lr * weight_decay of each weight.
-        cautious: decay a weight only where the update, too, moves it towards zero (Chen et al. 2025, "Cautious
-            Weight Decay").
-        decay_peak: if > 0, multiply the decay by lr / decay_peak, so that it falls with the learning rate.
 
     Attributes:
         gradient_factor: a scalar on the parameters' device. Until `zero_grad`, `step` multiplies gradients by it as
@@ -107,8 +104,6 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        cautious: bool = False,
-        decay_peak: float = 0.0,
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"lr must be 0 or more, got {lr}")
@@ -118,16 +113,12 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"eps must be positive, got {eps}")
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
-        own = {"cautious": cautious, "decay_peak": decay_peak}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._forget_tensors()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy of the optimizer, or loaded state."""
         super().__setstate__(state)
-        for group in self.param_groups:  # groups of PyTorch and of older files lack these keys
-            group.setdefault("cautious", False)
-            group.setdefault("decay_peak", 0.0)
         if "copies" not in self.__dict__:
             self._forget_tensors()
 
@@ -198,11 +189,11 @@ class AdamW(torch.optim.Optimizer):
         for step, alike in self._count(updates).items():
             scalars = _scalars(group, step)
             if kind.fits_one_pass:
-                self._update_in_one_pass(alike, scalars, cautious=group["cautious"])
+                self._update_in_one_pass(alike, scalars)
             else:
                 limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
                 for sweep in sweeps(alike, lambda update: update.param.numel(), limit):
-                    self._update_by_operations(sweep, scalars, cautious=group["cautious"])
+                    self._update_by_operations(sweep, scalars)
 
     def _update_if(self, decision: Tensor, group: dict[str, Any], updates: list[Update]) -> None:
         """Make the updates if `decision` is not zero; the host does not wait for it."""
@@ -211,7 +202,7 @@ class AdamW(torch.optim.Optimizer):
         device = updates[0].param.device
         decision, lr = decision.to(device), group["lr"]
         beta1, beta2 = betas = group["betas"]
-        settings = (*betas, group["eps"], group["weight_decay"], group["decay_peak"])
+        settings = (*betas, group["eps"], group["weight_decay"])
         if (device, settings) not in self._settings:
             self._settings[device, settings] = torch.tensor(settings, dtype=torch.float64).to(device)
         if not isinstance(lr, Tensor):
@@ -219,8 +210,7 @@ class AdamW(torch.optim.Optimizer):
         for alike in self._count_on_device(updates, decision):
             step = alike[0].state["step"]
             decided = decide(decision, step, lr, self._settings[device, settings])
-            cautious = group["cautious"]
-            self._update_in_one_pass(alike, Scalars(beta1, beta2, 0, 0, 0), decided, cautious=cautious)
+            self._update_in_one_pass(alike, Scalars(beta1, beta2, 0, 0, 0), decided)
 
     @contextmanager
     def captured(self) -> Iterator[object]:
@@ -297,7 +287,7 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_add_(counts, [made] * len(counts))  # the host would read a single tensor
         return list(before.values())
 
-    def _update_by_operations(self, updates: list[Update], scalars: Scalars, *, cautious: bool) -> None:
+    def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:
         """Update parameters that share device, dtypes and step count."""
         params, given, means, squares, copies = _columns(updates)
         grads = [grad.to(param.dtype) for grad, param in zip(given, params, strict=True)]
@@ -306,10 +296,7 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - scalars.beta1)  # m = beta1 m + (1 - beta1) g
         torch._foreach_mul_(squares, scalars.beta2)  # v = beta2 v
         torch._foreach_addcmul_(squares, grads, grads, 1 - scalars.beta2)  # v += (1 - beta2) g^2
-        if scalars.kept != 1 and cautious:
-            for param, mean in zip(params, means, strict=True):
-                param.sub_(param * (mean * param > 0), alpha=1 - scalars.kept)
-        elif scalars.kept != 1:
+        if scalars.kept != 1:
             torch._foreach_mul_(params, scalars.kept)  # w = (1 - lr decay) w
         denominators = torch._foreach_sqrt(squares)
         torch._foreach_add_(denominators, scalars.eps)  # sqrt(v) + eps
@@ -318,7 +305,7 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_copy_(copies, params)
 
     def _update_in_one_pass(
-        self, updates: list[Update], scalars: Scalars, decided: Tensor | None = None, *, cautious: bool
+        self, updates: list[Update], scalars: Scalars, decided: Tensor | None = None
     ) -> None:
         """Make the same update with one launch of a kernel."""
         from lmkit.kernels.adamw import AdamWLaunch  # imports Triton
@@ -332,7 +319,7 @@ class AdamW(torch.optim.Optimizer):
         factor = self.gradient_factor
         if factor is not None:
             factor = factor.to(columns[0][0].device, torch.float32)
-        self._launches[which](*columns, scalars, factor, decided, cautious=cautious)
+        self._launches[which](*columns, scalars, factor, decided)
 
 
 @OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
@@ -343,13 +330,7 @@ def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
 
 def settings_of(options: OptimizerConfig) -> dict[str, Any]:
     """Return the settings of `AdamW` that the table `[optimizer]` holds; the groups hold the weight decay."""
-    return {
-        "lr": options.lr,
-        "betas": options.betas,
-        "eps": options.eps,
-        "cautious": options.cautious_decay,
-        "decay_peak": options.lr if options.decay_schedule == "lr" else 0.0,
-    }
+    return {"lr": options.lr, "betas": options.betas, "eps": options.eps}
 
 
 class Update(NamedTuple):
@@ -409,16 +390,10 @@ def _scalars(group: dict[str, Any], step: int) -> Scalars:
     return Scalars(
         beta1,
         beta2,
-        kept=1 - lr * decay_of(group, lr),
+        kept=1 - lr * group["weight_decay"],
         eps=group["eps"] * root_correction,
         rate=-lr * root_correction / (1 - beta1**step),
     )
-
-
-def decay_of(group: dict[str, Any], lr: float) -> float:
-    """Return the weight decay of a group at this learning rate."""
-    peak = group["decay_peak"]
-    return group["weight_decay"] * (lr / peak if peak else 1.0)
 
 
 def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.measure.limits import has_bf16
-from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, decay_of, settings_of, sweeps
+from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, settings_of, sweeps
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -193,11 +193,10 @@ class Muon(AdamW):
 
         They are equal bits whether the group's `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
         """
-        lr = group["lr"]
-        rate, decay = lr * self.lr_ratio, decay_of(group, lr)
+        rate = group["lr"] * self.lr_ratio
         if self.decision is not None:
             rate = (rate * (self.decision != 0).to(torch.float32)).float()
-        return rate, rate * (decay.float() if isinstance(decay, Tensor) else decay)
+        return rate, rate * group["weight_decay"]
 
     def _update_matrices(self, matrices: list[tuple[Tensor, Sequence[int]]], group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
@@ -277,8 +276,7 @@ def _move(
 ) -> None:
     """Subtract `decay` times a weight from it, and `rate` times an orthogonalised direction."""
     if group["weight_decay"]:
-        decayed = weight * (weight * direction > 0) if group["cautious"] else weight
-        _subtract(weight, decayed, decay)
+        _subtract(weight, weight, decay)
     _subtract(weight, direction, rate)
 
 

@@ -20,16 +20,9 @@ def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.op
     The weight decay is added to the gradient, as PyTorch's SGD does it.
 
     Raises:
-        UsageError: the table asks for a form of weight decay that SGD lacks, or momentum is out of range.
+        UsageError: momentum is out of range.
     """
     own: dict[str, Any] = {**OPTIMIZERS.facts("sgd").options, **options.options}
-    if options.cautious_decay or options.decay_schedule != "constant":
-        key = "cautious_decay" if options.cautious_decay else "decay_schedule"
-        raise UsageError(
-            "optimizer.no_such_decay",
-            f"optimizer.{key}: sgd has no such weight decay",
-            hint="use adamw or muon",
-        )
     lowest = "above 0 with nesterov" if own["nesterov"] else "0 or more"
     if not 0 <= own["momentum"] < 1 or (own["nesterov"] and own["momentum"] == 0):
         raise UsageError(

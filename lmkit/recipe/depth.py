@@ -23,7 +23,7 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return table -> the keys of FOLLOWS for the recipe's `model.depth`, {} without a valid one.
 
     - d_model is 64 depth, rounded up to whole heads, which have 32, 64 (from 256) or 128 channels (from 768);
-    - d_ff is 8/3 d_model for SwiGLU, 4 d_model for relu2: equal parameters;
+    - d_ff is 8/3 d_model;
     - a training sees `train.tokens_per_parameter` tokens for each parameter that multiplies;
     - a batch has 2^19 tokens at 12 layers, and grows with the tokens to the power 0.383, in powers of two;
     - the learning rate is 1e-3 at 12 layers, and goes with the square root of batch / d_model.
@@ -39,18 +39,17 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
     width = 64 * depth
     head = 128 if width >= 768 else 64 if width >= 256 else 32
-    relu2 = model.get("mlp") == "relu2"
     width = max(-(-width // head), 2) * head
     sizes = {
         "d_model": width,
-        "d_ff": 4 * width if relu2 else -(-8 * width // 3 // 64) * 64,
+        "d_ff": -(-8 * width // 3 // 64) * 64,
         "num_layers": depth,
         "num_heads": width // head,
     }
     sizes |= {key: value for key in SIZES if (value := _number(model, key))}
     vocabulary = _number(model, "vocab_size") or _number(tokenizer, "vocab_size") or _UNKNOWN_VOCABULARY
     d_model, d_ff, layers, _ = (sizes[key] for key in SIZES)
-    parameters = layers * d_model * (4 * d_model + (2 if relu2 else 3) * d_ff) + vocabulary * d_model
+    parameters = layers * d_model * (4 * d_model + 3 * d_ff) + vocabulary * d_model
     tokens = (_number(train, "tokens_per_parameter") or TOKENS_PER_PARAMETER) * parameters
     context = _number(model, "context_length") or 256
     wanted = _AT_12_LAYERS["batch_tokens"] * (tokens / _AT_12_LAYERS["tokens"]) ** 0.383 / context

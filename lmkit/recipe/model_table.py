@@ -46,7 +46,7 @@ class ModelConfig(Table):
     d_model: PositiveInt = 192
     """Width of the residual stream."""
     d_ff: PositiveInt = 512
-    """Width of the feed-forward part: three matrices of d_model x d_ff, of `relu2` two."""
+    """Width of the feed-forward part: three matrices of d_model x d_ff."""
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Transformer blocks."""
     num_heads: PositiveInt = 6
@@ -70,14 +70,6 @@ class ModelConfig(Table):
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: Annotated[bool, OWN] = False
     """RMSNorm of each head's query and key, in front of RoPE, with one gain for all heads (as Qwen3)."""
-    mlp: Annotated[Literal["swiglu", "relu2"], OWN] = "swiglu"
-    """`relu2`: the square of relu(W1 x), without a gate (So et al. 2021); equal parameters take 3/2 of `d_ff`."""
-    layer_scalars: Annotated[bool, OWN] = False
-    """A block's input is r x + s e, with e the embedding of the token; r and s are learned, from 1 and 0."""
-    value_embeddings: Annotated[bool, OWN] = False
-    """Add a learned vector per token to the values, in every other layer up to the last (Zhou et al. 2024)."""
-    logit_softcap: Annotated[PositiveFloat | None, OWN] = None
-    """Bound the logits z to c tanh(z / c) (Gemma 2)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
     attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"
@@ -166,14 +158,6 @@ class ModelConfig(Table):
             layer == self.num_layers - 1 or self.attention_pattern[layer % len(self.attention_pattern)] == "L"
         )
         return None if is_long else self.attention_window
-
-    def has_value_embeddings(self, layer: int) -> bool:
-        return self.value_embeddings and (self.num_layers - 1 - layer) % 2 == 0
-
-    @property
-    def mlp_inputs(self) -> int:
-        """Matrices of d_ff x d_model that read the input of the feed-forward part."""
-        return 2 if self.mlp == "swiglu" else 1
 
     @property
     def kv_heads(self) -> int:

@@ -169,7 +169,6 @@ class DataConfig(Table):
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OF_MOMENTS = Only("optimizer.name", but=("sgd",))
-OF_DECAY = Only("optimizer.weight_decay", but=(0,))
 
 
 class OptimizerConfig(Table):
@@ -186,10 +185,6 @@ class OptimizerConfig(Table):
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
-    cautious_decay: Annotated[bool, OF_DECAY] = False
-    """Decay a weight only where its update, too, brings it nearer to zero (Chen et al. 2025)."""
-    decay_schedule: Annotated[Literal["constant", "lr"], OF_DECAY] = "constant"
-    """`lr`: the weight decay falls with the learning rate, in proportion."""
     schedule: ScheduleName = "cosine"
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0

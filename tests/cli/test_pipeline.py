@@ -152,7 +152,7 @@ def test_fp8_weights_that_cannot_be_used_are_refused_before_the_training(recipe)
     [
         ({"name": "muon", "options": {"momentum": 2.0}}, "optimizer.wrong_option", "momentum must be in"),
         ({"name": "muon", "options": {"iterations": 0}}, "optimizer.wrong_option", "iterations must be 1"),
-        ({"name": "sgd", "cautious_decay": True}, "optimizer.no_such_decay", "cautious_decay"),
+        ({"name": "sgd", "options": {"momentum": 1.0}}, "optimizer.momentum", "optimizer.options.momentum"),
     ],
 )
 def test_what_an_optimizer_refuses_is_refused_before_the_corpus(table, code, said, recipe):

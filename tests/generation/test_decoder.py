@@ -36,10 +36,6 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
 
 SWITCHES = {
     "qk_norm": True,
-    "mlp": "relu2",
-    "layer_scalars": True,
-    "value_embeddings": True,
-    "logit_softcap": 3.0,
     "attention_window": 4,
 }
 
@@ -64,8 +60,8 @@ def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
     """A switch of the model that no faster step knows is computed by the model itself."""
     model = make_model(num_kv_heads=2, **(SWITCHES if switch == "all" else {switch: SWITCHES[switch]}))
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 1 or "value_embeddings" in name:
+        for weight in model.parameters():
+            if weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.3)
     decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     assert not can_run_kernels(model)
@@ -215,9 +211,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_mode
     assert caught.value.hint.endswith(" 3")
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"mlp": "relu2", "num_kv_heads": 2}, {"attention_window": 7}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"attention_window": 7}], ids=str)
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(0.9, top_k=5, top_p=0.8, repetition_penalty=1.3)], ids=str
 )

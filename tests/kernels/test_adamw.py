@@ -44,7 +44,7 @@ def compile_kernel(capability, gradient, copy, factor, decided=False):
     """PTX of the kernel for float32 weights, as AdamWLaunch asks for it."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter is on: nothing is compiled")
-    constants = {"WEIGHT": tl.float32, "GRADIENT": gradient, "COPY": copy, "CAUTIOUS": False, "BLOCK": BLOCK}
+    constants = {"WEIGHT": tl.float32, "GRADIENT": gradient, "COPY": copy, "BLOCK": BLOCK}
     if not factor:
         constants["factor_pointer"] = None
     if not decided:
@@ -78,7 +78,7 @@ def test_whole_blocks_are_loaded_and_stored_16_bytes_at_a_time(capability, gradi
 def test_the_decision_and_scalars_of_the_device(stand_in_gpu, assembled):
     """Compile, for sm_90; float64 until the scalars are rounded once."""
     scalars = [torch.zeros(()), torch.zeros(()), torch.zeros((), dtype=torch.float64)]
-    decide(*scalars, torch.zeros(5, dtype=torch.float64))
+    decide(*scalars, torch.zeros(4, dtype=torch.float64))
     assert assembled["decide_kernel"].spills == 0
     assert "ld.global.b32" in compile_kernel(90, tl.float32, None, True, decided=True)
     decide_kernel.device_caches.clear()

@@ -32,7 +32,7 @@ def make_model() -> Callable[..., TransformerLM]:
         model = TransformerLM(ModelConfig(**{**sizes, **fields}), dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if any(part in name for part in ("ln", "bias", "norm", "scalars", "value_embeddings")):
+                if any(part in name for part in ("ln", "bias", "norm")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         return model
 

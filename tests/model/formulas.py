@@ -33,13 +33,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
         return turned
 
-    embedded = [weights["token_embeddings.weight"][token] for token in ids]
-    stream = embedded
+    stream = [weights["token_embeddings.weight"][token] for token in ids]
     for layer in range(config.num_layers):
         at = f"layers.{layer}."
-        if config.layer_scalars:
-            r, s = weights[at + "scalars.weight"]
-            stream = [r * x + s * e for x, e in zip(stream, embedded, strict=True)]
         normed = [norm(x, at + "ln1") for x in stream]
         q, k, v = (
             [
@@ -53,9 +49,6 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         q, k = (
             [normed_heads(x, f"{at}attn.{name}_norm") for x in given] for name, given in (("q", q), ("k", k))
         )
-        if config.value_embeddings and layer % 2 == 1:  # the second and last of two layers
-            table = weights[at + "attn.value_embeddings.weight"]
-            v = [x + table[token].unflatten(0, (-1, size)) for x, token in zip(v, ids, strict=True)]
         window = config.attention_window if layer == 0 else None
         for i in range(len(ids)):
             outputs = []
@@ -71,14 +64,9 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         for i, x in enumerate(stream):
             normed_x = norm(x, at + "ln2")
             gate = weights[at + "ffn.w1.weight"] @ normed_x
-            if config.mlp == "relu2":
-                inner = torch.where(gate > 0, gate * gate, 0.0)
-            else:
-                inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
+            inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
             stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
-    logits = torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
-    c = config.logit_softcap
-    return logits if c is None else c * torch.tanh(logits / c)
+    return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
 
 
 def retold_share(config: ModelConfig, wavelength: float) -> float:
@@ -98,10 +86,6 @@ def retold_share(config: ModelConfig, wavelength: float) -> float:
 
 SWITCHES: list[dict[str, Any]] = [
     {"qk_norm": True, "num_kv_heads": 2},
-    {"mlp": "relu2"},
-    {"layer_scalars": True},
-    {"value_embeddings": True, "num_kv_heads": 2},
-    {"logit_softcap": 3.0},
     {"attention_window": 4, "attention": "sdpa"},
 ]
 ALL_SWITCHES: dict[str, Any] = {key: value for fields in SWITCHES for key, value in fields.items()}

@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from lmkit.model import Embedding, Linear, RMSNorm, SwiGLU, silu, softmax
-from lmkit.model.layers import add_to_last
 
 
 @pytest.mark.parametrize("dim", [-1, 0, 1])
@@ -79,17 +78,3 @@ def test_rms_norm_computes_bfloat16_in_float32():
         assert out.dtype == torch.bfloat16
         # Rounding the result to 8 bits once or twice (2^-9 each); sums in bfloat16 would be off by percents.
         torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=0)
-
-
-def test_values_are_added_in_place_and_gradients_are_not_copied():
-    x, values = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
-    given = torch.randn(2, 3, 8, dtype=torch.float64)
-    of_x, of_values = (tensor.clone().requires_grad_() for tensor in (x, values))
-    inner = of_x * 1
-    total = add_to_last(inner, of_values)
-    assert total.data_ptr() == inner.data_ptr()
-    assert torch.equal(total, torch.cat((x[..., :4], x[..., 4:] + values), dim=-1))
-    gradients = torch.autograd.grad(total, [inner, of_values], given)
-    assert [gradient.untyped_storage().data_ptr() for gradient in gradients] == [given.data_ptr()] * 2
-    assert torch.equal(gradients[0], given)
-    assert torch.equal(gradients[1], given[..., 4:])

@@ -70,10 +70,7 @@ def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, precision):
         {"num_kv_heads": 2, "attention": "flash_torch"},
         {"tie_embeddings": True},
         {"num_layers": 1, "context_length": 64, "d_ff": 96, "num_heads": 2},
-        {"mlp": "relu2"},
         {"qk_norm": True, "num_kv_heads": 2},
-        {"layer_scalars": True},
-        {"value_embeddings": True},
     ],
     ids=str,
 )

@@ -57,13 +57,10 @@ def test_equals_torch_over_a_thousand_steps(sweep, monkeypatch):
         assert (mine - start).abs().max() > 0.1  # they have moved
 
 
-@pytest.mark.parametrize(("cautious", "peak"), [(False, 0.0), (True, 0.0), (True, 0.04)])
-def test_equals_the_formula_in_float64(cautious, peak):
+def test_equals_the_formula_in_float64():
     params = parameters(torch.float64)
     gradients = recorded(20)
-    own = {"cautious": cautious, "decay_peak": peak}
-    optimizer = AdamW(params, lr=0.01, betas=(0.8, 0.99), eps=1e-3, weight_decay=0.3, **own)
-    decay = 0.3 * (0.01 / peak if peak else 1)
+    optimizer = AdamW(params, lr=0.01, betas=(0.8, 0.99), eps=1e-3, weight_decay=0.3)
     expected = [param.detach().clone() for param in params]
     m, v = [torch.zeros_like(w) for w in expected], [torch.zeros_like(w) for w in expected]
     for t, grads in enumerate(gradients, start=1):
@@ -75,8 +72,7 @@ def test_equals_the_formula_in_float64(cautious, peak):
             m[i] = 0.8 * m[i] + 0.2 * g
             v[i] = 0.99 * v[i] + 0.01 * g**2
             update = (m[i] / (1 - 0.8**t)) / ((v[i] / (1 - 0.99**t)).sqrt() + 1e-3)
-            decayed = expected[i] * (update * expected[i] > 0) if cautious else expected[i]
-            expected[i] = expected[i] - 0.01 * decay * decayed - 0.01 * update
+            expected[i] = expected[i] - 0.01 * 0.3 * expected[i] - 0.01 * update
     for param, w in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach(), w, rtol=1e-12, atol=1e-13)  # float64 rounding of 20 steps
 
@@ -264,12 +260,6 @@ def test_decay_groups_are_matrices_and_vectors():
 def test_settings_out_of_range_are_refused(setting, value):
     with pytest.raises(ValueError, match=setting):
         AdamW(parameters(), **{setting: value})
-
-
-def test_the_recipe_says_how_weights_decay():
-    table = OptimizerConfig(cautious_decay=True, decay_schedule="lr", lr=0.02)
-    (group,) = OPTIMIZERS.load("adamw")([{"params": parameters(), "weight_decay": 0.3}], table).param_groups
-    assert (group["cautious"], group["decay_peak"]) == (True, 0.02)
 
 
 def test_the_recipes_table_makes_it():

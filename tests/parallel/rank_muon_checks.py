@@ -12,12 +12,10 @@ from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.training.setup import build_step
 
 # Matrices of several shapes, small enough for a border of two shards to lie inside one.
-CONFIG = ModelConfig(
-    vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=3, num_heads=2, mlp="relu2"
-)
+CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=3, num_heads=2)
 # With two ranks, the second has no element of a block.
 NARROW = CONFIG.model_copy(update={"d_model": 2, "d_ff": 4, "num_heads": 1})
-TABLE = OptimizerConfig(name="muon", lr=3e-3, cautious_decay=True)
+TABLE = OptimizerConfig(name="muon", lr=3e-3)
 
 
 @check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"), narrow=(False,))

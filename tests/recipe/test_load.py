@@ -115,7 +115,6 @@ def test_fault_04_unknown_key_with_did_you_mean(write, text, near):
         (170, "[train]\nbatch_size = 9223372036854775807\n", "train.batch_size", "9223372036854775807"),
         (170, "[optimizer]\neps = 1e-300\n", "optimizer.eps", "1e-30, "),
         (170, "[model]\nnorm_eps = 1e-300\n", "model.norm_eps", "1e-30, "),
-        (170, "[model]\nlogit_softcap = 1e-300\n", "model.logit_softcap", "1e-30, "),
         (170, "[model]\nrope_theta = 1e300\n", "model.rope_theta", "1e+30"),
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],

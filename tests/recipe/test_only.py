@@ -51,7 +51,6 @@ def test_shipped_recipes_set_nothing_in_vain(name, vain):
         ("optimizer.cooldown_steps=5", "optimizer.schedule='linear'", "optimizer.schedule='wsd'", '= "wsd"'),
         ("optimizer.min_lr=1e-5", "optimizer.schedule='constant'", "optimizer.schedule='linear'", "constant"),
         ("optimizer.eps=1e-6", "optimizer.name='sgd'", "optimizer.name='muon'", 'other than "sgd"'),
-        ("optimizer.cautious_decay=true", "optimizer.weight_decay=0", "optimizer.weight_decay=1", "than 0"),
         ("checkpoint.keep_best=2", "train.eval_interval=0", "train.eval_interval=5", "train.eval_interval"),
         ("train.max_skips=2", "train.nonfinite='stop'", "train.nonfinite='skip'", '= "skip"'),
         ("train.tokens_per_parameter=2", "train.steps=9", "model.depth=3", "with model.depth"),

@@ -212,8 +212,8 @@ def test_an_attention_kernel_that_does_not_see_all_is_refused_by_name(tmp_path, 
 
 
 def test_switches_that_llama_lacks_are_refused_by_name():
-    config = ModelConfig(vocab_size=300, mlp="relu2", layer_scalars=True, qkv_bias=True, zero_init=True)
-    with raises(UsageError, "export.unsupported", "model.mlp", "model.layer_scalars") as caught:
+    config = ModelConfig(vocab_size=300, attention_window=9, qkv_bias=True, zero_init=True)
+    with raises(UsageError, "export.unsupported", "model.attention_window") as caught:
         config_json(config, dtype="float32", begin=None, end=None)
     assert "qkv_bias" not in str(caught.value)
     both = ModelConfig(vocab_size=300, qk_norm=True, qkv_bias=True)

@@ -67,7 +67,7 @@ ROADS: dict[str, tuple[Any, set[str]]] = {
 """How a command gets to its step, and the keys that it does not take from the recipe."""
 VALUES = (
     *(True, False, 2, 24, 0.5, 1e-4, (0.5, 0.5), "LS", Path("weights"), {"momentum": 0.5}),
-    *("muon", "adamw", "linear", "lr", "small", "relu2", "vectorized", "plain", "block", "bf16", "off"),
+    *("muon", "adamw", "linear", "small", "vectorized", "plain", "block", "bf16", "off"),
     *("stop", "flat", "collective", "gloo"),
 )
 
