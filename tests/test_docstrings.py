@@ -15,7 +15,7 @@ EXAMPLES = [
     "model.loss",
     "model.rope",
     "model.transformer",
-    "optim.adamw",
+    "core.adamw",
     "core.clipping",
     "core.schedule",
 ]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import BatchSource
 from lmkit.model.rope import RotaryEmbedding
-from lmkit.optim.adamw import decay_groups
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
 

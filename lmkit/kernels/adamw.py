@@ -1,11 +1,11 @@
 """Update parameters by AdamW in one pass over memory, with one launch for any number of tensors.
 
 Every weight w, gradient g and moment m, v is read once; weights and moments are written once. In float32, with the
-scalars that `lmkit.optim.adamw.Scalars` explains:
+scalars that `lmkit.core.adamw.Scalars` explains:
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
 
-`lmkit.optim.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
+`lmkit.core.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
 compare the two, and both with float64. A table on the device says where the tensors are.
 """
 
@@ -179,7 +179,7 @@ class AdamWLaunch:
             params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the
             parameters'.
             copies: receive the new parameters in their own dtype; as many as `params`, or none.
-            scalars: beta1, beta2, kept, eps and rate, as `lmkit.optim.adamw.Scalars` explains them.
+            scalars: beta1, beta2, kept, eps and rate, as `lmkit.core.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
             decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
 

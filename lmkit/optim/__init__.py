@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "AdamW": "adamw",
-        "decay_groups": "adamw",
+        "decay_groups": "lmkit.core.adamw",
         "HostAdamW": "host",
         "Muon": "muon",
         "orthogonalize": "muon",

@@ -1,4 +1,4 @@
-"""AdamW: Adam with weight decay that does not go through the gradient (Loshchilov and Hutter 2019)."""
+"""AdamW for training: `lmkit.core.adamw` with float32 masters, one launch on a GPU, and decisions on the device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lmkit.core import adamw as core
+from lmkit.core.adamw import Scalars, adamw_update, new_state, scalars_of
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -32,42 +34,8 @@ MOST_LAUNCHES = 64
 """Most prepared launches that are kept, one for each list of parameters; a model has a few."""
 
 
-class Scalars(NamedTuple):
-    """The scalars of an update.
-
-    They contain both bias corrections, so that these cost no operation on arrays (Kingma and Ba 2015, end of
-    section 2): sqrt(v / c) + eps = (sqrt(v) + eps sqrt(c)) / sqrt(c)
-
-    Attributes:
-        kept: the share of a weight that decay leaves, 1 - lr decay.
-        eps: eps sqrt(c), c being the second moment's correction.
-        rate: the factor of m / (sqrt(v) + eps): -lr with both corrections.
-    """
-
-    beta1: float
-    beta2: float
-    kept: float
-    eps: float
-    rate: float
-
-
-class AdamW(torch.optim.Optimizer):
-    """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), in PyTorch's form:
-
-        m = beta1 m + (1 - beta1) g              v = beta2 v + (1 - beta2) g^2
-        w = (1 - lr decay) w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-
-    >>> layer = torch.nn.Linear(4, 2)
-    >>> optimizer = AdamW(decay_groups(layer.parameters(), weight_decay=0.1), lr=1e-3)
-    >>> layer(torch.ones(4)).sum().backward()
-    >>> optimizer.step()
-
-    Args:
-        params: parameters, or groups as `decay_groups` makes them; a group may override every setting.
-        lr: learning rate; the training loop sets `group["lr"]` before each step.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: a step subtracts lr * weight_decay of each weight.
+class AdamW(core.AdamW):
+    """`lmkit.core.adamw.AdamW`, whose arguments it has, and what fast training needs of it.
 
     Attributes:
         gradient_factor: a scalar on the parameters' device. Until `zero_grad`, `step` multiplies gradients by it as
@@ -77,16 +45,12 @@ class AdamW(torch.optim.Optimizer):
             learning rate may be a scalar on the device, too.
         copies: parameter -> a contiguous tensor of its shape and any dtype, to which every step writes the new value.
 
-    Raises:
-        ValueError: a setting is out of range.
-
-    State per parameter: `step` (float32 scalar, on the CPU; on the device after a decision), `exp_avg`, `exp_avg_sq`
-    (as the parameter), as in `torch.optim.AdamW`; either loads the other's state, unless it was made with `maximize`
-    or `amsgrad`. With `keep_masters` there is also `master`; the moments have its dtype. A gradient may have another
-    dtype than its parameter if the parameter's `grad_dtype` allows it.
+    State per parameter: that of `torch.optim.AdamW`, with `step` on the device after a decision; either loads the
+    other's state, unless it was made with `maximize` or `amsgrad`. With `keep_masters` there is also `master`; the
+    moments have its dtype. A gradient may have another dtype than its parameter if its `grad_dtype` allows it.
 
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
-    in float32. `_update_by_operations`, the form to read, updates everything else.
+    in float32. `adamw_update` updates everything else, a sweep of parameters at a time.
     """
 
     writes_copies = True
@@ -96,24 +60,8 @@ class AdamW(torch.optim.Optimizer):
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr must be 0 or more, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be in [0, 1), got {betas}")
-        if not eps > 0:
-            raise ValueError(f"eps must be positive, got {eps}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
         self._forget_tensors()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], kind: _Kind, updates: list[Update]) -> None:
         for step, alike in self._count(updates).items():
-            scalars = _scalars(group, step)
+            scalars = scalars_of(group, step)
             if kind.fits_one_pass:
                 self._update_in_one_pass(alike, scalars)
             else:
@@ -243,9 +191,7 @@ class AdamW(torch.optim.Optimizer):
             master = state.get(MASTER)
             exact, copy = (param, self.copies.get(param)) if master is None else (master, param)
             if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state["exp_avg"] = torch.zeros_like(exact)
-                state["exp_avg_sq"] = torch.zeros_like(exact)
+                state.update(new_state(exact))
             update = Update(exact, param.grad, state["exp_avg"], state["exp_avg_sq"], copy, state)
             by_kind.setdefault(_kind(update), []).append(update)
         return by_kind
@@ -293,14 +239,7 @@ class AdamW(torch.optim.Optimizer):
         grads = [grad.to(param.dtype) for grad, param in zip(given, params, strict=True)]
         if self.gradient_factor is not None:
             grads = list(torch._foreach_mul(grads, self.gradient_factor.to(params[0].device)))
-        torch._foreach_lerp_(means, grads, 1 - scalars.beta1)  # m = beta1 m + (1 - beta1) g
-        torch._foreach_mul_(squares, scalars.beta2)  # v = beta2 v
-        torch._foreach_addcmul_(squares, grads, grads, 1 - scalars.beta2)  # v += (1 - beta2) g^2
-        if scalars.kept != 1:
-            torch._foreach_mul_(params, scalars.kept)  # w = (1 - lr decay) w
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_add_(denominators, scalars.eps)  # sqrt(v) + eps
-        torch._foreach_addcdiv_(params, means, denominators, scalars.rate)  # w -= lr m / (sqrt(v) + eps)
+        adamw_update(params, grads, means, squares, scalars)
         if copies:
             torch._foreach_copy_(copies, params)
 
@@ -382,20 +321,6 @@ def _kind(update: Update) -> _Kind:
     return _Kind(param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
 
 
-def _scalars(group: dict[str, Any], step: int) -> Scalars:
-    """Return the scalars of a group's update number `step`, counted from 1."""
-    beta1, beta2 = group["betas"]
-    lr = float(group["lr"])
-    root_correction = (1 - beta2**step) ** 0.5
-    return Scalars(
-        beta1,
-        beta2,
-        kept=1 - lr * group["weight_decay"],
-        eps=group["eps"] * root_correction,
-        rate=-lr * root_correction / (1 - beta1**step),
-    )
-
-
 def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
     """Split items in order into sweeps of at most `limit` elements, but at least one item."""
     sweep: list[Item] = []
@@ -408,17 +333,3 @@ def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) ->
         elements += elements_of(item)
     if sweep:
         yield sweep
-
-
-def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with weight decay, vectors (the gains of norms) without.
-
-    Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
-    out, and so are empty groups.
-    """
-    trained = [param for param in params if param.requires_grad]
-    groups = [
-        {"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lmkit import __version__
 from lmkit.attention import check_kernel
+from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
@@ -24,7 +25,6 @@ from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.layers import linear_maps
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
-from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.place import read_place
 from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks, local_device

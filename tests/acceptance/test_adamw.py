@@ -10,11 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lmkit.core.adamw import decay_groups
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.measure.timing import time_variants, without_garbage_collection
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.optim.adamw import AdamW
 from lmkit.recipe.tables import PRESETS, ModelConfig
 
 BYTES_PER_PARAMETER = 7 * 4  # weight, gradient and two moments are read, all but the gradient written; fp32

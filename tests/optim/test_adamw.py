@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 
+from lmkit.core import adamw as core
+from lmkit.core.adamw import decay_groups
 from lmkit.optim import adamw as adamw_module
-from lmkit.optim.adamw import AdamW, Update, decay_groups, sweeps
+from lmkit.optim.adamw import AdamW, Update, sweeps
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import OPTIMIZERS
 
@@ -57,7 +59,15 @@ def test_equals_torch_over_a_thousand_steps(sweep, monkeypatch):
         assert (mine - start).abs().max() > 0.1  # they have moved
 
 
-def test_equals_the_formula_in_float64():
+def test_equals_the_core_bit_for_bit():
+    fast, plain = parameters(), parameters()
+    run(AdamW(fast, **SETTINGS), recorded(50))
+    run(core.AdamW(plain, **SETTINGS), recorded(50))
+    assert all(map(torch.equal, fast, plain))
+
+
+@pytest.mark.parametrize("AdamW", [AdamW, core.AdamW])
+def test_equals_the_formula_in_float64(AdamW):
     params = parameters(torch.float64)
     gradients = recorded(20)
     optimizer = AdamW(params, lr=0.01, betas=(0.8, 0.99), eps=1e-3, weight_decay=0.3)

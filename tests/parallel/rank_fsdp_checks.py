@@ -25,8 +25,8 @@ from rank_model import (
 )
 from torch import nn
 
+from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM, compile_model
-from lmkit.optim.adamw import decay_groups
 from lmkit.parallel.fsdp import Fsdp
 from lmkit.parallel.fsdp_shards import FlatParameters
 from lmkit.parallel.ranks import Ranks

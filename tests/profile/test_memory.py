@@ -80,7 +80,7 @@ def test_bytes_are_attributed_to_source_lines(result):
     moments = [cell for cell in cells if "optimizer state" in cell]
     weights = count_parameters(MODEL).total * 4 / GIB
     share = weights / peak_row(result.rows)["peak_gib"]
-    assert [line.split(":")[0] for *_, line in moments] == ["optim/adamw.py"] * 2
+    assert [line.split(":")[0] for *_, line in moments] == ["core/adamw.py"] * 2
     assert {kind[-12:] for *_, kind in moments} == {"_like(exact)"}
     for _, of_peak, *_ in moments:
         assert float(of_peak.strip("%")) / 100 == pytest.approx(share, abs=0.006)  # two digits are shown

@@ -13,9 +13,10 @@ from raising import raises
 from run_folders import losses, newest, train_here
 from torch import nn
 
+from lmkit.core.adamw import decay_groups
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
 from lmkit.parallel.zero1_shards import consolidate

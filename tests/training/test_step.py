@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.adamw import AdamW, decay_groups
+from lmkit.optim.adamw import AdamW
 from lmkit.parallel.none import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
