@@ -5,7 +5,7 @@ autograd there, too. The file of every other operation has the kernels, the auto
 torch.compile.
 
 * `flash`: attention in portable Triton; `hopper`: attention for Hopper GPUs in Gluon;
-* `norm`: residual sum and RMSNorm; `rope`: rotary positions in place; `normed_rope`: RMSNorm of heads and RoPE;
+* `norm`: residual sum and RMSNorm; `rope`: rotary positions in place;
 * `swiglu`; `swiglu_fp8`: with its cast; `fp8`: casts to fp8; `embedding`: its gradient;
 * `cross_entropy`: the head's product and the loss, a chunk of tokens at a time;
 * `adamw`: the optimizer's update in one pass over memory;

@@ -168,11 +168,12 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         # Forward: two read, one written; backward: three read, two written.
         classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
-        classes.NORM: Work(num_bytes=8 * gains * element),
+        # Of heads alone: read, written; input and gradient read, one written.
+        classes.NORM: Work(num_bytes=(8 * gains + 5 * (d + d_kv) * layers * config.qk_norm) * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
-        # Read and written, forward and backward. With the norm of heads v is copied; backward reads the projection.
-        classes.ROPE: Work(num_bytes=(4 * (d + d_kv) + (d + 3 * d_kv) * config.qk_norm) * layers * element),
+        # Read and written, forward and backward.
+        classes.ROPE: Work(num_bytes=4 * (d + d_kv) * layers * element),
         classes.EMBEDDING: Work(num_bytes=4 * d * element),  # likewise
     }
 

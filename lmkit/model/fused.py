@@ -10,14 +10,13 @@ from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy
 from lmkit.kernels.embedding import embedding
 from lmkit.kernels.norm import add_rms_norm, rms_norm
-from lmkit.kernels.normed_rope import normed_rope
 from lmkit.kernels.rope import rope_
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.kernels.versions import INTERPRETED
 from lmkit.model.loss import SliceGradient
 from lmkit.model.memory import tokens_per_slice
-from lmkit.model.operations import HeadsNorm, Operations
+from lmkit.model.operations import Operations
 from lmkit.registry import OPERATIONS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,17 +44,11 @@ class Fused(Operations):
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
 
-    def rotated(
-        self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool, norm: HeadsNorm | None = None
-    ) -> tuple[Tensor, ...]:
+    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:
             cos_sin = cos_sin[0]  # the same positions in all rows
         # What follows hands back one gradient, new and read by nothing else.
-        if norm is None:
-            qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
-        else:
-            gains = norm.q_gain, norm.k_gain
-            qkv = normed_rope(qkv, gains, cos_sin, kv_heads, eps=norm.eps, reuse_grad=True)
+        qkv = rope_(qkv, cos_sin, kv_heads, reuse_grad=True)
         return (qkv,) if joined else heads_of(qkv, kv_heads, 2 * cos_sin.shape[-2])
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:

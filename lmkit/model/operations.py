@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ from lmkit.registry import OPERATIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of q (batch, heads, seq, head_dim) to k, v (batch, kv_heads, seq, head_dim), shaped as q."""
-
-
-class HeadsNorm(NamedTuple):
-    """RMSNorm of each query and key: their gains, (head_dim) each, and what is added to the mean square."""
-
-    q_gain: Tensor
-    k_gain: Tensor
-    eps: float
 
 
 @OPERATIONS.register("plain", order=2)
@@ -56,30 +48,18 @@ class Operations:
             total = x + delta  # under autocast
         return total, rms_norm(total, gain, eps)
 
-    def normed_heads(self, qkv: Tensor, kv_heads: int, norm: HeadsNorm) -> Tensor:
-        """Return the projection q|k|v (..., (heads + 2 kv_heads) * head_dim) with its queries and keys normalised."""
-        heads = qkv.unflatten(-1, (-1, len(norm.q_gain)))  # (..., heads + 2 kv_heads, head_dim)
-        q, k, v = heads.split((heads.shape[-2] - 2 * kv_heads, kv_heads, kv_heads), dim=-2)
-        q, k = (rms_norm(x, gain, norm.eps).to(v.dtype) for x, gain in ((q, norm.q_gain), (k, norm.k_gain)))
-        return torch.cat((q, k, v), dim=-2).flatten(-2)
-
-    def rotated(
-        self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool, norm: HeadsNorm | None = None
-    ) -> tuple[Tensor, ...]:
+    def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         """Rotate q and k in the projection q|k|v.
 
         Args:
             qkv: (batch, seq, (heads + 2 kv_heads) * head_dim); may be overwritten.
             cos_sin: of the positions, see `apply_rope`.
             joined: the attention kernel has a form that takes the projection as it is.
-            norm: of queries and keys, before they are rotated.
 
         Returns:
             q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim), as views where they can be. If
             `joined`, it may be the projection alone, shaped as qkv.
         """
-        if norm is not None:
-            qkv = self.normed_heads(qkv, kv_heads, norm)
         heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
         qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
         q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)

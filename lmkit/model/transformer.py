@@ -21,11 +21,10 @@ from lmkit.model.layers import (
     Head,
     JoinedLinear,
     Linear,
-    RMSNorm,
     SwiGLU,
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
-from lmkit.model.operations import PLAIN, Attend, HeadsNorm, Operations, choose_operations
+from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
@@ -85,8 +84,8 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
+            self.q_norm = AddRMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
+            self.k_norm = AddRMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, given: Given, operations: Operations = PLAIN, attend: Attend | None = None
@@ -104,10 +103,13 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
         joined = attend is None and self.joined_attention is not None
-        norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            norm = HeadsNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined, norm=norm)
+            heads = qkv.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
+            q, k, v = heads.split((heads.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), dim=2)
+            pairs = (self.q_norm, q), (self.k_norm, k)
+            q, k = (norm(x, None, operations)[1].to(v.dtype) for norm, x in pairs)
+            qkv = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)  # no view: it may be overwritten
+        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""

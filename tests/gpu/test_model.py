@@ -76,6 +76,7 @@ FIELDS = [
     {"num_kv_heads": 2, "tie_embeddings": True},
     {"d_model": 512, "num_heads": 4},
     {"attention": "sdpa"},
+    {"qk_norm": True, "num_kv_heads": 2},
 ]
 
 

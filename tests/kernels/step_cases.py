@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.kernels import cross_entropy, embedding, norm, normed_rope, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
 from lmkit.model.loss import linear_cross_entropy
-from lmkit.model.operations import PLAIN, HeadsNorm
+from lmkit.model.operations import PLAIN
 from lmkit.model.rope import apply_rope
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
@@ -66,31 +66,6 @@ def rotated(
     )
 
 
-def normed_rotated(
-    batch: int,
-    seq: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    table: int = 1,
-    deterministic: bool = False,
-    eps: float = 1e-5,
-    **options,
-) -> Case:
-    cos_sin = table_of(seq, head_dim, table)
-
-    def plain(x: Tensor, *gains: Tensor) -> Tensor:
-        q, k, v = PLAIN.rotated(x, cos_sin(x), kv_heads, joined=False, norm=HeadsNorm(*gains, eps))
-        return torch.cat((q, k, v), dim=1).transpose(1, 2).flatten(2)
-
-    def fused(x: Tensor, *gains: Tensor) -> Tensor:
-        return normed_rope.normed_rope(x, gains, cos_sin(x), kv_heads, eps=eps, **options) * 1
-
-    fused.deterministic = deterministic
-    shapes = [(batch, seq, (heads + 2 * kv_heads) * head_dim), (head_dim,), (head_dim,)]
-    return Case(fused, plain, shapes)
-
-
 def targets_of(hidden: Tensor, vocab_size: int, masked: Sequence[int] = ()) -> Tensor:
     ids = torch.randint(vocab_size, (len(hidden),), generator=torch.Generator().manual_seed(5))
     ids[list(masked)] = -100
@@ -133,11 +108,6 @@ CASES = {
     "rope with a table for each row": rotated(3, 5, 2, 1, 16, table=3),
     "rope of pairs": rotated(1, 1, 1, 1, 2),
     "rope that reuses the gradient": rotated(2, 5, 3, 1, 8, reuse_grad=True),
-    "normed rope": normed_rotated(2, 7, 4, 2, 6),
-    "normed rope with a table for each row": normed_rotated(3, 5, 2, 1, 16, table=3, eps=0.5),
-    "normed rope of pairs": normed_rotated(1, 3, 1, 1, 2, eps=0.5),
-    "normed rope that reuses the gradient": normed_rotated(2, 5, 3, 1, 8, reuse_grad=True),
-    "normed rope in a fixed order": normed_rotated(2, 5, 6, 3, 12, deterministic=True),
     "swiglu": Case(swiglu.swiglu, PLAIN.swiglu, [(3, 5, 2 * 11)]),
     "swiglu in place": Case(lambda x: swiglu.swiglu(x * 1), PLAIN.swiglu, [(3, 5, 2 * 11)]),
     "swiglu across blocks": Case(swiglu.swiglu, PLAIN.swiglu, [(5, 2 * 700)]),

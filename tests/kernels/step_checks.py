@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from attention_oracle import error_of
-from step_cases import CASES, Case, Function, plain_norm, table_of, targets_of, tuned
+from step_cases import CASES, Case, Function, plain_norm, targets_of, tuned
 from torch import Tensor
 
-from lmkit.kernels import cross_entropy, embedding, norm, normed_rope, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
 from lmkit.model.loss import linear_cross_entropy
 from lmkit.model.operations import PLAIN
 
@@ -203,24 +203,6 @@ def check_rope_leaves_a_gradient_that_others_read(device: str) -> None:
     assert torch.equal(given, kept)
 
 
-def check_normed_rope_leaves_what_others_read(device: str) -> None:
-    """Its input, and without `reuse_grad` the gradient; with it, the gradient's memory is used again."""
-    x, other = (tuned(1, 3, 4 * 8, device=device, seed=i).requires_grad_() for i in range(2))
-    gains = tuned(8, device=device, seed=2), tuned(8, device=device, seed=3)
-    table = table_of(3, 8, 1)(x)
-    given = tuned(1, 3, 4 * 8, device=device, seed=4)
-    kept, before = given.clone(), x.detach().clone()
-    out = normed_rope.normed_rope(x, gains, table, 1)
-    of_x, of_other = torch.autograd.grad(out + other, [x, other], given)
-    for mine, wanted in ((of_other, kept), (given, kept), (x, before), (of_x[..., -8:], kept[..., -8:])):
-        assert torch.equal(mine, wanted)
-    out = normed_rope.normed_rope(x, gains, table, 1, reuse_grad=True)
-    (reused,) = torch.autograd.grad(out, x, given)
-    assert reused.data_ptr() == given.data_ptr()
-    assert given._version == 1, "autograd would not see that it has changed"
-    torch.testing.assert_close(reused, of_x)
-
-
 def check_swiglu_reuses_its_input(device: str) -> None:
     inner = tuned(3, 8, device=device).requires_grad_() * 1
     address = inner.data_ptr()
@@ -301,14 +283,7 @@ def check_gain_gradient_in_a_fixed_order(device: str) -> None:
 
 
 def check_second_derivatives_are_refused(device: str) -> None:
-    for name in (
-        "norm",
-        "normed rope",
-        "normed rope that reuses the gradient",
-        "swiglu in place",
-        "cross-entropy",
-        "embedding",
-    ):
+    for name in ("norm", "swiglu in place", "cross-entropy", "embedding"):
         case = CASES[name]
         inputs, grads = inputs_of(case, torch.float32, device)
         leaves = [x.requires_grad_() for x in inputs]
@@ -337,11 +312,6 @@ def check_nothing_in_gives_nothing_out(device: str) -> None:
     assert (gain.grad == 0).all()
     table = torch.ones(0, 2, 2, device=device)
     assert rope.rope_(torch.empty(2, 0, 16, device=device), table, 1).shape == (2, 0, 16)
-    nothing = torch.empty(2, 0, 16, device=device, requires_grad=True)
-    gain = torch.ones(4, device=device, requires_grad=True)
-    normed_rope.normed_rope(nothing, (gain, gain), table, 1).sum().backward()
-    assert nothing.grad.shape == (2, 0, 16)
-    assert (gain.grad == 0).all()
     weight = tuned(5, 8, device=device).requires_grad_()
     ids = torch.empty(0, dtype=torch.int64, device=device)
     (

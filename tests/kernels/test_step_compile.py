@@ -7,17 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels import cross_entropy, embedding, norm, normed_rope, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
 
 KERNELS = (
     *(norm.add_norm_kernel, norm.norm_gradient_kernel, rope.rope_kernel),
-    *(normed_rope.normed_rope_kernel, normed_rope.normed_rope_gradient_kernel),
     *(swiglu.swiglu_kernel, swiglu.swiglu_gradient_kernel, cross_entropy.cross_entropy_kernel),
     *(embedding.scatter_add_kernel, embedding.sorted_sum_kernel),
 )
 CALLS = (
     *(norm.forward_calls, norm.backward_calls, rope.calls, swiglu.forward_calls, swiglu.backward_calls),
-    *(normed_rope.forward_calls, normed_rope.backward_calls),
     *(cross_entropy.calls, embedding.atomic_calls, embedding.sorted_calls),
 )
 # Loads and stores of single values in each kernel; all others move 16 bytes a thread.
@@ -25,8 +23,6 @@ SINGLE = {
     "add_norm_kernel": (0, 1),
     "norm_gradient_kernel": (1, 0),
     "rope_kernel": (0, 0),
-    "normed_rope_kernel": (0, 0),
-    "normed_rope_gradient_kernel": (0, 0),
     "swiglu_kernel": (0, 0),
     "swiglu_gradient_kernel": (0, 0),
     "cross_entropy_kernel": (3, 2),
@@ -51,11 +47,6 @@ def ptx(stand_in_gpu, assembled, monkeypatch):
         table = array(16, min(width, 128) // 4, 2, dtype=torch.float32)
         rope.rotate_(array(2, 16, 3 * width), table, width // min(width // 2, 64))
         rope.rotated(array(2, 16, 3 * width), table, width // min(width // 2, 64), True)
-        qkv, heads = array(2, 16, 3 * width), width // min(width // 2, 64)
-        gains = gain[: 2 * table.shape[1]], gain[: 2 * table.shape[1]]
-        normed_rope.forward(qkv, *gains, table, heads, 1e-5)
-        for in_place in (False, True):
-            normed_rope.backward(qkv, qkv, *gains, table, heads, 1e-5, in_place)
         joint = array(2, 16, 2 * D_FF[width])
         swiglu.backward(joint, swiglu.forward(joint))
         ids, logits = array(32, dtype=torch.int64), cross_entropy.empty_logits(32, array(50257, 1))

@@ -44,7 +44,6 @@ TABLE = torch.stack((checks.tuned(4, 4).cos(), checks.tuned(4, 4).sin()), dim=-1
 OPERATORS = {
     "add_rms_norm": lambda x, w: (x, x, w[0], 1e-5, torch.float32),
     "rope": lambda x, w: (x, TABLE, 1, False),
-    "normed_rope": lambda x, w: (x, w[0, :8], w[1, :8], TABLE, 1, 1e-5),
     "swiglu": lambda x, w: (x,),
     "linear_cross_entropy": lambda x, w: (x[0], w, IDS[0], 3, True, True),
     "embedding": lambda x, w: (IDS, w),
@@ -65,7 +64,6 @@ def whole_step(weight, gain):
     """Every fused function, one after the other, with those around them that hand gradients on."""
     x = checks.embedding.embedding(IDS, weight)
     qkv = checks.rope.rope_(checks.norm.rms_norm(x, gain) * 1, TABLE, 1)
-    qkv = checks.normed_rope.normed_rope(qkv, (gain[:8], gain[8:16]), TABLE, 1)
     x, y = checks.norm.add_rms_norm(x, qkv, gain)
     joint = torch.cat((y, y.sin()), dim=-1)
     _, y = checks.norm.add_rms_norm(x, checks.swiglu.swiglu(joint), gain)

@@ -54,7 +54,7 @@ NAMES = {
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata, LpNormFunctor<float>>(Metadata)",
     ),
     "casts to fp8": ("cast_rows_kernel", "cast_transposed_kernel"),
-    "RoPE": ("rope_kernel", "normed_rope_kernel", "normed_rope_gradient_kernel", "aten::view_as_complex"),
+    "RoPE": ("rope_kernel", "aten::view_as_complex"),
     "embedding": (
         "void at::native::(anonymous namespace)::compute_grad_weight<float, long, 128>(long*, float*, long*)",
         *("scatter_add_kernel", "sorted_sum_kernel", "aten::embedding_dense_backward", "aten::index_select"),

@@ -81,7 +81,7 @@ def test_bytes_are_attributed_to_source_lines(result):
     weights = count_parameters(MODEL).total * 4 / GIB
     share = weights / peak_row(result.rows)["peak_gib"]
     assert [line.split(":")[0] for *_, line in moments] == ["core/adamw.py"] * 2
-    assert {kind[-12:] for *_, kind in moments} == {"_like(exact)"}
+    assert {kind[-13:] for *_, kind in moments} == {"_like(param),"}
     for _, of_peak, *_ in moments:
         assert float(of_peak.strip("%")) / 100 == pytest.approx(share, abs=0.006)  # two digits are shown
     assert "backward()" in next(cell[-1] for cell in cells if "gradients" in cell)
