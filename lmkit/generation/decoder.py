@@ -5,7 +5,7 @@ A step exists in five forms with the same state. A form is used only if it imple
 
 * the model itself (`model_step`), which has all switches;
 * PyTorch's operations (`torch_step`), which implement fewer;
-* a single row on a CPU: NumPy's operations (`single_row_step`);
+* a single row on a CPU: NumPy's operations (`single_row_step`), which implement the same;
 * up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
 * more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
 
@@ -152,14 +152,12 @@ class Decoder:
             self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
             self._prefill = Prefill(self, padded=True)
             return
-        exact = weight.dtype in (torch.float32, torch.float64)
-        alone = rows == 1 and self.device.type == "cpu" and exact
-        if alone and not self.rereads and config.switches <= SingleRowStep.switches:
-            self._step = SingleRowStep(self)
-        elif not self.rereads and config.switches <= TorchStep.switches:
-            self._step = TorchStep(self)
-        else:
+        if self.rereads or config.switches - TorchStep.switches:
             self._step = ModelStep(self)
+        elif rows == 1 and self.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+            self._step = SingleRowStep(self)
+        else:
+            self._step = TorchStep(self)
         self._prefill = Prefill(self, padded=False)
 
     @cached_property

@@ -40,13 +40,7 @@ class Layer(NamedTuple):
 
 
 class SingleRowStep:
-    """Call it with the number of tokens of the row to make a step, in float32 or float64.
-
-    Attributes:
-        switches: the switches of [model] that it implements.
-    """
-
-    switches = frozenset({"qkv_bias", "qk_norm"})
+    """Call it with the number of tokens of the row to make a step, in float32 or float64."""
 
     def __init__(self, decoder: Decoder) -> None:
         model, config = decoder.model, decoder.model.config

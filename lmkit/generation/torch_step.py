@@ -34,7 +34,7 @@ class TorchStep:
     """Call it with the number of tokens of the longest row to make a step.
 
     Attributes:
-        switches: the switches of [model] that it implements.
+        switches: the switches of [model] that it implements; `SingleRowStep` has the same.
     """
 
     switches = frozenset({"qkv_bias", "qk_norm"})

@@ -75,7 +75,7 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     for rows, step in ((1, SingleRowStep), (2, TorchStep)):
         for key, value in SWITCHES.items():
             decoder = Decoder(make_model(**{key: value}), rows, sampling=GREEDY, most=ENDLESS)
-            assert isinstance(decoder._step, step if key in step.switches else ModelStep)
+            assert isinstance(decoder._step, step if key in TorchStep.switches else ModelStep)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
