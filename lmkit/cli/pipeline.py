@@ -26,7 +26,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.parallel.place import read_place
 from lmkit.recipe.changes import is_under, refused, without_effect
-from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
+from lmkit.recipe.load import differences, load_recipe, required, save_recipe
 from lmkit.recipe.run_folder import (
     CHECKPOINTS,
     RECIPE,
@@ -341,7 +341,7 @@ class Pipeline:
                 remove_partials(self.folder)
                 recipe = self._with_trained_steps()
                 self.record.forget(self.redone)  # the folder is a run from now on
-                write_atomic(self.folder / RECIPE, recipe_to_toml(recipe))
+                save_recipe(recipe)
                 yield
             except BaseException:
                 if self.aside is not None:

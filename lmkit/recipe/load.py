@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
 from lmkit.recipe.values import Only
+from lmkit.storage import write_atomic
 from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
@@ -205,6 +207,15 @@ def recipe_to_toml(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
+def save_recipe(recipe: Recipe) -> None:
+    """Write the resolved recipe into its run folder; a file that says the same stays, with its comments."""
+    path, text = recipe.run.path / RECIPE, recipe_to_toml(recipe)
+    with suppress(UsageError):  # there is none, or it is damaged
+        if read_toml(path) == tomllib.loads(text):
+            return
+    write_atomic(path, text)
+
+
 # Overrides and other names
 
 
@@ -326,14 +337,12 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
-        refusal = UsageError(
-            "recipe.mistakes",
+        codes = {code for code, _ in mistakes}
+        raise UsageError(
+            codes.pop() if len(codes) == 1 else "recipe.mistakes",
             f"{origin}: " + "; ".join(text for _, text in mistakes),
             hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
         )
-        if len({code for code, _ in mistakes}) == 1:
-            refusal.code = mistakes[0][0]
-        raise refusal
     recipe = Recipe(**tables)  # type: ignore[arg-type]
     recipe._origin = origin
     return recipe
@@ -392,10 +401,7 @@ def _describe(table: str, detail: Any) -> tuple[str, str]:
 
 def _shown(value: object) -> str:
     """Return a value as the user wrote it, cut to a readable length."""
-    if isinstance(value, bool):
-        text = str(value).lower()
-    else:
-        text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
+    text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
