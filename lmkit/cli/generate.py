@@ -159,7 +159,7 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
     """Return all prompts that flags name; None if there are none."""
     prompts = list(given or ())
     if "-" in prompts:
-        typed = sys.stdin.buffer.read().decode("utf-8", "replace")
+        typed = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
         typed = typed.replace("\r\n", "\n").removesuffix("\n")
         if not typed:
             hint = 'write the prompt to stdin; to start a new document: --prompt ""'

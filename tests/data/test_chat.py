@@ -127,7 +127,9 @@ def test_a_file_without_mask_is_described_as_ever(tmp_path):
 
 
 def test_the_last_conversations_are_held_out(corpus, tmp_path):
-    table = CorpusConfig(source="chat", train=(corpus, corpus), valid_fraction=0.1)
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(corpus.read_bytes())
+    table = CorpusConfig(source="chat", train=(corpus, again), valid_fraction=0.1)
     files = prepare_corpus(table, tmp_path / "corpus")
     assert [path.name for path in files.train + files.valid] == ["train.jsonl", "valid.jsonl"]
     lines = [json.loads(text) for path in files.train + files.valid for text in path.read_text().splitlines()]
