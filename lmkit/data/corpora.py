@@ -361,11 +361,13 @@ def _json_documents(
             found = f"keys: {', '.join(keys)}" if keys else json.dumps(record)
             if table.field in keys:
                 found = f"it is {json.dumps(document)}"
-            raise UsageError(
-                "corpus.no_field",
-                f'{where}: no text under "{table.field}" ({found[:80]})',
-                hint="name the key that holds the text: corpus.field in a recipe, or --field",
-            )
+            hint = "name the key that holds the text: corpus.field in a recipe, or --field"
+            if "messages" in keys:
+                hint = (
+                    'conversations are read by recipes, for training and evaluation: corpus.source = "chat"'
+                )
+            message = f'{where}: no text under "{table.field}" ({found[:80]})'
+            raise UsageError("corpus.no_field", message, hint=hint)
         data = document.encode().removesuffix((table.separator or "").encode())
         marked += end in data.removesuffix(end)
         if data:

@@ -160,6 +160,11 @@ def test_json_lines_become_documents(write, split):
     assert valid.decode() == stories[-1] + MARK
 
 
+def test_conversations_are_told_apart_from_documents(write, split):
+    with raises(UsageError, "corpus.no_field", "x.jsonl, line 1", hint='corpus.source = "chat"'):
+        split(write("x.jsonl", '{"messages": []}'))
+
+
 def test_an_item_of_an_array_is_named(write, split):
     with raises(UsageError, "corpus.no_field", "x.json, item 2"):
         split(write("x.json", '[{"text": "a"},\n\n {"body": "b"}]'))
