@@ -64,6 +64,11 @@ def token_file(folder: Path, part: str) -> Path:
     return folder / "tokens" / f"{part}.npy"
 
 
+def tokenizer_in(path: Path) -> Path:
+    """Return the `tokenizer.json` in a folder; a path that is no folder as it is."""
+    return path / TOKENIZER if path.is_dir() else path
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the record `stages.json` of a run folder; {} if there is none, or it is not lmkit's."""
     record = _object(folder / RECORD)
