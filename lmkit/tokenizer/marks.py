@@ -117,11 +117,11 @@ def added_by(config: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
-    """Write the marks of a tokenizer into the files beside it, unless these say the same already. Other keys stay.
+    """Write the marks of a tokenizer into the files beside it, unless these say the same already.
 
     Raises:
         UsageError: the marks have to be written, and the tokenizer has another name than tokenizer.json
-            ("tokenizer.marks").
+            ("tokenizer.marks"), or such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(read_marks(path), special_ids) == marks:
@@ -134,8 +134,17 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
             hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
         )
-    _update(path.with_name(TOKENIZER_CONFIG), {"bos_token": marks.begin, "eos_token": marks.end})
-    _update(path.with_name(GENERATION_CONFIG), {"eos_token_id": list(marks.stops) or None})
+    files = {
+        path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
+        path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
+    }
+    for file, content in files.items():
+        if not _read(file).keys() <= content.keys():
+            message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
+            hint = f"write {path.name} into another folder, or move that file away"
+            raise UsageError("tokenizer.replaces_marks", message, hint=hint)
+    for file, content in files.items():
+        write_atomic(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -150,10 +159,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, why: object) -> LmkitError:
     hint = "copy or download it again; it names the tokens that begin and end a text"
     return LmkitError("tokenizer.damaged_marks", f"{path}: {why}", hint=hint)
-
-
-def _update(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps({**_read(path), **content}, indent=1, ensure_ascii=False) + "\n")
 
 
 def _text(content: Mapping[str, Any], key: str) -> str | None:

@@ -338,7 +338,8 @@ class Tokenizer:
         `generation_config.json` beside it do.
 
         Raises:
-            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks").
+            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
+                somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
         write_atomic(path, tokenizer_json.to_json(self))
