@@ -47,7 +47,10 @@ RUN_FILES = (
 _STAGES = ("corpus", "tokenizer", "encode", "train")
 _MARK = "lmkit"
 """Key of the record and of `environment.json` that only lmkit writes: its version."""
-_RESULTS = (RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png")
+_RESULTS = (
+    *(RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png"),
+    *("profile.*", "kineto_trace.*", "memory_*"),  # recordings
+)
 _PATHS = (
     ("corpus", "train"),
     ("corpus", "valid"),

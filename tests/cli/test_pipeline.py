@@ -255,3 +255,11 @@ def test_a_copy_of_a_text_that_is_learned_is_told(key, files, run, terminal):
     (warning,) = [line for line in terminal.err.splitlines() if "copy.txt" in line]
     assert f"corpus.{key}" in warning
     assert "other.txt" not in warning
+
+
+def test_every_folder_of_seeds_is_checked_before_the_first_run_starts(run, terminal):
+    Path("runs/many/seed-2").mkdir(parents=True)
+    Path("runs/many/seed-2/tokenizer.json").write_text("{}")
+    command = "run fish.toml --seeds 3 --set run.name=many"
+    terminal.refuses(command, code="run.not_a_run_folder", says=["seed-2"])
+    assert [path.name for path in Path("runs/many").iterdir()] == ["seed-2"]
