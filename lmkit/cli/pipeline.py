@@ -25,8 +25,8 @@ from lmkit.data.corpora import check_corpus
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.parallel.place import read_place
-from lmkit.recipe.changes import is_under, refused, without_effect
-from lmkit.recipe.load import differences, load_recipe, required, save_recipe
+from lmkit.recipe.changes import differences, is_under, refused, without_effect
+from lmkit.recipe.load import load_recipe, required, save_recipe
 from lmkit.recipe.run_folder import (
     CHECKPOINTS,
     RECIPE,

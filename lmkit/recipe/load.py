@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
+from lmkit.recipe.changes import flat
 from lmkit.recipe.depth import SIZES, beside_dial, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
@@ -337,12 +338,14 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
-        codes = {code for code, _ in mistakes}
-        raise UsageError(
-            codes.pop() if len(codes) == 1 else "recipe.mistakes",
+        refusal = UsageError(
+            "recipe.mistakes",
             f"{origin}: " + "; ".join(text for _, text in mistakes),
             hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
         )
+        if len({code for code, _ in mistakes}) == 1:
+            refusal.code = mistakes[0][0]
+        raise refusal
     recipe = Recipe(**tables)  # type: ignore[arg-type]
     recipe._origin = origin
     return recipe
@@ -410,8 +413,8 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
 
     Not for defaults, which a resolved recipe holds, nor for a key of the file if the command line has the other key.
     """
-    on_command_line = _flat(typed)
-    for dotted in _flat(given):
+    on_command_line = flat(typed)
+    for dotted in flat(given):
         name, _, key = dotted.partition(".")
         table = getattr(recipe, name)
         field = type(table).model_fields.get(key)
@@ -421,30 +424,3 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
             is_meant = dotted in on_command_line or only.switch not in on_command_line
             if is_meant and not only.holds(key, recipe):
                 yield f"{dotted} has no effect; it is used only {only.condition(key)}"
-
-
-def differences(
-    old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
-
-    Args:
-        old, new: recipes, or what `read_toml` returned.
-        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
-    """
-    before, after = (
-        _flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
-        for tables in (old, new)
-    )
-    return tuple(
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
-    )
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

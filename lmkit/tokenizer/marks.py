@@ -134,7 +134,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
             hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
         )
-    files = {
+    files: dict[Path, dict[str, Any]] = {
         path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
