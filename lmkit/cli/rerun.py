@@ -54,7 +54,7 @@ def rerun(
     recipe, before = load_recipe(recipe_file), _environment(folder)
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
-    from lmkit.recipe.load import differences
+    from lmkit.recipe.changes import differences
 
     changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
     trained = [recipe for recipe in map(_trained_recipe, (folder, new)) if recipe is not None]
