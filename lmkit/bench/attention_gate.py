@@ -35,6 +35,7 @@ NATS = 60.0
 """How far the dominant key of a sink stands above the others."""
 MEASURES = ("overall", "worst_row")
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TENSORS = ("q", "k", "v", "dout")
 Results = tuple[Tensor, ...]
 """(out,) or (out, dq, dk, dv), in the order of `NAMES`."""
 
@@ -64,6 +65,12 @@ class Inputs:
         """Return the heads of `x` that belong to one key head in one batch row."""
         width = x.shape[1] // self.k.shape[1]
         return x[batch : batch + 1, kv_head * width : (kv_head + 1) * width]
+
+    def copy_(self, other: Inputs) -> None:
+        """Take the numbers of other inputs; the tensors stay where they are."""
+        for name in TENSORS:
+            if (tensor := getattr(self, name)) is not None:
+                tensor.copy_(getattr(other, name))
 
     def run(self, function: Callable[..., Tensor]) -> Results:
         """Return the results of an attention function."""
@@ -228,6 +235,14 @@ class Gate:
             dout = torch.zeros_like(inputs.dout)
             dout[:, :, self._rows] = inputs.dout[:, :, self._rows]
             self.probe = replace(inputs, dout=dout)
+        self._kept = [
+            (name, tensor, tensor.clone())
+            for name, tensor in [
+                *((name, getattr(inputs, name)) for name in TENSORS),
+                ("dout", self.probe.dout),
+            ]
+            if tensor is not None
+        ]
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
         self._exact = self._at_spots(EXACT)
@@ -237,19 +252,26 @@ class Gate:
         # One rounding of a result to the inputs' dtype, and float32 sums.
         self._floor = torch.finfo(inputs.q.dtype).eps + 16.0 * torch.finfo(torch.float32).eps
 
+    def restore(self) -> str:
+        """Return which inputs are not what they were, and put them back."""
+        written = [(name, tensor, kept) for name, tensor, kept in self._kept if not torch.equal(tensor, kept)]
+        for _, tensor, kept in written:
+            tensor.copy_(kept)
+        return ", ".join(dict.fromkeys(name for name, *_ in written))
+
     def errors(self, got: Results) -> dict[str, float]:
         """Return name -> distance from float64 over its size, for results of `probe`; the worse of the two heads."""
         if self._malformed(got):
             return {}
         return dict(zip(NAMES, self._errors(self._cut_out(got))[:, 0].tolist(), strict=False))
 
-    def faults_at_spots(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_at_spots(self, got: Results, arithmetic: Arithmetic | None = EXACT) -> list[str]:
         """Return what is wrong with a variant's results for `probe`, one line each; empty if they are exact enough.
 
         Budget: `ALLOWANCE` times the error of PyTorch's kernel on the same inputs, or of exact arithmetic that only
-        rounds where `arithmetic` says, plus one rounding to the inputs' dtype.
+        rounds where `arithmetic` says, plus one rounding to the inputs' dtype. None: only form is checked.
         """
-        if faults := self._malformed(got):
+        if (faults := self._malformed(got)) or arithmetic is None:
             return faults
         errors = self._errors(self._cut_out(got)).tolist()
         limits = (ALLOWANCE * self._budget(arithmetic) + self._floor).tolist()
@@ -260,13 +282,13 @@ class Gate:
             if not value <= limit
         ]
 
-    def faults_against_pytorch(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_against_pytorch(self, got: Results, arithmetic: Arithmetic | None = EXACT) -> list[str]:
         """Return the heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
 
         Args:
             got: a variant's results for `inputs`, with the dense dout.
         """
-        if faults := self._malformed(got):
+        if (faults := self._malformed(got)) or arithmetic is None:
             return faults
         sizes = [float(_head_sizes(theirs).mean()) for theirs in self._pytorch]
         if self._is_short:

@@ -29,6 +29,7 @@ from lmkit.registry import STRATEGIES
 if TYPE_CHECKING:
     import torch
 
+    from lmkit.bench.training_gate import Reference
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -227,14 +228,12 @@ class Gates:
     """
 
     def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
-        from lmkit.bench.training_gate import Seen, reference
-        from lmkit.parallel.collectives import agree
+        from lmkit.bench.training_gate import agreed, reference
 
         self._case, self._ranks = case, ranks
-        self._seen: list[Seen] | None = None
+        self._seen: Reference = ""
         if any(synchronizes(name) and not unfit(name, case) for name in names):
-            seen = reference(_recipe_of(case, ranks.world_size), ranks.device)
-            self._seen = None if agree(ranks, stop=seen is None) else seen
+            self._seen = agreed(reference(_recipe_of(case, ranks.world_size), ranks.device), ranks)
 
     def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
         """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""
