@@ -99,7 +99,8 @@ def check_kernel(name: str) -> None:
         raise UsageError(
             "bench.unknown_kernel",
             f"bench.attention.kernels: there is no {name!r}{did_you_mean(plain, known)}",
-            hint=f"there are {', '.join(dict.fromkeys(known))}, each with an optional {COMPILED}",
+            hint=f"there are {', '.join(dict.fromkeys(known))}, each with an optional {COMPILED}, "
+            "and those of --plugin FILE",
         )
 
 

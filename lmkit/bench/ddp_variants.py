@@ -159,7 +159,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
             "bench.unknown_variant",
             f"bench.{bench}.variants: there is no {name!r}{did_you_mean(name, known)}",
             hint=f"{'; '.join(known)}; or with options that the strategy uses: bucketed 100 MB; zero1 bf16; "
-            "flat bf16 wire; fsdp bf16 states; any of them compiled",
+            "flat bf16 wire; fsdp bf16 states; any of them compiled; or those of --plugin FILE",
         )
     size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
     own = {"options": {key: options.pop(key) for key in facts.options if key in options}}
