@@ -126,7 +126,7 @@ def with_planted(ranks: Ranks) -> dict[str, Any]:
         names = ("one rank", *PLANTED)
         short = context_of("ddp", ranks, [], rounds=1)
         case = case_of(short.recipe, short.options, "ddp")
-        of_optimizer = context_of("optimizer", ranks, [], rounds=1, variants=names[1:])
+        of_optimizer = context_of("optimizer", ranks, [], rounds=4, variants=names[1:])
         return {
             "ddp": ddp.measure(case, names, short, part="ladder"),
             "optimizer": optimizer(of_optimizer),
