@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmkit.cli import first_edition
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
@@ -93,25 +92,6 @@ class StageRecord:
         if content != entries:
             lost = ["every stage"]
         self.damage = f"{path}: damaged, so that {', '.join(lost)} may run again" if lost else None
-        if entries and "files" not in entries:
-            made = first_edition.read_record(self.folder, self._entries)
-            if made is not None:
-                self._adopt(made)
-
-    def _adopt(self, made: first_edition.Made) -> None:
-        """Bring the entries of a record of the first edition into today's form."""
-        values, content = _values(made.recipe)[0], self._contents(made.recipe)
-        for stage in made.stages:
-            entry = self._entries[stage]
-            entry |= _read_by(stage, values, content)
-            for names in entry.get("outputs", {}).values():
-                places = [Path(name) for name in names]
-                names[:] = [
-                    self._name(self.folder / place.relative_to(made.folder))
-                    if place.is_relative_to(made.folder)
-                    else str(place)
-                    for place in places
-                ]
 
     def _contents(self, recipe: Recipe) -> dict[str, list[str]]:
         """Return the hashes of the files that a recipe names: key of the recipe -> hashes."""

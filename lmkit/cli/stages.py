@@ -175,8 +175,7 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
     training = run.read("training", "parameters", "step")
     train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
     story = read_input(run.folder / STORIES).decode("utf-8", "replace")
-    # Until token files of format 2, the letters of special tokens counted as text.
-    bits = evaluation["bits_per_byte"] if valid.format > 1 else None
+    bits = evaluation["bits_per_byte"]
     held_out = [f"loss {evaluation['loss']:.4f}"]
     held_out += [f"perplexity {value:.2f}" for value in [evaluation["perplexity"]] if value is not None]
     held_out += [f"{value:.4f} bits per byte" for value in [bits] if value is not None]

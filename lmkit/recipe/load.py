@@ -254,41 +254,27 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-KEY_ALIASES: dict[str, str] = {
-    "checkpoint.checkpointing_interval": "interval",
-    "optimizer.learning_rate": "lr",
-    "bench.ddp.contenders": "variants",
-    "bench.optimizer.contenders": "variants",
-    "parallel.wire_dtype": "reduce_dtype",
-}
-"""Keys of similar projects and of older versions: dotted path -> today's name in the same table. The registry has
-the aliases of kernels and strategies."""
+KEY_ALIASES = (
+    ("checkpoint", "checkpointing_interval", "interval"),
+    ("optimizer", "learning_rate", "lr"),
+)
+"""Table, key of similar projects, our key. The registry has the aliases of kernels and strategies."""
 
 
 def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tables with today's keys for their aliases.
+    """Return a copy of the tables with our keys for their aliases.
 
     A key that is given under both names stays: validation then refuses the alias.
     """
-    tables = _copied(raw, depth=3)
-    for path, ours in KEY_ALIASES.items():
-        *parents, theirs = path.split(".")
-        table: Any = tables
-        for parent in parents:
-            table = table.get(parent) if isinstance(table, dict) else None
+    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in raw.items()}
+    for name, theirs, ours in KEY_ALIASES:
+        table = tables.get(name)
         if isinstance(table, dict) and theirs in table and ours not in table:
             table[ours] = table.pop(theirs)
     model = tables.get("model")
     if isinstance(model, dict) and isinstance(model.get("use_flash"), bool) and "attention" not in model:
         model["attention"] = "flash_triton" if model.pop("use_flash") else "vectorized"
     return tables
-
-
-def _copied(tables: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
-    return {
-        key: _copied(value, depth=depth - 1) if depth and isinstance(value, dict) else value
-        for key, value in tables.items()
-    }
 
 
 # Validation

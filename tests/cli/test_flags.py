@@ -104,7 +104,7 @@ def test_seeds_make_runs_side_by_side(run, terminal):
         json.loads((run.parent / "school" / name / "training.json").read_text())
         for name in ("seed-4", "seed-5")
     ]
-    assert found[0]["valid_loss"] != found[1]["valid_loss"]
+    assert found[0]["evaluation"]["loss"] != found[1]["evaluation"]["loss"]
     compared = json.loads(terminal(f"compare {run} {run.parent}/school --json"))
     assert compared["runs"] == [1, 2]
     assert compared["rows"][-1]["before"] == pytest.approx(

@@ -33,7 +33,7 @@ def test_faults_01_to_11_mistakes_in_a_recipe_reach_the_terminal_as_one_line(fau
         Path("wrong.toml").write_bytes(content)
     else:
         Path("wrong.toml").mkdir()
-    for command in ("train", "run", "verify --resume", "verify resume", "bench ddp", "profile kineto"):
+    for command in ("train", "run", "verify --resume", "bench ddp", "profile kineto"):
         refusal = terminal.refuses(f"{command} wrong.toml", code=code)
         assert "wrong.toml" in refusal.error or (fault == 8 and "[" in refusal.error)
         assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
@@ -184,11 +184,6 @@ def test_an_option_that_would_be_ignored_is_refused(command, options, terminal):
     # An option that was typed with its default value is refused, too.
     terminal.refuses(command, code="command.unused_option", says=options)
     assert not Path("artifacts").exists()
-
-
-@pytest.mark.parametrize("command", ["verify a b", "verify resume", "verify resume resume x"])
-def test_verify_takes_one_path(command, terminal):
-    terminal.refuses(command, code=None)
 
 
 def test_compare_finds_what_became_slower(terminal):

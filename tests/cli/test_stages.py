@@ -344,35 +344,6 @@ def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run, termin
     assert [stage for stage, state in planned.items() if state == "up to date"] == ["corpus"]
 
 
-def test_fault_116_a_run_folder_of_the_first_edition_is_up_to_date(run, terminal):
-    """`first_edition/` holds the recipe and the record that version 0.1.0 left of this run."""
-    os.utime("corpus.txt", ns=(0, 1795443439318236027))  # when its corpus was written
-    sample = Path(__file__).parent / "first_edition"
-    for name in ("recipe.toml", "stages.json"):
-        shutil.copy(sample / name, run)
-    record = json.loads((sample / "stages.json").read_text())
-    record["no stage of ours"] = {"done": False}
-    (run / "stages.json").write_text(json.dumps(record))
-    os.rename("runs", "elsewhere")
-    for options in ("--dry-run", ""):
-        made = states(terminal, f"run fish.toml --set run.folder=elsewhere {options}")
-        assert set(made.values()) == {"up to date"}
-    assert set(states(terminal, "run elsewhere/fish/recipe.toml").values()) == {"up to date"}
-
-    os.rename("elsewhere", "runs")
-    shutil.copy(sample / "stages.json", run)
-    recipe = (sample / "recipe.toml").read_text()
-    for old, new, redone in (
-        ("max_new_tokens = 1", "max_new_tokens = 2", ["generate"]),
-        ("lr = 0.001", "lr = 0.002", ["train", "evaluate", "generate"]),
-        ("[tokenizer]", "[tokenizer]\nvocab_size = true", list(stage_record.READS)),
-    ):
-        assert old in recipe
-        (run / "recipe.toml").write_text(recipe.replace(old, new, 1))  # then it did not make these stages
-        record = stage_record.StageRecord(run, load_recipe("fish.toml"))
-        assert [stage for stage in stage_record.READS if not record.is_finished(stage)] == redone
-
-
 def test_fault_145_the_tokenizer_of_another_model_is_refused(run, terminal):
     Path("other.txt").write_text("quite other words\n" * 50)
     terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")

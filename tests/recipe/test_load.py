@@ -165,7 +165,7 @@ def test_every_mistake_is_reported_at_once(write):
     message = refusal(
         write(
             '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\noptions.x = 1\n"
+            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nreduce_dtype = 'bf16'\noptions.x = 1\n"
         ),
         "model.use_flsh=true",
         code="recipe.mistakes",
@@ -352,8 +352,6 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("[model]\nattention = 'sdpa'", "model.use_flash=false", "model.attention", "vectorized"),
         ("", "parallel.strategy=flashddp", "parallel.strategy", "bucketed"),
         ("", "parallel.strategy=Naive DDP", "parallel.strategy", "naive"),
-        ("", "parallel.wire_dtype=bf16", "parallel.reduce_dtype", "bf16"),
-        ("[parallel]\nwire_dtype = 'bf16'", "parallel.bucket_mb=25", "parallel.reduce_dtype", "bf16"),
         ("", "checkpoint.checkpointing_interval=7", "checkpoint.interval", 7),
         ("[optimizer]\nlearning_rate = 1e-3", "optimizer.lr=2e-3", "optimizer.lr", 2e-3),
         ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate=2e-3", "optimizer.lr", 2e-3),
@@ -363,12 +361,7 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("", "bench.model.attention=vectorized_torch", "", "vectorized"),
         ("", "bench.lm_matrix.kernels=['scaled_dot_prod_attention', 'sdpa']", "", ("reference", "sdpa")),
         ("", "bench.lm_matrix.strategies=['Local No DDP']", "", ("one rank",)),
-        (
-            "",
-            "bench.ddp.contenders=['pytorch', 'zero1 bf16']",
-            "bench.ddp.variants",
-            ("torch_ddp", "zero1 bf16"),
-        ),
+        ("", "bench.ddp.variants=['pytorch', 'zero1 bf16']", "", ("torch_ddp", "zero1 bf16")),
         ("", "bench.optimizer.variants=['pytorch']", "", ("torch_ddp",)),
     ],
 )

@@ -65,14 +65,6 @@ def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path):
     json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
-def test_bits_per_byte_of_versions_that_counted_marks_as_text_are_not_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    old = {"kind": "valid", "step": 5, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5, "tokens": 9}
-    new = old | {"step": 6, "bytes_per_token": 4.0}
-    path.write_text("".join(json.dumps(record) + "\n" for record in (old, new)))
-    assert [record["bits_per_byte"] for record in read_metrics(path)] == [None, 0.5]
-
-
 WRONG = {
     "lr": ["0.1", True, float("inf"), 10**400, {}],
     "loss": ["low", [4.0], float("nan")],

@@ -277,7 +277,7 @@ def test_fault_65_resuming_a_finished_run_does_nothing(tiny, caplog):
     again = train_here(recipe)
     assert again.status == "nothing to do"
     assert str(again).startswith("nothing to do")
-    assert (again.valid_loss, again.loss, again.step) == (first.valid_loss, first.loss, 10)
+    assert (again.evaluation.loss, again.loss, again.step) == (first.evaluation.loss, first.loss, 10)
     assert (recipe.run.path / "metrics.jsonl").read_bytes() == metrics
     assert train_here(recipe, stop_at_step=5).status == "nothing to do"
     assert "changed since" not in caplog.text
