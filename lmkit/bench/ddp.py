@@ -100,7 +100,7 @@ def ladder() -> tuple[str, ...]:
 
 def check(recipe: Any) -> None:
     """Refuse unknown variants and a model without a vocabulary before ranks start."""
-    options = recipe.bench.table("ddp")
+    options = recipe.bench_table("ddp")
     case_of(recipe, options, "ddp")
     for name in options.variants:
         parallel_of(name, recipe.parallel)

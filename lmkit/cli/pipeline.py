@@ -38,7 +38,7 @@ from lmkit.recipe.run_folder import (
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.storage.outputs import refuse_replacing, refuse_unwritable
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import template_for

@@ -19,7 +19,7 @@ from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD, save_record
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage.atomic import noted_digest
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 Outputs = dict[str, list[Path]]

@@ -30,8 +30,7 @@ from pydantic.dataclasses import dataclass
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage import atomic_path, write_atomic
-from lmkit.storage.inputs import open_input, refuse_irregular
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import open_input, read_object, refuse_irregular
 
 FORMAT = 2
 _MAX_SIDECAR_BYTES = 1 << 16

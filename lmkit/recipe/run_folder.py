@@ -14,8 +14,7 @@ from typing import Any
 
 from lmkit import __version__
 from lmkit.errors import UsageError
-from lmkit.storage import write_atomic
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
@@ -79,6 +78,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def save_record(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the record `stages.json`, which makes the folder a run of lmkit."""
+    from lmkit.storage import write_atomic  # not to load a recipe
+
     write_atomic(folder / RECORD, json.dumps({**entries, _MARK: {"version": __version__}}, indent=1) + "\n")
 
 

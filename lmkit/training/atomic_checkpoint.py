@@ -35,8 +35,7 @@ import torch
 
 from lmkit.errors import LmkitError, reason
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
-from lmkit.storage.inputs import read_input
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_input, read_object
 
 FORMAT = 2
 MANIFEST = "manifest.json"

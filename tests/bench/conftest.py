@@ -69,7 +69,7 @@ def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
         reports: list[tuple[str, int, int]] = []
         context = Context(
             recipe,
-            recipe.bench.table(name),
+            recipe.bench_table(name),
             Ranks(),
             lambda *report: reports.append(report),
             journal or Journal(tmp_path / "rows.partial"),

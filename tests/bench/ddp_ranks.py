@@ -55,7 +55,7 @@ def context_of(bench: str, ranks: Ranks, reports: list[Any], **keys: Any) -> Con
         del tables["bench"][bench]["steps_per_sample"]
     recipe = validate(json.loads(json.dumps(tables)), origin="test")
     journal: Any = Kept()
-    return Context(recipe, recipe.bench.table(bench), ranks, lambda *report: reports.append(report), journal)
+    return Context(recipe, recipe.bench_table(bench), ranks, lambda *report: reports.append(report), journal)
 
 
 def with_rank_1_full(case: Case, ranks: Ranks) -> list[dict[str, Any]]:

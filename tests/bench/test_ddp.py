@@ -286,9 +286,8 @@ def test_unknown_variants_are_refused_before_anything_runs(name):
 
 
 def test_the_optimizer_bench_has_no_variants_of_one_rank():
-    """Also as the first edition spelled them."""
-    recipe = load_recipe("bench_ddp_cpu", flags={"bench.optimizer.contenders": ["one rank, bf16 weights"]})
-    assert recipe.bench.table("optimizer").variants == ("one rank bf16",)
+    recipe = load_recipe("bench_ddp_cpu", flags={"bench.optimizer.variants": ["one rank bf16"]})
+    assert recipe.bench_table("optimizer").variants == ("one rank bf16",)
     with raises(UsageError, "bench.not_of_all_ranks"):
         optimizer.check(recipe)
 
@@ -318,14 +317,14 @@ def test_a_variant_has_the_options_that_its_name_says(name, options):
 def test_the_model_comes_from_the_recipe_and_its_vocabulary_from_the_tokenizer():
     """A training recipe without [bench.ddp] is enough."""
     recipe = load_recipe("quickstart")
-    case = case_of(recipe, recipe.bench.table("ddp"), "ddp")
+    case = case_of(recipe, recipe.bench_table("ddp"), "ddp")
     assert recipe.model is not None
     assert recipe.tokenizer is not None
     assert case.model.vocab_size == recipe.tokenizer.vocab_size
     assert case.model.d_model == recipe.model.d_model
     bare = recipe.model_copy(update={"tokenizer": None})
     with raises(UsageError, "recipe.no_vocabulary"):
-        case_of(bare, bare.bench.table("ddp"), "ddp")
+        case_of(bare, bare.bench_table("ddp"), "ddp")
 
 
 # Fields of rows by hand

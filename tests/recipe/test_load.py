@@ -1,7 +1,8 @@
 """Recipes: what is accepted, what is refused, and what the refusal names."""
 
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,14 +19,15 @@ from lmkit.recipe.load import (
     shipped_with,
     validate,
 )
-from lmkit.recipe.schema import TABLES, Recipe, bench_config
-from lmkit.registry import OPTIMIZERS
+from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.registry import BENCHES, OPTIMIZERS
 
 
 def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
     """The message of the error that loading this recipe gives."""
     with raises(UsageError, code) as caught:
-        load_recipe(source, overrides, flags={name.replace("__", "."): flags[name] for name in flags})
+        given = {name.replace("__", "."): flags[name] for name in flags}
+        load_recipe(source, overrides, flags=given, benches=True)
     assert "\n" not in caught.value.message
     assert source is None or str(source) in caught.value.message
     return caught.value.message
@@ -33,7 +35,7 @@ def refusal(source: Path | None, *overrides: str, code: str, **flags: object) ->
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
-    recipe = load_recipe(name)
+    recipe = load_recipe(name, benches=True)
     assert load_recipe(write(recipe_to_toml(recipe))) == recipe
 
 
@@ -235,13 +237,34 @@ def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it():
     with raises(
         UsageError, "recipe.missing_table", "quickstart", "[bench.ddp]", hint="bench_ddp, bench_ddp_cpu"
     ):
-        required(recipe.bench.ddp, "bench.ddp", recipe.model_copy(), command="bench ddp")
-    for name in TABLES:
-        tables = [f"bench.{part}" for part in bench_config().model_fields] if name == "bench" else [name]
-        for table in tables:
-            for recipe in shipped_with(table):
-                loaded = load_recipe(recipe)
-                assert getattr(loaded.bench if name == "bench" else loaded, table.split(".")[-1]) is not None
+        required(recipe.bench.get("ddp"), "bench.ddp", recipe.model_copy(), command="bench ddp")
+    for table in (*TABLES, *(f"bench.{name}" for name in BENCHES.names)):
+        for recipe in shipped_with(table):
+            tables = load_recipe(recipe).model_dump()
+            assert (tables | {f"bench.{name}": keys for name, keys in tables["bench"].items()})[
+                table
+            ] is not None
+
+
+def test_loading_a_recipe_imports_neither_benches_nor_torch(tmp_path):
+    """Also that of a bench: `lmkit bench` and `lmkit recipe` validate its table."""
+    (tmp_path / "wrong.toml").write_text("[bench.ddp]\nroundz = 3\n")
+    program = """
+import sys
+from lmkit.recipe.load import load_recipe
+load_recipe("quickstart")
+assert load_recipe("wrong.toml").bench == {"ddp": {"roundz": 3}}
+modules = [name for name in sys.modules if name.partition(".")[0] == "lmkit"]
+assert len(modules) <= 15, modules
+assert not {"torch", "numpy", "lmkit.bench", "lmkit.measure"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    with raises(UsageError, "recipe.unknown_key", "bench.ddp.roundz", "did you mean rounds?"):
+        load_recipe(tmp_path / "wrong.toml", benches=True)
+    with raises(UsageError, "recipe.unknown_key", "did you mean bench.ddp?"):
+        load_recipe(None, ["bench.dpd.rows=3"])
+    with raises(UsageError, "recipe.wrong_value", "bench.ddp"):
+        load_recipe(None, ["bench.ddp=3"])
 
 
 def test_fault_09_missing_file_or_folder(tmp_path):
@@ -366,10 +389,10 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
     ],
 )
 def test_aliases_of_keys_and_values(write, written, override, key, value):
-    found: Any = load_recipe(write(written), [override])
-    for name in (key or override.partition("=")[0]).split("."):
-        found = getattr(found, name)
-    assert found == value
+    recipe = load_recipe(write(written), [override])
+    table, _, name = (key or override.partition("=")[0]).rpartition(".")
+    bench = table.removeprefix("bench.")
+    assert getattr(getattr(recipe, table) if bench == table else recipe.bench_table(bench), name) == value
 
 
 def test_a_key_under_both_of_its_names_is_refused(write):

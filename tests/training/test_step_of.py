@@ -60,7 +60,7 @@ ROADS: dict[str, tuple[Any, set[str]]] = {
     "plan --check": (lambda recipe: measure_among(TWO, recipe), set()),
     "plan, in miniature": (lambda recipe: launch_among(TWO, recipe), {"train.cuda_graph"}),
     "bench ddp": (
-        lambda recipe: make_training("flat", case_of(recipe, recipe.bench.table("ddp"), "ddp"), TWO),
+        lambda recipe: make_training("flat", case_of(recipe, recipe.bench_table("ddp"), "ddp"), TWO),
         {f"train.{key}" for key in OF_BENCH} | {f"parallel.{key}" for key in NAMED},
     ),
 }
