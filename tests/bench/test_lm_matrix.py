@@ -33,7 +33,9 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 def measure(nproc=1, output=None, progress=None, **keys):
-    recipe = load_recipe(None, flags={f"bench.lm_matrix.{key}": value for key, value in keys.items()})
+    recipe = load_recipe(
+        None, flags={f"bench.lm_matrix.{key}": value for key, value in keys.items()}, benches=True
+    )
     recipe = recipe.changed(run={"device": "cpu"})
     stored = run_on_ranks("lm_matrix", recipe, output, nproc=nproc, progress=progress or (lambda *_: None))
     assert stored is not None

@@ -25,7 +25,7 @@ from lmkit.recipe.tables import (
     TrainConfig,
 )
 from lmkit.training import run_data, session, setup
-from lmkit.training.plan_check import launch_among, measure_among
+from lmkit.training.plan_check import measure_among
 from lmkit.training.setup import TrainingStep
 from lmkit.training.verify import verify_resume
 
@@ -58,7 +58,6 @@ ROADS: dict[str, tuple[Any, set[str]]] = {
     "verify": (verify_resume, ALL),
     "profile": (lambda recipe: profiled(Workload(recipe)), ALL | {"train.cuda_graph"}),
     "plan --check": (lambda recipe: measure_among(TWO, recipe), set()),
-    "plan, in miniature": (lambda recipe: launch_among(TWO, recipe), {"train.cuda_graph"}),
     "bench ddp": (
         lambda recipe: make_training("flat", case_of(recipe, recipe.bench_table("ddp"), "ddp"), TWO),
         {f"train.{key}" for key in OF_BENCH} | {f"parallel.{key}" for key in NAMED},
