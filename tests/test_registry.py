@@ -45,8 +45,7 @@ def test_names_and_facts_are_known_without_torch():
         check=True,
     ).stdout
     assert told == (
-        "('reference', 'vectorized', 'flash_torch', 'flash_triton', 'sdpa', 'flash_cuda', 'flash_cuda_naive') "
-        "('optimizer',) False\n"
+        "('reference', 'vectorized', 'flash_torch', 'flash_triton', 'sdpa', 'flash_cuda') ('optimizer',) False\n"
     )
 
 
