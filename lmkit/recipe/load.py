@@ -37,10 +37,6 @@ T = TypeVar("T")
 _warn_once = cache(logging.getLogger("lmkit").warning)
 
 _MOST_BYTES = 1 << 20
-# tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
-_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-_MOST_PARTS = 50
-_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{{_MOST_PARTS}}}""")
 
 
 def load_recipe(
@@ -184,9 +180,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError("recipe.unreadable", f"{path}: {wrong}", hint=hint)
     hint = "a recipe has tables of keys: [train], then steps = 100"
     try:
-        if long_key := _LONG_KEY.search(text):
-            line = text.count("\n", 0, long_key.start()) + 1
-            raise ValueError(f"a key of more than {_MOST_PARTS} parts (at line {line})")
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         wrong = str(error)

@@ -33,8 +33,6 @@ class Table(BaseModel):
     def _names_files(cls, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(cls._names_files, value))
-        if isinstance(value, Path) and "\0" in str(value):
-            raise ValueError("holds a null character, which no file's name has")
         return in_home(value) if isinstance(value, Path) else value
 
 

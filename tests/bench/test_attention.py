@@ -74,7 +74,7 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
         ),
     ],
 )
-def test_fault_105_flags_mean_all_rows(words, cells, terminal, tmp_path):
+def test_flags_mean_all_rows(words, cells, terminal, tmp_path):
     (tmp_path / "recipe.toml").write_text(
         "[run]\ndevice='cpu'\n[bench.attention]\ndtype='fp32'\nbatch=1\nheads=1\nkv_heads=1\niters=1\n"
         "warmup=0\ntiers=['32']\nkernels=['reference','sdpa','vectorized']\ngrid_kernels=['flash_torch']\n"

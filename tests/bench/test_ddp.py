@@ -118,7 +118,7 @@ def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
 
 
 @pytest.mark.parametrize("bench", ["ddp", "optimizer"])
-def test_fault_177_the_optimizer_of_the_recipe_makes_the_steps(measured, bench):
+def test_the_optimizer_of_the_recipe_makes_the_steps(measured, bench):
     """A variant that cannot take it is a row that says why."""
     rows = measured["muon"][bench]
     assert [row.get("status", "ok") for row in rows] == ["ok", "ok", "unsupported", "unsupported"]

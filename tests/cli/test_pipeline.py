@@ -106,7 +106,7 @@ def test_force_empties_no_folder_but_a_runs(recipe):
         pass
 
 
-def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe):
+def test_force_on_a_folder_that_another_process_has_just_made(recipe):
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "recipe.toml.lmkit-partial").touch()
@@ -219,7 +219,7 @@ def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, cap
     assert "no fit on 2" in caplog.text
 
 
-def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
+def test_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
     (tmp_path / "file").touch()
     impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
     with raises(UsageError, "output.unwritable", hint="run.folder"):

@@ -152,14 +152,14 @@ def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path):
     verify(tmp_path / step_name(1))
 
 
-def test_fault_51_all_corrupt_lists_each(tmp_path):
+def test_all_corrupt_lists_each(tmp_path):
     for step in (1, 2):
         (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
     with raises(LmkitError, "checkpoint.none_good", step_name(1), step_name(2)):
         newest_valid(tmp_path)
 
 
-def test_fault_52_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_path):
+def test_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_path):
     for step in (1, 2, 3, 4):
         make_checkpoint(tmp_path, step)
     (tmp_path / step_name(3) / MANIFEST).unlink()

@@ -149,7 +149,7 @@ def test_a_bar_and_its_numbers_fit_100_columns(as_terminal, mfu, shortest_bar):
     assert "0.5000 bits per byte" in without_codes(terminal)
 
 
-def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
+def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
     assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")

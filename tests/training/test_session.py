@@ -199,7 +199,7 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     )
 
 
-def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny):
+def test_a_time_box_too_short_for_a_step_makes_one(tiny):
     recipe = tiny("train.max_minutes=1e-9")
     first = train_here(recipe)
     assert (first.status, first.step) == ("finished", 1)

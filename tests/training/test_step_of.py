@@ -118,7 +118,7 @@ def made_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_fault_177_a_command_makes_the_step_from_every_key_of_the_recipe(made_of, road):
+def test_a_command_makes_the_step_from_every_key_of_the_recipe(made_of, road):
     way, own = ROADS[road]
     before, whole = made_of(way, RECIPE), made_of(lambda recipe: TrainingStep(recipe, TWO), RECIPE)
     assert before.keys() == whole.keys()
