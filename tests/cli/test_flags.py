@@ -108,5 +108,5 @@ def test_seeds_make_runs_side_by_side(run, terminal):
     compared = json.loads(terminal(f"compare {run} {run.parent}/school --json"))
     assert compared["runs"] == [1, 2]
     assert compared["rows"][-1]["before"] == pytest.approx(
-        json.loads((run / "training.json").read_text())["bits_per_byte"]
+        json.loads((run / "training.json").read_text())["evaluation"]["bits_per_byte"]
     )

@@ -82,7 +82,7 @@ def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(t
 def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe):
     with_longer_recipe(recipe, checkpoint=False)
     begun = {stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")}
-    (recipe.run.path / "stages.json").write_text(json.dumps(begun))
+    (recipe.run.path / "stages.json").write_text(json.dumps({**begun, "lmkit": {}}))
     with pipeline_of(recipe).opened():
         pass
     assert (recipe.run.path / "recipe.toml").read_text() == recipe_to_toml(recipe)
