@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone
-from lmkit.cli.stage_record import PIPE, Outputs
+from lmkit.cli.stage_record import Outputs
 from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -43,11 +43,11 @@ def _warn_of_repeated(run: Pipeline) -> None:
     """Warn of files whose content would be both learned and held out."""
     key = "valid" if run.corpus.valid else "train"
     content, repeated = run.record.content, []
-    learned = set(content["corpus.train"] if key == "valid" else ()) - {PIPE}
+    learned = set(content["corpus.train"] if key == "valid" else ())
     for path, digest in zip(getattr(run.corpus, key), content[f"corpus.{key}"], strict=True):
         if digest in learned:
             repeated.append(str(path))
-        elif key == "train" and digest != PIPE:
+        elif key == "train":
             learned.add(digest)
     if repeated:
         message = (
