@@ -23,7 +23,6 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
 )
 from lmkit.bench.harness import result_files
-from lmkit.bench.parking import Parking
 from lmkit.bench.summary import terminal_text
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
@@ -37,7 +36,6 @@ from lmkit.recipe.tables import ModelConfig, ParallelConfig
 TINY = ModelConfig(vocab_size=64, context_length=50, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 PARALLEL = ParallelConfig()
 CASE = Case(Recipe(parallel=PARALLEL), TINY, 2, "fp32")
-STAYS = Parking(torch.device("cpu"), is_used=False)
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +169,6 @@ def test_ranks_agree_on_what_fits_and_when_time_is_up(measured):
     assert len(measured["full"][1]["samples_ms"]) == 1
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
     assert measured["gradients_left"] == 0  # of measuring communication alone
-
-
-def test_trainings_that_take_turns_train_as_if_they_were_alone(measured):
-    turns = measured["turns"]
-    assert turns["losses"] == turns["expected"]
-    assert turns["left"] == [[0, 0]] * 9, "who waits holds nothing"
-    assert turns["here"] > 0
-    assert turns["weights"] == "torch.bfloat16"
-    assert [len(row["samples_ms"]) for row in measured["parked"]] == [2, 2]
 
 
 def test_a_sample_is_the_slowest_ranks(measured, ladder):
@@ -390,7 +379,7 @@ def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     monkeypatch.setattr(ddp, "settle", lambda run, ranks, steps: None)
     built: Any = dict.fromkeys(("one rank", "none"), SimpleNamespace(run=None))
-    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, STAYS, {})
+    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, {})
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
     late = [[ddp.Sample(10.0, ahead), ddp.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
@@ -414,7 +403,7 @@ def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, sett
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     built: Any = {name: SimpleNamespace(run=name) for name in names}
-    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, STAYS, {})
+    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, {})
     assert events == settled
 
 
