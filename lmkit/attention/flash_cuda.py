@@ -26,6 +26,7 @@ LARGEST_HEAD_DIM = 128
     devices=("cuda",),
     check="check",
     variants={
+        "naive": {"naive": True},
         "sm_75": {"build": "PTX=75"},
         "step_1": {
             "build": "SWIZZLE=0,FORWARD_STAGES=1,BACKWARD_STAGES=1,BACKWARD_HELPERS=0,CAUSAL_SKIP=0,"
@@ -43,26 +44,27 @@ LARGEST_HEAD_DIM = 128
     },
 )
 def flash_cuda(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, build: str = ""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    naive: bool = False,
+    build: str = "",
 ) -> Tensor:
     """Compute exact attention on tensor cores, in memory linear in the lengths; the backward pass is deterministic.
 
     The kernels are compiled on first use, which needs nvcc. See `lmkit.attention` for shapes and conventions.
 
     Args:
+        naive: use the kernel with a thread for each row, from which the others are explained.
         build: macros that the kernels are compiled with, "SWIZZLE=0,FORWARD_KEYS=32", to measure what a step gives.
 
     Raises:
         UsageError: this head_dim, dtype or device is not supported, or nvcc is missing.
         LmkitError: nvcc failed.
     """
-    return run(q, k, v, causal, scale, naive=False, build=build)
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, naive: bool, build: str = ""
-) -> Tensor:
-    """Check the call, and run the kernels with their gradients."""
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
     if q.numel() == 0 or k.numel() == 0:

@@ -104,7 +104,7 @@ def in_worlds(recipe: Recipe, nproc: int, start: Callable[[Recipe, int], Measure
     """Run every backend on every number of ranks. A combination that needs more GPUs than there are becomes a row."""
     from lmkit.parallel.ranks import local_device
 
-    options = recipe.bench.table("all_reduce")
+    options = recipe.bench_table("all_reduce")
     if not options.ranks and not options.backends:
         return start(recipe, nproc)
     rows: Rows = []

@@ -55,7 +55,6 @@ from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
-    from lmkit.bench.parking import Parking
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -71,8 +70,6 @@ class Options(RanksOptions):
     """Bucket sizes in MiB to compare; empty: no sweep."""
     max_seconds: PositiveFloat = 600.0
     """Seconds of timing for the variants, and as many for the bucket sizes; whole rounds only."""
-    park: bool = False
-    """Keep weights and optimizer state of waiting variants in host memory: a GPU has no room for those of two."""
 
 
 class Sample(NamedTuple):
@@ -100,7 +97,7 @@ def ladder() -> tuple[str, ...]:
 
 def check(recipe: Any) -> None:
     """Refuse unknown variants and a model without a vocabulary before ranks start."""
-    options = recipe.bench.table("ddp")
+    options = recipe.bench_table("ddp")
     case_of(recipe, options, "ddp")
     for name in options.variants:
         parallel_of(name, recipe.parallel)
@@ -138,7 +135,6 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     A variant that fails, or is wrong, has a `status` that says so. If it failed on one rank before the ranks started
     again, the journal has its row.
     """
-    from lmkit.bench.parking import Parking
     from lmkit.bench.training_gate import replicas_differ
 
     ranks, options = context.ranks, context.options
@@ -146,7 +142,6 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     gates = Gates(names, case, ranks)
     release_memory(ranks.device)
     trainings: Trainings = {}
-    parking = Parking(ranks.device, is_used=options.park)
     facts: dict[str, dict[str, Any]] = {
         name: {
             "case": case.recipe.run.name,
@@ -164,11 +159,10 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
         context.progress(f"{part}, building", number, len(names))
         if why := unfit(name, case):
             facts[name] |= {"status": "unsupported", "detail": why}
-        if facts[name]["status"] == "ok":
-            parking.park()
-            if (built := _build(name, case, context, gates, facts[name])) is not None:
-                trainings[name] = built
-                parking.take(name, built)
+        if facts[name]["status"] != "ok":
+            continue
+        if (built := _build(name, case, context, gates, facts[name])) is not None:
+            trainings[name] = built
 
     def rows_of(samples: Samples) -> Rows:
         rows = [
@@ -186,13 +180,12 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     while trainings and trouble["status"] != "ok":
         trouble = {"status": "ok"}
         with failure_on_any_rank_is_a_row(trouble, context), without_garbage_collection():
-            samples = _time_together(trainings, context, part, keep, parking, trouble)
+            samples = _time_together(trainings, context, part, keep, trouble)
         if trouble["status"] != "ok":
             del trainings[trouble["variant"]]
             facts[trouble["variant"]] |= trouble
             samples = {}
     for name, training in trainings.items():
-        parking.take(name, training)
         if synchronizes(name) and (fault := replicas_differ(training, ranks)):
             facts[name] = without_figures(facts[name]) | wrong_result(fault)
             del samples[name]
@@ -295,7 +288,6 @@ def _time_together(
     context: Context,
     part: str,
     keep: Callable[[Samples], None],
-    parking: Parking,
     row: dict[str, Any],
 ) -> Samples:
     """Return interleaved samples; call `keep` with the samples so far after each round.
@@ -319,7 +311,6 @@ def _time_together(
         done = next(samples_before)
         row.update(variant=name, part=part)
         context.progress(f"{part}, timing", done, options.rounds * len(trainings))
-        parking.take(name, trainings[name])
         if done == 0 and ranks.device.type == "cuda":  # the GPUs were idle while the last variant was built
             settle(trainings[name].run, ranks, options.steps_per_sample)
         turns.append(name)

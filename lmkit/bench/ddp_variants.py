@@ -7,12 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import AfterValidator
-
-from lmkit.bench.context import FlagNames
-from lmkit.bench.report import OLD_NAMES
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.recipe.schema import CHECKS, Recipe
 from lmkit.recipe.tables import (
@@ -59,10 +55,6 @@ OPTION = re.compile(
 """An option in a name; the group is its key of [parallel]."""
 
 
-def _todays_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(OLD_NAMES.get(name, name) for name in names)
-
-
 class RanksOptions(Table):
     """The keys that `bench ddp` and `bench optimizer` share; the rest of the step is the recipe's."""
 
@@ -70,9 +62,7 @@ class RanksOptions(Table):
     """Sequences per rank and step, in one micro-batch."""
     precision: Literal["fp32", "bf16", "bf16-autocast"] = "fp32"
     """Precision of the matrix products."""
-    variants: Annotated[
-        tuple[StrategyVariant, ...], AfterValidator(_todays_names), FlagNames(("--contenders",))
-    ] = ()
+    variants: tuple[StrategyVariant, ...] = ()
     """Strategies, with options ("bucketed 100 MB", "zero1 bf16", "torch_fsdp compiled"), and rivals; empty: all."""
     rounds: PositiveInt = 10
     """Interleaved samples of each variant; fewer than 6 give no interval."""

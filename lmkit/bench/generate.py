@@ -157,7 +157,7 @@ def check(recipe: Any) -> None:
 
     from lmkit.kernels.decode.reference import MOST_ROWS
 
-    options = recipe.bench.table("generate")
+    options = recipe.bench_table("generate")
     largest = max(options.contexts)
     # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
     steps = max(2 * options.steps_per_sample, FIRST_STEPS + 2 * FEW)

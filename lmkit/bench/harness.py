@@ -206,7 +206,7 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
                 f"{command}: there is one process, and nothing to synchronize",
                 hint=f"start ranks: {command} RECIPE --nproc 2, or torchrun --nproc-per-node 2 -m lmkit ...",
             )
-        context = Context(recipe, recipe.bench.table(name), ranks, progress, journal)
+        context = Context(recipe, recipe.bench_table(name), ranks, progress, journal)
         rows = BENCHES.load(name)(context)
         if not ranks.is_first:
             return None

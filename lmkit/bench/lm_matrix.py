@@ -120,7 +120,7 @@ class Options(Table):
 
 def check(recipe: Any) -> None:
     """Refuse a vocabulary without room for the tokens, before ranks start."""
-    options = recipe.bench.table("lm_matrix")
+    options = recipe.bench_table("lm_matrix")
     needed = NUM_BYTES
     if options.tokens is not None and options.tokens.suffix == ".npy":
         from lmkit.data.token_files import open_tokens

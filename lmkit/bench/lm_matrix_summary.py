@@ -11,7 +11,6 @@ from lmkit.bench.summary import Summary
 from lmkit.measure.plots import grouped_bars, loss_curve, of_rate, table_picture
 from lmkit.measure.statistics import FEWEST_PAIRS, median, paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.registry import ATTENTION
 
 ONE_RANK = SOLO[0]
 HEADLINE = (ONE_RANK, "naive", "bucketed")
@@ -217,10 +216,8 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         )
         cells = [[column.text(row) for column in columns] for row in chosen]
         table = table_picture([column.header for column in columns], cells, title=f"lm-matrix: {kernel}")
-        # Write the table under the kernel's aliases, too: users of similar projects look for those names.
-        for name in (kernel, *(alias for alias, ours in ATTENTION.aliases.items() if ours == kernel)):
-            files[f"{name}_lm_matrix_throughput.png"] = picture
-            files[f"lm_matrix_table_{name}.png"] = table
+        files[f"{kernel}_lm_matrix_throughput.png"] = picture
+        files[f"lm_matrix_table_{kernel}.png"] = table
     return files
 
 

@@ -91,7 +91,7 @@ class Options(Table):
 
 def check(recipe: Any) -> None:
     """Refuse fp16 on a CPU before anything is measured."""
-    options = recipe.bench.table("model")
+    options = recipe.bench_table("model")
     if "fp16" in options.precisions and recipe.run.device == "cpu":
         _refuse_fp16()
 

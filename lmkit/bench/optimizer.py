@@ -51,7 +51,7 @@ def default_variants() -> tuple[str, ...]:
 
 def check(recipe: Any) -> None:
     """Refuse unknown variants, those of one rank, and a model without a vocabulary before ranks start."""
-    options = recipe.bench.table("optimizer")
+    options = recipe.bench_table("optimizer")
     case_of(recipe, options, "optimizer")
     for name in options.variants:
         parallel_of(name, recipe.parallel, "optimizer")

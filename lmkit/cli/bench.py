@@ -134,10 +134,10 @@ def _command(name: str) -> Any:
 
         overrides, values = _given(name, {flag: typed[flag.parameter] for flag in flags}, set_ or [])
         source = recipe if recipe is not None else on_gpu or None
-        loaded = load_recipe(source, overrides, flags=values)
+        loaded = load_recipe(source, overrides, flags=values, benches=True)
         if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
             source = on_cpu
-            loaded = load_recipe(source, overrides, flags=values)
+            loaded = load_recipe(source, overrides, flags=values, benches=True)
         if print_recipe:
             show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
             return

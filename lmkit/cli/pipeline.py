@@ -19,7 +19,7 @@ from typing import Any
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import follow, leading
 from lmkit.cli.set_aside import OLD, delete_replaced, parts_of, refuse_to_move_sources, set_aside
-from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
+from lmkit.cli.stage_record import FILES, NO_EFFECT, StageRecord
 from lmkit.cli.stages import STAGES, summary
 from lmkit.data.corpora import check_corpus
 from lmkit.errors import LmkitError, UsageError
@@ -38,7 +38,7 @@ from lmkit.recipe.run_folder import (
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.storage.outputs import refuse_replacing, refuse_unwritable
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import template_for
@@ -176,7 +176,6 @@ class Pipeline:
             self._refuse_to_start_over()
         else:
             self._refuse_another_recipe()
-            self._refuse_to_read_a_pipe_again()
         refuse_foreign_files(self.folder, RUN_FILES)
         refuse_to_move_sources(self.recipe, self._parts_to_move())
         if self.force or self.redone or not self.record.is_finished("train"):
@@ -241,15 +240,6 @@ class Pipeline:
                 hint=OTHERWISE,
             )
 
-    def _refuse_to_read_a_pipe_again(self) -> None:
-        damage = self.damage("corpus")
-        if damage is not None and self._came_from_a_pipe() and not self.is_up_to_date("corpus"):
-            raise UsageError(
-                "run.damaged_corpus",
-                f"{damage}: it came from a pipe, which cannot be read again",
-                hint="use it as it is: --skip-data; or read the pipe anew: --set run.name=...",
-            )
-
     def _refuse_to_start_over(self) -> None:
         """Refuse `--force` in a folder of somebody else's files, and with a tokenizer that cannot be used."""
         if self.folder.is_dir() and not is_run(self.folder):
@@ -266,9 +256,6 @@ class Pipeline:
             made = Tokenizer.load(self.tokenizer.path, end_of_text=self.tokenizer.end_of_text)
             if (template := template_for(self.tokenizer, made, source=self.corpus.source)) is not None:
                 template.check(made, self.tokenizer.path)
-
-    def _came_from_a_pipe(self) -> bool:
-        return any(PIPE in hashes for hashes in self.record.content.values())
 
     def _has_checkpoints(self) -> bool:
         return any(self.checkpoints.glob("*"))
@@ -385,10 +372,6 @@ class Pipeline:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
         if self.is_up_to_date(stage):
             log.info("%s: up to date", stage)
-            if stage == "corpus" and self._came_from_a_pipe():
-                log.warning(
-                    "the corpus came from a pipe and is not read again; to read another: --set run.name=..."
-                )
             return "up to date"
         if damage := self.damage(stage):
             log.warning("%s: %s, so that this stage runs again", stage, damage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 
 app = Commands()
 GB = 10**9
-_TIMED = {
-    "reference": "its time is that of an H200's host, and another may take twice as long",
-    "here": "its time was taken here, of a step with the same layers, but narrow matrices and short rows",
-    "scaled": "its time is that of an H200's host, scaled by what a narrow step of one rank took here",
-}
-"""How a plan's host seconds are known, see `Plan.timed` -> what is said about it."""
 _LESS = (
     "to need less: train.accumulation, model.activation_checkpointing, optimizer.name=adamw_host,\n"
     "or several --ranks with --strategy fsdp"
@@ -88,18 +82,11 @@ def plan(
         )
     card = known[gpu.lower()] if gpu is not None else card_here()
     made = make_plan(loaded, card, ranks=ranks)
-    if gpu is not None:
-        return Result(_text(made) + assumed, _fields(made))
-    from lmkit.training.plan_check import check as measure
-    from lmkit.training.plan_check import timed_here
-
-    made = timed_here(made, loaded)
     if not check:
         return Result(_text(made) + assumed, _fields(made))
+    from lmkit.training.plan_check import check as measure
+
     found = measure(loaded, ranks=ranks)
-    # The pace of a host changes within seconds, so that of the steps lies between those before and after them.
-    later = timed_here(made, loaded)
-    made = replace(made, host_seconds=(made.host_seconds + later.host_seconds) / 2)
     measured = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
     return Result(
         f"{_text(made)}{assumed}\n\n{_compared(made, found)}", {**_fields(made), "measured": measured}
@@ -109,30 +96,25 @@ def plan(
 def _compared(made: Plan, found: Measured) -> str:
     if found.peak_bytes is None or found.seconds is None:
         return "measured: out of memory"
-    lines = [_beside("peak", made.memory.peak / GB, found.peak_bytes / GB, "GB", ".2f")]
-    if made.seconds is not None:
-        lines.append(_beside("a step", made.seconds * 1e3, found.seconds * 1e3, "ms", ",.1f"))
-    return "\n".join(lines)
-
-
-def _beside(what: str, planned: float, measured: float, unit: str, spec: str) -> str:
+    planned, peak = made.memory.peak / GB, found.peak_bytes / GB
+    tokens = made.train.batch_size * made.config.context_length
     return (
-        f"{what}: planned {planned:{spec}} {unit}, measured {measured:{spec}} ({planned / measured - 1:+.1%})"
+        f"peak: planned {planned:.2f} GB, measured {peak:.2f} ({planned / peak - 1:+.1%})\n"
+        f"a step: measured {found.seconds * 1e3:,.1f} ms, {tokens / found.seconds:,.0f} tokens/s"
     )
 
 
 def _fields(made: Plan) -> dict[str, Any]:
-    """Return what `--json` prints: bytes, seconds."""
+    """Return what `--json` prints."""
     memory = made.memory
-    same = ("fits", "ranks", "strategy", "rows", "parameters", "most_rows", "most_context", "timed", "mfu")
-    times = ("seconds", "busy_seconds", "latency_seconds", "host_seconds", "least_seconds", "tokens_per_s")
+    same = ("fits", "ranks", "strategy", "rows", "parameters", "most_rows", "most_context")
     kinds = ("weights", "optimizer", "gradients", "gathered", "recomputed", "loss", "logits")
     return {
         "gpu": made.card.name,
         "gpu_bytes": made.card.memory,
         "usable_bytes": made.usable,
         "context_length": made.config.context_length,
-        **{key: getattr(made, key) for key in (*same, *times)},
+        **{key: getattr(made, key) for key in same},
         "peak_bytes": memory.peak,
         "peaks_at": memory.peaks_at,
         "most_bytes": memory.most,
@@ -142,8 +124,6 @@ def _fields(made: Plan) -> dict[str, Any]:
             "kv_cache": made.kv_cache,
         },
         "moments": dict(memory.moments),
-        "flops": sum(part.flops for part in made.work.values()),
-        "moved_bytes": sum(part.num_bytes for part in made.work.values()),
     }
 
 
@@ -180,8 +160,7 @@ def _text(made: Plan) -> str:
         *(() if made.fits else (_LESS,)),
         f"generating {made.texts:,} text{'' if made.texts == 1 else 's'} at once: {made.kv_cache / GB:,.3f} GB of "
         f"keys and values beside {made.generating / GB:.3f} GB of weights",
-        "",
-        *_speed(made),
+        *_without_bf16([made]),
     ]
     return "\n".join(lines)
 
@@ -190,41 +169,15 @@ def _count(rows: int) -> str:
     return f"{rows:,} sequence{'' if rows == 1 else 's'}"
 
 
-def _speed(made: Plan) -> list[str]:
-    """Return lines about the step's time."""
-    flops = sum(part.flops for part in made.work.values())
-    moved = sum(part.num_bytes for part in made.work.values())
-    lines = [
-        f"a step on each rank: {flops / 1e12:,.2f} TFLOP on tensor cores, {moved / GB:,.2f} GB moved beside"
-    ]
-    if made.seconds is None or made.least_seconds is None:
-        return [*lines, _untimed(made)]
-    assert made.tokens_per_s is not None
-    assert made.mfu is not None
-    lines.append(
-        f"predicted: {made.seconds * 1e3:,.1f} ms (at the data sheet's limits {made.least_seconds * 1e3:,.1f}), "
-        f"{made.tokens_per_s:,.0f} tokens/s, MFU {made.mfu:.1%}"
-    )
-    lines.append("assumes that kernels come as near to the GPU's limits as lmkit's on an H200")
-    if made.ranks > 1:
-        lines.append("and that large messages take no time of their own")
-    if made.seconds == made.host_seconds:
-        lines += ["the host sets the pace, because no CUDA graph launches the kernels;", _TIMED[made.timed]]
-    if made.documents:
-        lines.append("attention counts as if documents saw one another, and takes less")
-    return lines
-
-
-def _untimed(made: Plan) -> str:
-    """Return why there is no time."""
+def _without_bf16(plans: Iterable[Plan]) -> list[str]:
+    """Return a line for each GPU that cannot compute in the precision of its plan."""
     from lmkit.measure.limits import known_peak
 
-    why = f"{made.card.name}'s limits in {made.train.precision} are not known"
-    if known_peak(made.card.name, "fp16") and made.train.precision.startswith("bf16"):
-        why = f"{made.card.name} has no instructions for bf16"
-    if made.on_host:
-        why = "the host makes the optimizer's step, and its speed is not known"
-    return f"no time is predicted: {why}"
+    return [
+        f"{made.card.name} has no instructions for bf16"
+        for made in plans
+        if made.train.precision.startswith("bf16") and known_peak(made.card.name, "bf16") is None
+    ]
 
 
 def _table(plans: dict[str, Plan]) -> str:
@@ -239,23 +192,17 @@ def _table(plans: dict[str, Plan]) -> str:
             "fits": "yes" if each.fits else "no",
             "rows": each.most_rows,
             "context": each.most_context,
-            "ms": None if each.seconds is None or not each.fits else each.seconds * 1e3,
-            "tokens": None if each.tokens_per_s is None or not each.fits else each.tokens_per_s,
         }
         for name, each in plans.items()
     ]
-    columns: tuple[Column, ...] = (
+    columns = (
         Column("gpu", "GPU"),
         Column("usable", "usable GB", ".1f"),
         Column("needs", "needs GB", ".2f"),
         Column("fits", "fits"),
         Column("rows", "largest batch", ",d"),
         Column("context", "longest context", ",d"),
-        Column("ms", "ms a step", ",.1f"),
-        Column("tokens", "tokens/s", ",.0f"),
     )
-    if all(row["ms"] is None for row in rows):
-        columns = columns[:-2]
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"
     others = [
         f"{each.train.precision} on {name}"
@@ -272,9 +219,7 @@ def _table(plans: dict[str, Plan]) -> str:
         f"longest context: for {made.rows:,}",
     ]
     fitting = [each for each in plans.values() if each.fits]
-    notes += dict.fromkeys(_untimed(each) for each in fitting if each.seconds is None)
-    if any(each.seconds is not None and each.seconds == each.host_seconds for each in fitting):
-        notes.append(f"where the host sets the pace, {_TIMED['reference']}")
+    notes += _without_bf16(fitting)
     if not fitting:
         notes.append(_LESS)
     return "\n".join([head, "", terminal_table(rows, columns, width=98), *notes])

@@ -1,8 +1,7 @@
 """What a command does under torchrun: print one error, although every rank could print one, and lead or follow.
 
-torchrun ends all ranks a moment after the first has exited, and then prints a summary. So the rank that caused the
-error prints at once, the others wait, and the summary gets the same line instead of a traceback. The ranks of one
-machine coordinate through files in torchrun's folder for errors.
+torchrun ends all ranks a moment after the first has exited, and then prints a summary. So rank 0 prints at once, the
+others wait, longer if they only lost the connection, and the summary gets the same line instead of a traceback.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.place import read_place
 
 PATIENCE_S = 3.0
-"""How long an error waits for a better one: the same error on rank 0, or the cause of a lost connection."""
-END_S = 30.0
-"""How long a rank that stays silent waits for torchrun to end it."""
-_LOOK_S = 0.05
+"""How long an error waits for a better one: the same error on a lower rank, or the cause of a lost connection."""
+_LOOK_S = 0.2
 _SIGNAL = "lmkit run"
 
 
@@ -34,20 +31,8 @@ def speak_for_ranks(error: LmkitError) -> LmkitError:
     """
     if os.environ.get("WORLD_SIZE") == "1":
         return error
-    folder = _common_folder()
-    if folder is not None and not error.is_consequence:
-        (folder / "lmkit-cause").touch()
-    waits = (os.environ.get("LOCAL_RANK") != "0") + 2 * error.is_consequence
-    deadline = time.monotonic() + waits * PATIENCE_S
-    while time.monotonic() < deadline:
-        if folder is not None and _has_better_error(error, folder):
-            _stay_silent(error)
-        time.sleep(_LOOK_S)
-    if folder is not None:
-        try:
-            (folder / "lmkit-said").touch(exist_ok=False)
-        except FileExistsError:
-            _stay_silent(error)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    time.sleep(PATIENCE_S * ((local_rank > 0) + 2 * error.is_consequence + local_rank / 4))
     if not error.message.startswith("rank "):
         error = type(error)(error.code, f"rank {os.environ.get('RANK')}: {error.message}", hint=error.hint)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -55,24 +40,6 @@ def speak_for_ranks(error: LmkitError) -> LmkitError:
         content = {"message": error.message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": content}), "utf-8")
     return error
-
-
-def _common_folder() -> Path | None:
-    """Return the folder of this attempt, where torchrun has one folder per rank of this machine."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or Path(path).parent.name != os.environ.get("LOCAL_RANK"):
-        return None
-    return Path(path).parent.parent
-
-
-def _has_better_error(error: LmkitError, folder: Path) -> bool:
-    """Return whether another rank has printed, or will print the cause of this consequence."""
-    return (folder / "lmkit-said").exists() or (error.is_consequence and (folder / "lmkit-cause").exists())
-
-
-def _stay_silent(error: LmkitError) -> NoReturn:
-    time.sleep(END_S)
-    raise SystemExit(error.exit_code)
 
 
 @contextmanager
@@ -102,7 +69,7 @@ def follow() -> str:
 
     store = _shared_store()
     while not store.check([_SIGNAL]):  # torchrun ends this rank if rank 0 dies
-        time.sleep(4 * _LOOK_S)
+        time.sleep(_LOOK_S)
     word = store.get(_SIGNAL).decode()
     if word == "failed":
         raise RankLost("ranks.first_failed", "rank 0 failed before the training", hint="look for its error")

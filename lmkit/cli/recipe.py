@@ -42,7 +42,7 @@ def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
     from lmkit.recipe.reference import annotated_toml
     from lmkit.tokenizer.vocabulary import vocabulary_of
 
-    loaded = load_recipe(recipe, set_ or ())
+    loaded = load_recipe(recipe, set_ or (), benches=True)
     text, total, multiplying = annotated_toml(loaded), None, None
     if loaded.model is not None and (vocab_size := vocabulary_of(loaded)) is not None:
         from lmkit.model.accounting import count_parameters
@@ -59,7 +59,7 @@ def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
     """Check a recipe and report every mistake at once."""
     from lmkit.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, set_ or ())
+    loaded = load_recipe(recipe, set_ or (), benches=True)
     tables = [name for name in type(loaded).model_fields if name in loaded.model_fields_set]
     text = enumeration(f"{recipe}: valid, tables", tables or ["none"])
     return Result(text, {"recipe": recipe, "tables": tables})
@@ -92,7 +92,7 @@ def _command(recipe: Recipe, file: str) -> str:
     if recipe.corpus is not None:
         return f"run {file}"
     for bench in BENCHES.names:
-        if getattr(recipe.bench, bench) is not None:
+        if bench in recipe.bench:
             needs_ranks = BENCHES.facts(bench).ranks == "required"
             return f"bench {bench.replace('_', '-')} {file}{' --nproc 2' if needs_ranks else ''}"
     return f"profile kineto {file}" if recipe.data.train is None else f"train {file}"

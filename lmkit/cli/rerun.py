@@ -13,7 +13,7 @@ from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import MOST_RANKS, Commands, PluginOption, option
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
@@ -51,7 +51,7 @@ def rerun(
     new = output or place.parent / f"{place.name}-rerun"
     if new.exists():
         raise UsageError("output.exists", f"{new}: exists", hint="name another folder: --output FOLDER")
-    recipe, before = load_recipe(recipe_file), _environment(folder)
+    recipe, before = load_recipe(recipe_file, benches=not is_run(folder)), _environment(folder)
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
     from lmkit.recipe.changes import differences

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lmkit.cli import first_edition
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
@@ -20,7 +19,7 @@ from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD, save_record
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage.atomic import noted_digest
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 Outputs = dict[str, list[Path]]
@@ -40,8 +39,6 @@ NO_EFFECT = (
     *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
     *("train.tensorboard", "train.sample_interval"),
 )
-PIPE = "a pipe"  # stands for the hash of its content
-_DEEPEST = 20  # levels of the record are 6
 _INSIDE = "./"  # begins a path in the record that is relative to the run folder
 
 
@@ -81,8 +78,6 @@ class StageRecord:
             pass
         except (OSError, ValueError):
             content = None
-        if _nests(content, _DEEPEST):  # Python may read what it cannot write again
-            content = None
         entries = content or {}
         if isinstance(known := entries.get("files"), dict):
             self._hashes = {
@@ -93,25 +88,6 @@ class StageRecord:
         if content != entries:
             lost = ["every stage"]
         self.damage = f"{path}: damaged, so that {', '.join(lost)} may run again" if lost else None
-        if entries and "files" not in entries:
-            made = first_edition.read_record(self.folder, self._entries)
-            if made is not None:
-                self._adopt(made)
-
-    def _adopt(self, made: first_edition.Made) -> None:
-        """Bring the entries of a record of the first edition into today's form."""
-        values, content = _values(made.recipe)[0], self._contents(made.recipe)
-        for stage in made.stages:
-            entry = self._entries[stage]
-            entry |= _read_by(stage, values, content)
-            for names in entry.get("outputs", {}).values():
-                places = [Path(name) for name in names]
-                names[:] = [
-                    self._name(self.folder / place.relative_to(made.folder))
-                    if place.is_relative_to(made.folder)
-                    else str(place)
-                    for place in places
-                ]
 
     def _contents(self, recipe: Recipe) -> dict[str, list[str]]:
         """Return the hashes of the files that a recipe names: key of the recipe -> hashes."""
@@ -119,11 +95,7 @@ class StageRecord:
 
     def _hash(self, path: Path, key: str) -> str:
         """Return the hash of the content of a file that the recipe names under `key`."""
-        name, is_corpus = str(path.absolute()), key.startswith("corpus.")
-        # A pipe can be read only once, by the stage; it may be gone when the run goes on.
-        if is_corpus and (path.is_fifo() or (self._hashes.get(name) == [PIPE] and not path.is_file())):
-            self._hashes[name] = [PIPE]
-            return PIPE
+        is_corpus = key.startswith("corpus.")
         if is_corpus:
             refuse_directory(key, path)
         if not path.is_file():
@@ -131,7 +103,8 @@ class StageRecord:
             hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
             if path.parent.name in shipped_recipes():  # a run that has not been made
                 hint = f"make it: lmkit run {path.parent.name}; or {hint}"
-            raise UsageError("run.missing_file", f"{path}: no such file (key {key})", hint=hint)
+            wrong = "not a regular file" if path.exists() else "no such file"
+            raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
         return self._digest(path)
 
     def _digest(self, path: Path) -> str:
@@ -182,8 +155,8 @@ class StageRecord:
         return [path for path in outputs if not self._is_whole(path, made.get(self._name(path)))]
 
     def _is_whole(self, path: Path, digest: str | None) -> bool:
-        if digest is None or not _exists(path):
-            return _exists(path)
+        if digest is None or not path.exists():
+            return path.exists()
         return path.is_file() and self._digest(path) == digest
 
     def outputs(self, stage: str) -> Outputs:
@@ -278,12 +251,6 @@ def _read_by(stage: str, values: dict[str, Any], content: dict[str, list[str]]) 
     }
 
 
-def _nests(content: Any, levels: int) -> bool:
-    """Return whether lists and objects lie more than `levels` deep in one another."""
-    items = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
-    return any(levels == 1 or _nests(item, levels - 1) for item in items if isinstance(item, (dict, list)))
-
-
 def is_entry(entry: Any) -> bool:
     """Return whether an entry of the record has the form that `StageRecord` writes."""
     if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
@@ -292,15 +259,8 @@ def is_entry(entry: Any) -> bool:
     return all(
         isinstance(lists, dict)
         and all(
-            isinstance(items, list) and all(isinstance(item, str) and "\0" not in item for item in items)
+            isinstance(items, list) and all(isinstance(item, str) for item in items)
             for items in lists.values()
         )
         for lists in (outputs, entry.get("content", {}))
     )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long
-        return False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone
-from lmkit.cli.stage_record import PIPE, Outputs
+from lmkit.cli.stage_record import Outputs
 from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
@@ -43,11 +43,11 @@ def _warn_of_repeated(run: Pipeline) -> None:
     """Warn of files whose content would be both learned and held out."""
     key = "valid" if run.corpus.valid else "train"
     content, repeated = run.record.content, []
-    learned = set(content["corpus.train"] if key == "valid" else ()) - {PIPE}
+    learned = set(content["corpus.train"] if key == "valid" else ())
     for path, digest in zip(getattr(run.corpus, key), content[f"corpus.{key}"], strict=True):
         if digest in learned:
             repeated.append(str(path))
-        elif key == "train" and digest != PIPE:
+        elif key == "train":
             learned.add(digest)
     if repeated:
         message = (
@@ -175,8 +175,7 @@ def summary(run: Pipeline, done: dict[str, str]) -> Result:
     training = run.read("training", "parameters", "step")
     train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
     story = read_input(run.folder / STORIES).decode("utf-8", "replace")
-    # Until token files of format 2, the letters of special tokens counted as text.
-    bits = evaluation["bits_per_byte"] if valid.format > 1 else None
+    bits = evaluation["bits_per_byte"]
     held_out = [f"loss {evaluation['loss']:.4f}"]
     held_out += [f"perplexity {value:.2f}" for value in [evaluation["perplexity"]] if value is not None]
     held_out += [f"{value:.4f} bits per byte" for value in [bits] if value is not None]

@@ -9,7 +9,6 @@ import typer
 
 from lmkit.cli.console import show
 from lmkit.cli.options import Commands, JsonOption, SetOption, refuse_typed
-from lmkit.errors import UsageError
 
 app = Commands()
 
@@ -23,7 +22,6 @@ def verify(
             help="Run or Hugging Face folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
         ),
     ],
-    recipe: Annotated[str | None, typer.Argument(hidden=True)] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -38,14 +36,6 @@ def verify(
 
     Exit code 1 if something is wrong.
     """
-    if target == "resume" and recipe is not None:  # the older spelling: lmkit verify resume RECIPE
-        target, recipe, resume = recipe, None, True
-    if recipe is not None or target == "resume":
-        raise UsageError(
-            "verify.one_target",
-            "lmkit verify: takes one path, or --resume and a recipe",
-            hint="for example: lmkit verify quickstart --resume",
-        )
     if resume:
         from lmkit.recipe.load import load_recipe
 

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import numpy as np
 
 from lmkit.data.token_files import TokenFile
 from lmkit.errors import UsageError
-from lmkit.tokenizer import Tokenizer
 
-_TOKENS_AT_ONCE = 1 << 24
 _log = logging.getLogger("lmkit")
 
 
-def document_starts(file: TokenFile, tokenizer: Path | None) -> np.ndarray:
+def document_starts(file: TokenFile) -> np.ndarray:
     """Return the positions at which the documents of a token file begin.
-
-    Args:
-        tokenizer: the file of its tokenizer; it is read for a file of format 1 only.
 
     Raises:
         UsageError: the token file has no `.documents` file ("tokens.no_documents").
     """
-    if file.documents is not None:
-        return file.documents
-    end = None
-    if file.meta.format == 1 and file.mask is None and tokenizer is not None and tokenizer.exists():
-        end = Tokenizer.load(tokenizer).end_of_text_id
-    if end is None:  # in conversations, the end-of-text token may end a message, too
+    if file.documents is None:
         raise UsageError(
             "tokens.no_documents",
             f"{_name(file.tokens)}: no .documents beside it says where its documents begin",
             hint='copy it, too, or encode the text again; or use data.sampling = "windows"',
         )
-    parts = [np.zeros(1, np.int64)]
-    for first in range(0, len(file.tokens), _TOKENS_AT_ONCE):
-        parts.append(first + 1 + np.flatnonzero(file.tokens[first : first + _TOKENS_AT_ONCE] == end))
-    starts = np.concatenate(parts)
-    return starts[starts < len(file.tokens)]
+    return file.documents
 
 
 def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lmkit.errors import LmkitError
-from lmkit.storage.json_files import parse_json
+from lmkit.storage.inputs import parse_json
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
 
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end

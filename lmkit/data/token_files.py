@@ -30,11 +30,9 @@ from pydantic.dataclasses import dataclass
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage import atomic_path, write_atomic
-from lmkit.storage.inputs import open_input, refuse_irregular
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import open_input, read_object, refuse_irregular
 
 FORMAT = 2
-"""1 has no `.documents`, and its `num_bytes` counts the letters of special tokens."""
 _MAX_SIDECAR_BYTES = 1 << 16
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -53,7 +51,7 @@ class TokenMeta:
     """The description of a token file, as its `.json` file holds it.
 
     Attributes:
-        num_bytes: size of the text; special tokens have none. In format 1 they count.
+        num_bytes: size of the text; special tokens have none.
         source_sha256: SHA-256 of the text files, concatenated.
         counted_tokens, counted_bytes: tokens that count as targets, and their text; None: all of them.
     """
@@ -78,7 +76,7 @@ class TokenFile:
         mask: a memory map with a bit for each token, the highest bit of a byte first: whether it counts as a target.
             None: all count.
         documents: a read-only memory map of the positions at which documents begin, uint64, ascending. None: not
-            known, in a file of format 1 or without its `.documents`.
+            known: the `.documents` file is missing.
         sizes: the bytes of the text of each document, uint64; None: those of its tokens.
     """
 
@@ -263,7 +261,7 @@ class TokenFileWriter:
 
 
 def as_json(meta: TokenMeta) -> dict[str, Any]:
-    """Return the content of a description; keys that are None are left out, as older versions knew none of them."""
+    """Return the content of a description, without keys that are None."""
     return {key: value for key, value in dataclasses.asdict(meta).items() if value is not None}
 
 
@@ -293,8 +291,8 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
 
     Raises:
         UsageError: no such file ("tokens.missing"), or another tokenizer made it ("tokens.wrong_tokenizer").
-        LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of a newer
-            format ("tokens.newer_format").
+        LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
+            another format ("tokens.other_format").
     """
     path = Path(path)
     meta = _read_meta(path)
@@ -306,7 +304,7 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
-    documents, sizes = (None, None) if meta.format == 1 else _map_documents(path, meta)
+    documents, sizes = _map_documents(path, meta)
     _check_ids(path, tokens, meta.vocab_size)
     if mask is not None:
         _check_mask(path, mask, meta)
@@ -345,11 +343,11 @@ def _read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     sidecar = sidecar_path(path)
     content = _read_object(path)
-    if content.get("format", FORMAT) not in range(1, FORMAT + 1):
+    if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
-            "tokens.newer_format",
+            "tokens.other_format",
             f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
-            hint="upgrade lmkit",
+            hint="encode the text again, or upgrade lmkit",
         )
     try:
         return TokenMeta(**content)

@@ -59,23 +59,21 @@ class Card:
     Attributes:
         name: as torch calls it; `known_peak` knows it.
         memory: bytes, as torch reports them.
-        bytes_per_s: of its memory, by the data sheet; None: not known.
     """
 
     name: str
     memory: int
-    bytes_per_s: float | None
 
 
 # Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.
 CARDS = {
-    "T4": Card("Tesla T4", int(14.74 * GIB), 320e9),
-    "L4": Card("NVIDIA L4", int(22.0 * GIB), 300e9),
-    "RTX 4090": Card("NVIDIA GeForce RTX 4090", int(23.5 * GIB), 1008e9),
-    "A100 40GB": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB), 1555e9),
-    "A100": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), 2039e9),
-    "H100": Card("NVIDIA H100 80GB HBM3", int(79.1 * GIB), 3350e9),
-    "H200": Card("NVIDIA H200", 150_109_880_320, 4800e9),
+    "T4": Card("Tesla T4", int(14.74 * GIB)),
+    "L4": Card("NVIDIA L4", int(22.0 * GIB)),
+    "RTX 4090": Card("NVIDIA GeForce RTX 4090", int(23.5 * GIB)),
+    "A100 40GB": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB)),
+    "A100": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB)),
+    "H100": Card("NVIDIA H100 80GB HBM3", int(79.1 * GIB)),
+    "H200": Card("NVIDIA H200", 150_109_880_320),
 }
 """Name on the command line -> card."""
 
@@ -87,8 +85,7 @@ def card_here() -> Card:
     if not torch.cuda.is_available():
         return CARDS["H200"]
     found = torch.cuda.get_device_properties(0)
-    bytes_per_s = next((card.bytes_per_s for card in CARDS.values() if card.name == found.name), None)
-    return Card(found.name, found.total_memory, bytes_per_s)
+    return Card(found.name, found.total_memory)
 
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")

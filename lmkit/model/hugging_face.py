@@ -18,7 +18,7 @@ from torch import Tensor
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 CONFIG = "config.json"
 ARCHITECTURES = {

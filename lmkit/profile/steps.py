@@ -63,8 +63,7 @@ class Workload:
 
     def as_json(self) -> str:
         """Return the argument of `main`."""
-        # Benches have no part in it, and TOML has no null.
-        recipe = self.recipe.model_dump(mode="json", exclude_none=True, exclude={"bench"})
+        recipe = self.recipe.model_dump(mode="json", exclude_none=True)  # TOML has no null
         return json.dumps({"recipe": recipe, "mode": self.mode, "steps": self.steps, "warmup": self.warmup})
 
     def __str__(self) -> str:

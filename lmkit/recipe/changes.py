@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lmkit.recipe.values import flat
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ def differences(
         for key in {**before, **after}
         if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
     )
-
-
-def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as dotted keys with their values."""
-    keys: dict[str, Any] = {}
-    for key, value in tables.items():
-        keys |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return keys
 
 
 def refused(changes: Iterable[str]) -> list[str]:

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
-from lmkit.recipe.changes import flat
 from lmkit.recipe.depth import SIZES, beside_dial, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
-from lmkit.recipe.values import Only
-from lmkit.storage import write_atomic
+from lmkit.recipe.values import Only, flat
+from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
@@ -37,14 +36,14 @@ T = TypeVar("T")
 _warn_once = cache(logging.getLogger("lmkit").warning)
 
 _MOST_BYTES = 1 << 20
-# tomllib takes time that grows with the square of a dotted key's length: minutes for a key of 100 kB.
-_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-_MOST_PARTS = 50
-_LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}[ \t]*\.[ \t]*){{{_MOST_PARTS}}}""")
 
 
 def load_recipe(
-    source: str | Path | None, overrides: Sequence[str] = (), *, flags: Mapping[str, Any] | None = None
+    source: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    flags: Mapping[str, Any] | None = None,
+    benches: bool = False,
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
@@ -59,6 +58,7 @@ def load_recipe(
         overrides: `table.key=value` strings; the value is read as TOML, a bare word is a string, and so is all that
             a key gets which takes text.
         flags: command-line flags, dotted key -> value; None where a flag was left out.
+        benches: as of `validate`.
 
     Raises:
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
@@ -95,9 +95,8 @@ def load_recipe(
                 table.pop("epochs", None)
     _merge(raw, typed)
     origin = [str(source)] if source is not None else []
-    recipe = validate(
-        raw, origin=" and ".join([*origin, "the command line"] if typed else origin) or "recipe"
-    )
+    origin += ["the command line"] if typed else []
+    recipe = validate(raw, origin=" and ".join(origin) or "recipe", benches=benches)
     if source is not None:
         recipe._source = str(source)
     if os.environ.get("RANK", "0") == "0":
@@ -180,9 +179,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError("recipe.unreadable", f"{path}: {wrong}", hint=hint)
     hint = "a recipe has tables of keys: [train], then steps = 100"
     try:
-        if long_key := _LONG_KEY.search(text):
-            line = text.count("\n", 0, long_key.start()) + 1
-            raise ValueError(f"a key of more than {_MOST_PARTS} parts (at line {line})")
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         wrong = str(error)
@@ -214,6 +210,8 @@ def save_recipe(recipe: Recipe) -> None:
     with suppress(UsageError):  # there is none, or it is damaged
         if read_toml(path) == tomllib.loads(text):
             return
+    from lmkit.storage import write_atomic  # not to load a recipe
+
     write_atomic(path, text)
 
 
@@ -238,9 +236,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
 
 def _takes_text(keys: Sequence[str]) -> bool:
     """Return whether the value of a key is any string, or a path."""
-    owner: type[Table] | None = Recipe
-    for key in keys[:-1]:
-        owner = table_type(owner, key) if owner else None
+    owner = table_type(".".join(keys[:-1]))
     field = owner.model_fields.get(keys[-1]) if owner else None
     return field is not None and field.annotation in (str, Path, str | None, Path | None)
 
@@ -254,28 +250,21 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-KEY_ALIASES: dict[str, str] = {
-    "checkpoint.checkpointing_interval": "interval",
-    "optimizer.learning_rate": "lr",
-    "bench.ddp.contenders": "variants",
-    "bench.optimizer.contenders": "variants",
-    "parallel.wire_dtype": "reduce_dtype",
-}
-"""Keys of similar projects and of older versions: dotted path -> today's name in the same table. The registry has
-the aliases of kernels and strategies."""
+KEY_ALIASES = (
+    ("checkpoint", "checkpointing_interval", "interval"),
+    ("optimizer", "learning_rate", "lr"),
+)
+"""Table, key of similar projects, our key. The registry has the aliases of kernels and strategies."""
 
 
 def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tables with today's keys for their aliases.
+    """Return a copy of the tables with our keys for their aliases.
 
     A key that is given under both names stays: validation then refuses the alias.
     """
-    tables = _copied(raw, depth=3)
-    for path, ours in KEY_ALIASES.items():
-        *parents, theirs = path.split(".")
-        table: Any = tables
-        for parent in parents:
-            table = table.get(parent) if isinstance(table, dict) else None
+    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in raw.items()}
+    for name, theirs, ours in KEY_ALIASES:
+        table = tables.get(name)
         if isinstance(table, dict) and theirs in table and ours not in table:
             table[ours] = table.pop(theirs)
     model = tables.get("model")
@@ -284,23 +273,17 @@ def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def _copied(tables: Mapping[str, Any], *, depth: int) -> dict[str, Any]:
-    return {
-        key: _copied(value, depth=depth - 1) if depth and isinstance(value, dict) else value
-        for key, value in tables.items()
-    }
-
-
 # Validation
 
 
-def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> Recipe:
+def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, benches: bool = False) -> Recipe:
     """Turn a plain dictionary into a `Recipe`.
 
     Args:
         origin: names the file in errors.
         resolved: the recipe is one that a checkpoint keeps: its `model.vocab_size` is what the tokenizer reached,
             which is less than was asked for if the corpus had no more pairs to merge.
+        benches: validate the tables of benches, too, and fill in their defaults; imports these benches.
 
     Raises:
         UsageError: names every mistake. Its code is that of the mistakes if they have the same, else
@@ -314,16 +297,24 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
         raw[name] = values | raw.get(name, {})
     mistakes: list[tuple[str, str]] = []  # code, text
     tables: dict[str, Table] = {}
-    for name, content in raw.items():
-        if name not in TABLES:
-            mistakes.append(("recipe.unknown_key", f"unknown table [{name}]{did_you_mean(name, TABLES)}"))
+    of_benches = raw.pop("bench", {})
+    if not isinstance(of_benches, dict):
+        mistakes.append(("recipe.wrong_value", f"bench: must be a table, got {_shown(of_benches)}"))
+        of_benches = {}
+    known = [*TABLES, *(f"bench.{bench}" for bench in (BENCHES.names if of_benches else ()))]
+    for name, content in (raw | {f"bench.{bench}": table for bench, table in of_benches.items()}).items():
+        if name not in known:
+            mistakes.append(("recipe.unknown_key", f"unknown table [{name}]{did_you_mean(name, known)}"))
             continue
+        if name.startswith("bench.") and not benches and isinstance(content, dict):
+            continue
+        kind = table_type(name) or Table
         try:
             # JSON mode: arrays become tuples and strings paths, while `true` and "12" stay refused for integers.
             text = json.dumps(content, default=_refuse_dates)
-            tables[name] = (table_type(Recipe, name) or Table).model_validate_json(text)
+            tables[name] = kind.model_validate_json(text)
         except ValidationError as error:
-            mistakes += [_describe(name, detail) for detail in error.errors(include_url=False)]
+            mistakes += [_describe(name, kind, detail) for detail in error.errors(include_url=False)]
         except (ValueError, RecursionError) as error:
             wrong = str(error) if isinstance(error, ValueError) else "nested too deeply"
             mistakes.append(("recipe.wrong_value", f"{name}: {wrong}"))
@@ -346,7 +337,10 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False) -> 
         if len({code for code, _ in mistakes}) == 1:
             refusal.code = mistakes[0][0]
         raise refusal
-    recipe = Recipe(**tables)  # type: ignore[arg-type]
+    for name in of_benches if benches else ():
+        of_benches[name] = tables.pop(f"bench.{name}").model_dump(mode="json", exclude_none=True)
+    given: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})
+    recipe = Recipe(**given)
     recipe._origin = origin
     return recipe
 
@@ -368,16 +362,13 @@ _WANTED = {
 _BOUNDS = {"greater_than_equal": "at least", "less_than_equal": "at most"}
 
 
-def _describe(table: str, detail: Any) -> tuple[str, str]:
+def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str, str]:
     """Return the code and the text, `table.key: what is wrong`, of one pydantic error."""
     keys = [table, *(str(part) for part in detail["loc"])]
     path = ".".join(keys)
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        owner: type[Table] | None = Recipe
-        for key in keys[:-1]:
-            owner = table_type(owner, key) if owner else None
-        near = did_you_mean(keys[-1], owner.model_fields if owner else ())
+        near = did_you_mean(keys[-1], kind_of_table.model_fields)
         return "recipe.unknown_key", f"unknown key {path}{near}"
     if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
         wrong = "holds text that is not UTF-8"
@@ -417,7 +408,7 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
     for dotted in flat(given):
         name, _, key = dotted.partition(".")
         table = getattr(recipe, name)
-        field = type(table).model_fields.get(key)
+        field = None if name == "bench" else type(table).model_fields.get(key)
         if field is None or getattr(table, key) == field.default:
             continue
         for only in (extra for extra in field.metadata if isinstance(extra, Only)):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from lmkit.recipe.values import AttentionName, Only, OperationsName, PositiveFloat, PositiveInt, Table
 from lmkit.registry import ATTENTION
@@ -25,10 +25,7 @@ PRESETS: dict[str, dict[str, int]] = {
 """Sizes named after GPT-2 and GPT-3 (Brown et al. 2020, table 2.1). SwiGLU's third matrix and an untied head make the
 models larger than their namesakes; `lmkit recipe show` prints the parameter count."""
 
-
-Switch = BeforeValidator(lambda value: ("block" if value else "none") if isinstance(value, bool) else value)
-"""Reads true and false, which recipes of older versions have, as "block" and "none"."""
-Checkpointing = Annotated[Literal["none", "block", "attention"], Switch]
+Checkpointing = Literal["none", "block", "attention"]
 
 
 class ModelConfig(Table):
@@ -88,22 +85,13 @@ class ModelConfig(Table):
     operations: OperationsName = "auto"
     """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
     where they run, but "plain" in compiled blocks."""
-    activation_checkpointing: Annotated[Literal["none", "block", "attention", "selective"], Switch] = "none"
+    activation_checkpointing: Literal["none", "block", "attention", "selective"] = "none"
     """Recompute activations in the backward pass: less memory, more time. `block` keeps the inputs of blocks,
     `attention` the outputs of attention, too; `selective` as much as `activation_gb` allows, the dearest first."""
     activation_gb: PositiveFloat | None = None
     """`selective`: GB (10^9 bytes) that the blocks keep of a micro-batch on a rank; at least their inputs."""
     compile: Literal["none", "block", "whole"] = "none"
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _today_s_name(cls, data: Any) -> Any:
-        """Read checkpoints of older versions, which told documents apart by the id of a token."""
-        if isinstance(data, dict) and "document_token" in data:
-            data = {**data, "separate_documents": data["document_token"] is not None}
-            del data["document_token"]
-        return data
 
     @model_validator(mode="after")
     def _one_dial(self) -> ModelConfig:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lmkit.recipe import docstrings
-from lmkit.recipe.schema import Recipe, table_type
+from lmkit.recipe.schema import TABLES, Recipe
 from lmkit.recipe.tables import Table
 from lmkit.recipe.values import Only, RegisteredName
+from lmkit.registry import BENCHES
 
 _WIDTH = 100
 _COLUMN = 34
@@ -29,7 +30,12 @@ def annotated_toml(recipe: Recipe) -> str:
     """
     lines: list[str] = []
     absent: list[str] = []
-    for name, table in _tables(recipe, ""):
+    tables = {name: getattr(recipe, name) for name in TABLES}
+    tables |= {
+        f"bench.{bench}": recipe.bench_table(bench) if bench in recipe.bench else None
+        for bench in BENCHES.names
+    }
+    for name, table in tables.items():
         if table is None:
             absent.append(f"[{name}]")
         else:
@@ -54,15 +60,6 @@ def meanings(table: type[Table]) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         found |= docstrings.of_class(definition)
     return found
-
-
-def _tables(parent: Table, prefix: str) -> Iterator[tuple[str, Table | None]]:
-    """Yield dotted names and tables in the order of the schema; of [bench], its tables."""
-    for name in type(parent).model_fields:
-        if table_type(type(parent), name) is not None:
-            table = getattr(parent, name)
-            parts = [] if table is None else list(_tables(table, f"{prefix}{name}."))
-            yield from parts or [(f"{prefix}{name}", table)]
 
 
 def _keys(table: Table) -> Iterator[str]:

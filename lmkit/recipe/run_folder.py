@@ -14,8 +14,7 @@ from typing import Any
 
 from lmkit import __version__
 from lmkit.errors import UsageError
-from lmkit.storage import write_atomic
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 RECIPE = "recipe.toml"
 ENVIRONMENT = "environment.json"
@@ -44,7 +43,6 @@ RUN_FILES = (
     *TRAINED_FILES,
 )
 """Files that `lmkit run` writes, besides checkpoints; the record is last."""
-_STAGES = ("corpus", "tokenizer", "encode", "train")
 _MARK = "lmkit"
 """Key of the record and of `environment.json` that only lmkit writes: its version."""
 _RESULTS = (
@@ -75,29 +73,20 @@ def tokenizer_in(path: Path) -> Path:
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the record `stages.json` of a run folder; {} if there is none, or it is not lmkit's."""
     record = _object(folder / RECORD)
-    stages = [record[stage] for stage in _STAGES if isinstance(record.get(stage), dict)]
-    is_ours = (
-        isinstance(record.get(_MARK), dict)
-        # Older versions wrote no mark.
-        or any(isinstance(stage.get("done"), bool) for stage in stages)
-        or (record.keys() == {"files"} and isinstance(record["files"], dict))
-    )
-    return record if is_ours else {}
+    return record if isinstance(record.get(_MARK), dict) else {}
 
 
 def save_record(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the record `stages.json`, which makes the folder a run of lmkit."""
+    from lmkit.storage import write_atomic  # not to load a recipe
+
     write_atomic(folder / RECORD, json.dumps({**entries, _MARK: {"version": __version__}}, indent=1) + "\n")
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether lmkit made a run in this folder: the content of a record says so.
-
-    Older versions of `lmkit train` wrote no `stages.json`, and `lmkit import` writes none.
-    """
-    if read_record(folder) or (has_environment(folder) and (folder / METRICS).is_file()):
-        return True
-    return any(
+    """Return whether lmkit made a run in this folder: the content of a record says so, or a checkpoint, which is all
+    that `lmkit import` writes."""
+    return bool(read_record(folder)) or any(
         {"format", "checksum"} <= manifest.keys() and "state.json" in (manifest.get("files") or ())
         for manifest in map(_object, folder.glob(f"{CHECKPOINTS}/step-*/manifest.json"))
     )

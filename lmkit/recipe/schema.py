@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, get_args
 
-from pydantic import Field, PrivateAttr, SerializeAsAny, create_model
+from pydantic import Field, PrivateAttr
 
 from lmkit.errors import did_you_mean
 from lmkit.recipe.model_table import kernels_with_first
@@ -27,36 +27,6 @@ from lmkit.recipe.tables import (
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, STRATEGIES
 
 
-class BenchConfig(Table):
-    """`[bench]`: a table for every registered bench, which its file defines; None where the recipe has none."""
-
-    def table(self, name: str) -> Any:
-        """Return [bench.NAME], each item of its arrays once; the defaults of its keys if the recipe has none."""
-        table: Table = getattr(self, name, None) or BENCHES.options(name)()
-        return table.changed(
-            **{key: tuple(dict.fromkeys(value)) for key, value in table if isinstance(value, tuple)}
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle cannot find a class that was made while running.
-        return _make_bench, ({name: getattr(self, name) for name in self.model_fields_set},)
-
-
-def bench_config() -> type[BenchConfig]:
-    """Return the schema of [bench], with a field for every registered bench."""
-    return _bench_config(tuple((name, BENCHES.options(name)) for name in BENCHES.names))
-
-
-@cache
-def _bench_config(tables: tuple[tuple[str, type[Table]], ...]) -> type[BenchConfig]:
-    fields: dict[str, Any] = {name: (table | None, None) for name, table in tables}
-    return create_model("BenchConfig", __base__=BenchConfig, **fields)
-
-
-def _make_bench(tables: dict[str, Table]) -> BenchConfig:
-    return bench_config()(**tables)
-
-
 class Recipe(Table):
     """A validated recipe.
 
@@ -75,7 +45,8 @@ class Recipe(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     generate: GenerateConfig = GenerateConfig()
     wandb: WandbConfig = WandbConfig()
-    bench: SerializeAsAny[BenchConfig] = Field(default_factory=lambda: bench_config()())
+    bench: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """name -> [bench.NAME], which is not validated before `bench_table` or `load_recipe(benches=True)`."""
     _origin: str = PrivateAttr("the recipe")
     _source: str = PrivateAttr("RECIPE")
 
@@ -89,21 +60,30 @@ class Recipe(Table):
         """The name or file to give to a command, for hints."""
         return self._source
 
+    def bench_table(self, name: str) -> Any:
+        """Return [bench.NAME] as the bench's `Options`, each item of its arrays once; imports the bench."""
+        table: Table = BENCHES.options(name).model_validate_json(json.dumps(self.bench.get(name, {})))
+        return table.changed(
+            **{key: tuple(dict.fromkeys(value)) for key, value in table if isinstance(value, tuple)}
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # pydantic compares _origin, too
 
 
-def table_type(parent: type[Table], key: str) -> type[Table] | None:
-    """Return the class of the table `key` in `parent`; None if there is no such key or it is a value."""
-    field = parent.model_fields.get(key)
-    if field is None:
+TABLES = tuple(name for name in Recipe.model_fields if name != "bench")
+"""All tables but those of benches."""
+
+
+def table_type(name: str) -> type[Table] | None:
+    """Return the class of the table "train", or of "bench.ddp", whose file is imported; None if there is none."""
+    if name.startswith("bench."):
+        bench = name.removeprefix("bench.")
+        return BENCHES.options(bench) if bench in BENCHES.names else None
+    if name not in TABLES:
         return None
-    options = get_args(field.annotation) or (field.annotation,)
-    kind = next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Table)), None)
-    return bench_config() if kind is BenchConfig else kind
-
-
-TABLES = tuple(Recipe.model_fields)
+    annotation = Recipe.model_fields[name].annotation
+    return next(kind for kind in (*get_args(annotation), annotation) if isinstance(kind, type))
 
 
 # Each check gets the tables that are valid by themselves and yields complaints. Checks run even if other tables have

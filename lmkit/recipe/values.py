@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -33,9 +34,15 @@ class Table(BaseModel):
     def _names_files(cls, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(cls._names_files, value))
-        if isinstance(value, Path) and "\0" in str(value):
-            raise ValueError("holds a null character, which no file's name has")
         return in_home(value) if isinstance(value, Path) else value
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as dotted keys with their values."""
+    keys: dict[str, Any] = {}
+    for key, value in tables.items():
+        keys |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return keys
 
 
 class UnregisteredName(ValueError):

@@ -7,14 +7,17 @@ is what its user asks for; nothing else may. What the shell hands over (`/dev/st
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import UsageError
 
 _HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+_MOST_BYTES = 1 << 26  # of a JSON file
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -62,3 +65,48 @@ def refuse_irregular(path: str | os.PathLike[str], *, pipes: bool = False) -> No
         return
     if not os.path.abspath(path).startswith(_HANDED_OVER):
         raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))
+
+
+# JSON that anybody may have written or damaged
+
+
+def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: says in a few words what is wrong with its content.
+    """
+    with open_input(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"larger than {most_bytes:,} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    return parse_object(text)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that a text holds.
+
+    Raises:
+        ValueError: says in a few words what is wrong with the text.
+    """
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
+
+
+def parse_json(text: str) -> Any:
+    """Return what a text holds as JSON. ValueError: as `parse_object`."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except ValueError:  # Python refuses to read thousands of digits
+        raise ValueError("a number has too many digits") from None

@@ -59,8 +59,7 @@ class FolderLock:
     it, too, until it ends.
 
     Raises:
-        LmkitError: another process holds the lock ("storage.folder_busy"), or `.lock` is no regular file
-            ("storage.lock_not_a_file").
+        LmkitError: another process holds the lock ("storage.folder_busy").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -72,13 +71,6 @@ class FolderLock:
         folder = self.path.parent
         self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self.path.is_file():
-            what = "a folder" if self.path.is_dir() else "not a regular file"
-            raise LmkitError(
-                "storage.lock_not_a_file",
-                f"{self.path}: is {what}, where lmkit needs a lock file",
-                hint="delete it or move it away",
-            )
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:
             with open_input(self.path) as file:

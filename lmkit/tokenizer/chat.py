@@ -18,7 +18,7 @@ from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
 from lmkit.recipe.tables import TokenizerConfig
 from lmkit.storage import write_atomic
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.pretokenize import split_words
 from lmkit.tokenizer.tokenizer import Tokenizer
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.storage import write_atomic
-from lmkit.storage.inputs import read_input
-from lmkit.storage.json_files import parse_object
+from lmkit.storage.inputs import parse_object, read_input
 from lmkit.tokenizer.pretokenize import AddedToken
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from lmkit.storage import write_atomic
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Where no file names the token that ends a text, the first of these that the vocabulary has: the names of GPT-2,

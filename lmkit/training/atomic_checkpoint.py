@@ -35,11 +35,9 @@ import torch
 
 from lmkit.errors import LmkitError, reason
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
-from lmkit.storage.inputs import read_input
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_input, read_object
 
 FORMAT = 2
-"""1, unless the weights are in several files."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
@@ -216,7 +214,7 @@ def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
 def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write and fsync `manifest.json`, the last file of a checkpoint."""
     files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
-    content: dict[str, Any] = {"format": 1 if MODEL in entries else FORMAT, "files": files}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
     content["checksum"] = manifest_checksum(content)
     write_text(folder / MANIFEST, json.dumps(content, indent=2))
 
@@ -270,8 +268,7 @@ def clean_leftovers(folder: Path) -> list[Path]:
         else:
             os.replace(path, final)
             fsync_folder(folder)
-    of_old_versions = folder.glob("step-*.partial")
-    for path in sorted((*folder.glob(f"step-*{PARTIAL_SUFFIX}"), *of_old_versions)):
+    for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
         _delete(path)
         removed.append(path)
     return removed

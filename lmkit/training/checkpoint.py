@@ -139,8 +139,7 @@ def newest_checkpoint(path: Path) -> Checkpoint:
         )
     if (path / MANIFEST).exists() or (path / STATE).exists():
         return open_checkpoint(path)
-    is_folder_of_checkpoints = path.name == CHECKPOINTS or path.name.startswith(f"{CHECKPOINTS}.old-")
-    choice = newest_valid(path if is_folder_of_checkpoints else path / CHECKPOINTS)
+    choice = newest_valid(path if path.name == CHECKPOINTS else path / CHECKPOINTS)
     if choice.path is None:
         hint = "train first: lmkit train, or lmkit run"
         raise UsageError("checkpoint.not_found", f"{path}: holds no checkpoint", hint=hint)
@@ -156,9 +155,9 @@ def hint_at_run(path: Path, *, otherwise: str) -> str:
 
 
 def run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return `tokenizer.json` of the run that holds a checkpoint; of old checkpoints, the one beside them."""
-    folder = checkpoint.resolve().parent
-    return next((path for path in (folder / TOKENIZER, folder.parent / TOKENIZER) if path.is_file()), None)
+    """Return `tokenizer.json` of the run that holds a checkpoint."""
+    path = checkpoint.resolve().parent.parent / TOKENIZER
+    return path if path.is_file() else None
 
 
 def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,21 +43,14 @@ class HeldOut:
     borders: np.ndarray | None = None
 
 
-def held_out_of(
-    file: TokenFile, model: ModelConfig, *, context_length: int, rows: int, tokenizer: Path | None
-) -> HeldOut:
-    """Return a token file as held-out data of a model.
-
-    Args:
-        tokenizer: as of `document_starts`, which is asked for a model with `separate_documents`.
-    """
+def held_out_of(file: TokenFile, model: ModelConfig, *, context_length: int, rows: int) -> HeldOut:
+    """Return a token file as held-out data of a model."""
     meta = file.meta
     num_bytes, num_tokens = meta.num_bytes, meta.num_tokens
     if meta.counted_tokens is not None:
         num_bytes, num_tokens = meta.counted_bytes or 0, meta.counted_tokens
-    # Format 1 counted the letters of special tokens as text.
-    bytes_per_token = num_bytes / num_tokens if num_bytes and meta.format > 1 else None
-    borders = document_starts(file, tokenizer) if model.separate_documents else None
+    bytes_per_token = num_bytes / num_tokens if num_bytes else None
+    borders = document_starts(file) if model.separate_documents else None
     return HeldOut(file.tokens, bytes_per_token, context_length, rows, file.mask, borders)
 
 

@@ -32,8 +32,7 @@ from lmkit.recipe.run_folder import (
     TOKENIZER_CONFIG,
 )
 from lmkit.storage import atomic_folder
-from lmkit.storage.inputs import read_input
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
 from lmkit.training.atomic_checkpoint import (

@@ -31,7 +31,7 @@ from lmkit.model.rope import plain_frequencies, scale_frequencies
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.training.atomic_checkpoint import MODEL, verify_file
 from lmkit.training.checkpoint import Checkpoint, newest_checkpoint, run_tokenizer
 from lmkit.training.model_state import filled_model, model_weights

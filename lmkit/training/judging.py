@@ -172,9 +172,7 @@ def evaluate_run(
     with _opened_text(trained, tokens, text, field) as (file, name), trained.loaded(device) as (model, ranks):
         check_length(file.tokens, 1)
         length = min(trained.config.context_length, len(file.tokens) - 1)
-        held_out = held_out_of(
-            file, trained.config, context_length=length, rows=trained.rows, tokenizer=trained.tokenizer
-        )
+        held_out = held_out_of(file, trained.config, context_length=length, rows=trained.rows)
         evaluation = evaluate(model, held_out, ranks, precision=trained.precision)
     assert evaluation is not None
     if not evaluation.tokens:
@@ -202,8 +200,6 @@ def _opened_text(
         if tokens is None:
             refuse_changed_file(file, other="--tokens FILE.npy")
         trained.refuse_more_ids(opened.meta.vocab_size, file)
-        if opened.meta.format == 1:
-            log.warning("%s: an old token file, without the bytes of its text; encode the text again", file)
         yield opened, str(file)
         return
     if tokens is not None:
@@ -314,7 +310,7 @@ def evaluate_documents(
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.open_tokenizer()
         before = ids_before(tokenizer, trained.path)
-        documents = list(_documents(file, tokenizer, trained.tokenizer))
+        documents = list(_documents(file, tokenizer))
         windows = [list(windows_of(before, ids, trained.config.context_length)) for ids, _, _ in documents]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
@@ -340,15 +336,13 @@ def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
     return figures
 
 
-def _documents(
-    file: TokenFile, tokenizer: Tokenizer, path: Path | None
-) -> Iterator[tuple[np.ndarray, int, bytes]]:
+def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bytes]]:
     """Yield the ids of each document, without prefix, suffix and end-of-text, the bytes of its text, and the letters
     of all its tokens; no document without text."""
     end, prefix, suffix = tokenizer.end_of_text_id, tokenizer.prefix, tokenizer.suffix
     if suffix[-1:] == (end,):
         suffix = suffix[:-1]
-    starts = document_starts(file, path).tolist()
+    starts = document_starts(file).tolist()
     for number, (first, last) in enumerate(zip(starts, [*starts[1:], len(file.tokens)], strict=True)):
         ids = file.tokens[first:last].astype(np.int64)
         if len(ids) and ids[-1] == end:

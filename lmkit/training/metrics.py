@@ -138,19 +138,12 @@ class MetricsFile(Sink):
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log.
-
-    Without `bytes_per_token`, a record is of a version that counted the letters of special tokens as text: its bits
-    per byte do not compare with others, and are None.
-    """
+    """Return the valid records of a metrics file, [] if there is none. Others are skipped, and named in the log."""
     if not path.exists():
         return []
     records, mistakes = check_metrics(path)
     if wrong := [text for text in mistakes if _CUT not in text]:  # a kill cuts the last line short
         log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
-    for record in records:
-        if record.get("bytes_per_token") is None and "bits_per_byte" in record:
-            record["bits_per_byte"] = None
     return records
 
 

@@ -18,8 +18,7 @@ from lmkit.recipe.changes import differences
 from lmkit.recipe.load import read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
 from lmkit.storage import write_atomic
-from lmkit.storage.inputs import read_input
-from lmkit.storage.json_files import parse_object
+from lmkit.storage.inputs import parse_object, read_input
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.training.metrics import read_metrics
 

@@ -1,29 +1,15 @@
-"""Plan a training from its recipe alone: a rank's memory, what fits on a GPU, a step's time. Allocates nothing."""
+"""Plan a training from its recipe alone: a rank's memory, and what fits on a GPU. Allocates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lmkit.data.checks import check_divisible
-from lmkit.measure.kernel_classes import OPTIMIZER
 from lmkit.measure.limits import Card, card_here, known_peak
-from lmkit.model.accounting import (
-    ORTHOGONALIZING,
-    Work,
-    busy_seconds,
-    count_parameters,
-    flops_per_token,
-    host_seconds,
-    latency_seconds,
-    orthogonalization_work,
-    recomputed_work,
-    seconds_at_limits,
-    step_work,
-    with_fp8,
-)
-from lmkit.model.memory import Form, Held, StepMemory, kept_by_layers, step_memory
+from lmkit.model.accounting import count_parameters
+from lmkit.model.memory import Form, Held, StepMemory, step_memory
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -51,16 +37,6 @@ class Plan:
         most_rows: with this context; most_context: with these rows, a multiple of 64. 0: not even one fits.
         kv_cache: bytes for the `texts` that [generate] writes at once, as long as the context, beside the weights,
             which then take `generating`.
-        work: class of kernels -> what a step does on one rank.
-        busy_seconds: of a step's work on the GPU, predicted for fused operations; None for an unknown card or dtype,
-            and for an optimizer on the host.
-        latency_seconds: that its kernels and collectives take besides.
-        host_seconds: in which the host launches the step; 0 if a CUDA graph does.
-        timed: how the latter is known: "reference" as the host of an H200 took, "here" from a step in miniature on
-            this machine, "scaled" as the former by what a miniature of one rank took here.
-        least_seconds: at the data sheet's FLOP/s and bytes/s.
-        documents: whether documents do not see one another; attention is counted as if they did.
-        on_host: whether the optimizer's state lies in the host's memory.
     """
 
     card: Card
@@ -78,41 +54,10 @@ class Plan:
     texts: int
     kv_cache: int
     generating: int
-    work: Mapping[str, Work]
-    busy_seconds: float | None
-    latency_seconds: float
-    least_seconds: float | None
-    host_seconds: float = 0.0
-    timed: Literal["reference", "here", "scaled"] = "reference"
-    documents: bool = False
-    on_host: bool = False
 
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.usable
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a step: the slower of GPU and host sets the pace. None where `busy_seconds` is."""
-        if self.busy_seconds is None:
-            return None
-        return max(self.busy_seconds + self.latency_seconds, self.host_seconds)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of all ranks."""
-        if self.seconds is None:
-            return None
-        return self.train.batch_size * self.config.context_length / self.seconds
-
-    @property
-    def mfu(self) -> float | None:
-        """The share of the card's peak, causal attention by half."""
-        peak = known_peak(self.card.name, _peak_of(self.train.precision))
-        if self.tokens_per_s is None or peak is None:
-            return None
-        per_token = flops_per_token(self.config, self.config.context_length, causal=True)
-        return self.tokens_per_s / self.ranks * per_token / peak
 
 
 def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
@@ -144,28 +89,6 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
 
     kept_back = KEPT_BACK["alone" if ranks == 1 else "with others"]
     usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - kept_back
-    work = _work(config, form, rows, train.accumulation)
-    if precision == "fp8":
-        tokens = rows * train.accumulation * config.context_length
-        work = with_fp8(config, work, tokens, train.accumulation)
-    peak = known_peak(card.name, _peak_of(train.precision))
-    limits: dict[str, Any] = {"flops_per_s": peak, "bytes_per_s": card.bytes_per_s}
-    updates = OPTIMIZERS.facts(recipe.optimizer.name)
-    known = all(limits.values()) and not updates.on_host
-    if not updates.elementwise:
-        options = {**updates.options, **recipe.optimizer.options}
-        of_all = orthogonalization_work(config, int(options.get("iterations", 5)))
-        work[ORTHOGONALIZING] = Work(flops=int(of_all.flops * held.of_state))
-    work[OPTIMIZER] = Work(num_bytes=int(work[OPTIMIZER].num_bytes * held.of_state))
-    host = 0.0
-    if train.cuda_graph == "off" or (ranks > 1 and not STRATEGIES.facts(parallel.strategy).is_captured):
-        host = host_seconds(
-            config,
-            weights="alone" if ranks == 1 else "gathered" if held.gathered_units else "whole",
-            micro_batches=train.accumulation,
-            compiled=form.compiled,
-            orthogonalizes=not updates.elementwise,
-        )
     parameters = count_parameters(config).total
     return Plan(
         card=card,
@@ -184,20 +107,6 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         kv_cache=_kv_cache(config, recipe),
         generating=parameters * (4 if recipe.generate.precision == "fp32" else 2)
         + (count_parameters(config).multiplying if recipe.generate.weights == "fp8" else 0),
-        work=work,
-        busy_seconds=busy_seconds(config, work, **limits) if known else None,
-        latency_seconds=latency_seconds(
-            config,
-            micro_batches=train.accumulation,
-            orthogonalizes=0.0 if updates.elementwise else held.of_state,
-            collectives=0 if ranks == 1 else _collectives(config, train, held),
-        ),
-        least_seconds=sum(seconds_at_limits(name, part, **limits) for name, part in work.items())
-        if known
-        else None,
-        host_seconds=host,
-        documents=recipe.data.sampling == "packed" or config.separate_documents,
-        on_host=updates.on_host,
     )
 
 
@@ -262,31 +171,6 @@ def held_by(
     return Held(weight=gradient, gradient=gradient, master=4 if narrow else 0, packed=packed, **shared)
 
 
-def _work(config: ModelConfig, form: Form, rows: int, accumulation: int) -> dict[str, Work]:
-    """Return class -> what a step does on one rank: the optimizer's part once, the others for each micro-batch."""
-    element = form.product
-    once = step_work(config, rows, element_bytes=element)
-    keeps = kept_by_layers(config, form, tokens=rows * config.context_length)
-    more = recomputed_work(config, keeps, rows, element_bytes=element)
-    all_batches = step_work(config, rows * accumulation, element_bytes=element)
-    return {
-        name: Work(
-            all_batches[name].flops + accumulation * more.get(name, Work()).flops,
-            all_batches[name].num_bytes + accumulation * more.get(name, Work()).num_bytes,
-        )
-        for name in once
-    }
-
-
-def _collectives(config: ModelConfig, train: TrainConfig, held: Held) -> int:
-    """Return how many times a step of several ranks gathers and reduces layers or buckets."""
-    if held.gathered_units:
-        units = config.num_layers + 2  # gathered for both passes, then reduced
-        return train.accumulation * units * (3 if held.gathered_units < units else 2)
-    buckets = round(1 / held.packed) if held.packed else 1
-    return buckets * (2 if held.of_state < 1 else 1)
-
-
 def _most(fits: Callable[[int], bool], largest: int = 1 << 20) -> int:
     """Return the largest number that fits, 0 if 1 does not; whatever is below one that fits fits, too."""
     if not fits(1):
@@ -305,8 +189,3 @@ def _kv_cache(config: ModelConfig, recipe: Recipe) -> int:
     element = 4 if recipe.generate.precision == "fp32" else 2
     of_token = 2 * config.num_layers * config.kv_heads * config.head_dim * element
     return recipe.generate.batch_size * config.context_length * of_token
-
-
-def _peak_of(precision: str) -> str:
-    """Return the dtype whose peak counts: of fp8, in which a part of the step is computed, that of the rest."""
-    return "bf16" if precision == "fp8" else precision.partition("-")[0]

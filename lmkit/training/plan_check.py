@@ -1,9 +1,9 @@
-"""Compare a plan with a few steps on this machine, on random tokens; time how fast its host launches them."""
+"""Make a few steps of a recipe on this machine, on random tokens, to compare them with its plan."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,13 +11,12 @@ import torch
 from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
-from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.training.graph import MEASURED, WARM_UPS
-from lmkit.training.plan import Plan, plan
+from lmkit.training.plan import plan
 from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import TrainingStep
 
@@ -26,9 +25,6 @@ SHORT_S = 1.0
 """So many steps shorter than this are timed together: one alone would show what the host does before it."""
 SAMPLED_S = 2.0
 """How long such samples are taken. The median counts, because a host is sometimes slower for a second."""
-
-MINIATURE = 256
-"""Tokens of the vocabulary and of the longest context of a step in miniature."""
 
 
 @dataclass(frozen=True)
@@ -84,67 +80,6 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
             raise limit_reached(error) or error from error
         peak_bytes, seconds = largest_of_ranks([peak.peak_bytes - before, seconds], ranks)
         return Measured(int(peak_bytes), seconds)
-
-
-def timed_here(made: Plan, recipe: Recipe) -> Plan:
-    """Return a plan with the seconds in which this machine's host launches the step, if no CUDA graph does.
-
-    They are those of a step in miniature, see `miniature`. A machine with fewer GPUs than the plan has ranks makes
-    that of one rank, and its seconds over the expected ones scale the plan's. Without a free GPU the plan stays as
-    it is.
-    """
-    if not made.host_seconds or not torch.cuda.is_available() or recipe.run.device == "cpu":
-        return made
-    try:
-        if torch.cuda.device_count() >= made.ranks:
-            return replace(made, host_seconds=spawn_ranks(made.ranks, launch, (recipe,)), timed="here")
-        alone = recipe.changed(train={"cuda_graph": "off"})
-        pace = spawn_ranks(1, launch, (alone,)) / plan(alone, made.card).host_seconds
-    except LmkitError:  # the GPUs are full or taken: a plan needs none
-        return made
-    return replace(made, host_seconds=pace * made.host_seconds, timed="scaled")
-
-
-def launch(recipe: Recipe) -> float:
-    """Make a recipe's step in miniature as one of the ranks; return its seconds."""
-    with ranks_of(recipe) as ranks:
-        return launch_among(ranks, recipe)
-
-
-def launch_among(ranks: Ranks, recipe: Recipe) -> float:
-    """Do as `launch` in a process group that exists. Collective."""
-    with numerics(recipe.run, ranks):
-        made = plan(recipe, card_here(), ranks=ranks.world_size)
-        training = TrainingStep(miniature(made, recipe), ranks)
-        for _ in range(WARM_UPS):
-            training.run(wait=True)
-        return _median_seconds(ranks, training)
-
-
-def miniature(made: Plan, recipe: Recipe) -> Recipe:
-    """Return the recipe of a step that launches the same kernels, of which each has next to nothing to do.
-
-    It has the recipe's layers, heads of the same size, optimizer, strategy, number of buckets and micro-batches. It
-    has two groups of heads, at most two rows in a micro-batch of a rank, and `MINIATURE` tokens of vocabulary and
-    context.
-    """
-    config, train, parallel = made.config, made.train, recipe.parallel
-    heads = 2 * config.num_heads // config.kv_heads
-    small = config.changed(
-        vocab_size=MINIATURE,
-        context_length=min(config.context_length, MINIATURE),
-        num_heads=heads,
-        num_kv_heads=2,
-        d_model=heads * config.head_dim,
-        d_ff=2 * heads * config.head_dim,
-    )
-    rows = made.ranks * min(made.rows, 2)
-    share = count_parameters(small).total / made.parameters
-    return recipe.changed(
-        model=small,
-        train=train.changed(batch_size=rows * train.accumulation, cuda_graph="off"),
-        parallel=parallel.changed(bucket_mb=parallel.bucket_mb * share),
-    )
 
 
 def _median_seconds(ranks: Ranks, training: TrainingStep) -> float:

@@ -265,7 +265,7 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     tokens, sampling = data.train.tokens, recipe.data.sampling
     starts = None
     if sampling in ("documents", "packed") or model.separate_documents:
-        starts = document_starts(data.train, tokenizer_path(recipe))
+        starts = document_starts(data.train)
     if sampling == "packed":
         assert starts is not None
         return PackedBatches(tokens, **shared, document_starts=starts)

@@ -16,7 +16,7 @@ from typing import Any
 from lmkit.recipe.run_folder import WANDB
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 from lmkit.training.metrics import Record, Sink
 
 START_TIMEOUT_S = 30

@@ -71,7 +71,6 @@ class TrainResult:
         tokens: seen by the optimizer in the whole run.
         tokens_per_second: in this session, without evaluation.
         loss: of the last logged training step.
-        valid_loss, perplexity, bits_per_byte: those of `evaluation`, under the names of the first edition's JSON.
         checkpoint: the newest of the run, at most at `step`.
         evaluation: on all held-out tokens, after the last step only, as `lmkit evaluate` reports it.
         log_lost: why stderr could not take the whole log; None: it could.
@@ -87,9 +86,6 @@ class TrainResult:
     seconds: float
     tokens_per_second: float | None
     loss: float | None
-    valid_loss: float | None
-    perplexity: float | None
-    bits_per_byte: float | None
     checkpoint: str | None
     evaluation: EvaluateResult | None
     log_lost: str | None = None
@@ -106,9 +102,9 @@ class TrainResult:
         lines.append(f"training  {self.tokens:,} tokens in {duration(self.seconds)}{speed}")
         if self.loss is not None:
             lines.append(f"loss      {self.loss:.4f} in training")
-        if self.valid_loss is not None and self.perplexity is not None:
-            bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
-            lines.append(f"held out  loss {self.valid_loss:.4f}, perplexity {self.perplexity:.2f}{bits}")
+        if (held_out := self.evaluation) is not None:
+            bits = "" if held_out.bits_per_byte is None else f", {held_out.bits_per_byte:.4f} bits per byte"
+            lines.append(f"held out  loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.2f}{bits}")
         if self.checkpoint is not None:
             lines.append(f"saved     {self.checkpoint}")
         if self.log_lost is not None:
@@ -368,9 +364,6 @@ def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts
         step=step,
         steps=train.steps,
         parameters=count_parameters(model).total,
-        valid_loss=None if evaluation is None else evaluation.loss,
-        perplexity=None if evaluation is None else evaluation.perplexity,
-        bits_per_byte=None if evaluation is None else evaluation.bits_per_byte,
         checkpoint=saved[-1] if saved else None,
         evaluation=reported,
         log_lost=LOST.get("stderr"),

@@ -31,7 +31,7 @@ from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.process import StopSignals, end_as_stopped
-from lmkit.training.run_data import Data, resolved_tables, tokenizer_path
+from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.samples import WriteSamples, sample_records
 from lmkit.training.setup import initial_state
 from lmkit.training.state import capture_rng
@@ -158,13 +158,7 @@ class Trainer:
         self._held_out = None
         if data.valid is not None:  # in batches of one micro-batch
             rows = train.batch_size // train.accumulation
-            self._held_out = held_out_of(
-                data.valid,
-                model,
-                context_length=model.context_length,
-                rows=rows,
-                tokenizer=tokenizer_path(recipe),
-            )
+            self._held_out = held_out_of(data.valid, model, context_length=model.context_length, rows=rows)
         self._sink = sink
         self._signals = signals
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)

@@ -180,7 +180,7 @@ def _tokenizer(path: Path) -> str:
 
 
 def _recipe(path: Path) -> str:
-    load_recipe(path)
+    load_recipe(path, benches=True)
     return "valid"
 
 
@@ -220,7 +220,7 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
         UsageError: the recipe cannot be trained.
     """
     check_recipe(recipe)  # before `_moved` renames what errors would name
-    table = required(recipe.train, "train", recipe, command="verify resume")
+    table = required(recipe.train, "train", recipe, command="verify --resume")
     if table.epochs is not None:
         table = resolved_tables(resolve(recipe, open_data(recipe)))[1]
     half = min(steps, table.steps // 2)

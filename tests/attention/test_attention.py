@@ -64,7 +64,7 @@ def test_bfloat16_equals_the_oracle(pytorch_kernel, causal, random_inputs):
     assert faults_of(pytorch_kernel, reference, *inputs, causal=causal) == []
 
 
-def test_fault_84_strided_inputs(kernel, random_inputs):
+def test_strided_inputs(kernel, random_inputs):
     # As a model makes them: slices of one projection, (batch, seq, 3, heads, head_dim).
     projection = torch.randn(2, 65, 3, 2, 32, generator=torch.Generator().manual_seed(0))
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
@@ -91,7 +91,7 @@ def test_a_scale_of_any_sign(kernel, scale, dtype, random_inputs):
     ],
     ids=["no batch", "no queries", "no keys"],
 )
-def test_fault_84_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
+def test_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
     """Also where a row that sees no key holds what is not finite."""
     q, k, v, dout = random_inputs(**sizes)
     if q.numel():

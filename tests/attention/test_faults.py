@@ -32,13 +32,13 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert all(word in done.stderr for word in words)
 
 
-def test_fault_80_cuda_without_a_gpu_is_refused(lmkit, recipe, tmp_path):
+def test_cuda_without_a_gpu_is_refused(lmkit, recipe, tmp_path):
     assert_refused(lmkit("train", recipe, "--device", "cuda", "--dry-run", **NO_GPU), "cuda", "--device cpu")
     assert list(tmp_path.iterdir()) == [recipe]
 
 
 @pytest.mark.full
-def test_fault_80_every_command_refuses_cuda_without_a_gpu_and_auto_takes_the_cpu(lmkit, recipe):
+def test_every_command_refuses_cuda_without_a_gpu_and_auto_takes_the_cpu(lmkit, recipe):
     for command in (
         "train tiny.toml --device cuda --nproc 2",
         "generate runs/run --device cuda --tokenizer none.json",
@@ -62,7 +62,7 @@ def without_triton(tmp_path: Path) -> None:
     "setting",
     ["model.attention=flash_triton", pytest.param("model.operations=fused", marks=pytest.mark.full)],
 )
-def test_fault_81_without_triton_what_needs_it_is_refused(setting, lmkit, recipe, tmp_path):
+def test_without_triton_what_needs_it_is_refused(setting, lmkit, recipe, tmp_path):
     refused = lmkit("train", recipe, "--set", setting)
     assert_refused(refused, "registry.not_installed", setting.partition("=")[2], "pip install triton")
     assert not (tmp_path / "runs").exists()
@@ -70,7 +70,7 @@ def test_fault_81_without_triton_what_needs_it_is_refused(setting, lmkit, recipe
 
 @pytest.mark.full
 @pytest.mark.usefixtures("without_triton")
-def test_fault_81_without_triton_all_else_works(lmkit, recipe):
+def test_without_triton_all_else_works(lmkit, recipe):
     done = lmkit("train", recipe, "--set", "model.attention=flash_torch")
     assert done.returncode == 0, done.stderr
     facts = lmkit("env")
@@ -81,7 +81,7 @@ def test_fault_81_without_triton_all_else_works(lmkit, recipe):
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "wrong"), [(258, torch.float32, "head_dim 258"), (16, torch.float64, "float64")]
 )
-def test_fault_83_an_unsupported_head_dim_or_dtype_lists_what_is_supported(head_dim, dtype, wrong):
+def test_an_unsupported_head_dim_or_dtype_lists_what_is_supported(head_dim, dtype, wrong):
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     q = torch.randn(1, 1, 4, head_dim, dtype=dtype)
     for call in (check_kernel, lambda name, q: attention(q, q, q, kernel=name)):

@@ -65,11 +65,11 @@ def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
     ) -> Any:
         # As TOML has it: tuples are arrays, paths are strings.
         tables = json.loads(json.dumps((recipe or {}) | {"bench": {name: keys}}, default=str))
-        recipe = validate(tables, origin="test")
+        recipe = validate(tables, origin="test", benches=True)
         reports: list[tuple[str, int, int]] = []
         context = Context(
             recipe,
-            recipe.bench.table(name),
+            recipe.bench_table(name),
             Ranks(),
             lambda *report: reports.append(report),
             journal or Journal(tmp_path / "rows.partial"),

@@ -17,7 +17,6 @@ from lmkit.bench.all_reduce import all_reduce
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
 from lmkit.bench.optimizer import optimizer
-from lmkit.bench.parking import Parking, _storages
 from lmkit.bench.training_gate import reference
 from lmkit.measure.limits import Limits
 from lmkit.parallel.collectives import largest_of_ranks
@@ -55,7 +54,7 @@ def context_of(bench: str, ranks: Ranks, reports: list[Any], **keys: Any) -> Con
         del tables["bench"][bench]["steps_per_sample"]
     recipe = validate(json.loads(json.dumps(tables)), origin="test")
     journal: Any = Kept()
-    return Context(recipe, recipe.bench.table(bench), ranks, lambda *report: reports.append(report), journal)
+    return Context(recipe, recipe.bench_table(bench), ranks, lambda *report: reports.append(report), journal)
 
 
 def with_rank_1_full(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
@@ -96,30 +95,6 @@ def with_muon(ranks: Ranks) -> dict[str, Any]:
     return {"ddp": ladder, "optimizer": optimizer(contexts["optimizer"]), "names": names}
 
 
-def trained_in_turns(case: Case, ranks: Ranks) -> dict[str, Any]:
-    """Losses of trainings that take turns, and of the same ones by themselves, and the bytes that both leave here."""
-    names = ("fsdp bf16 states", "torch_fsdp bf16 states", "zero1")
-    alone = {name: make_training(name, case, ranks) for name in names}
-    parking, moved, left = Parking(ranks.device, is_used=True), {}, []
-    for name in names:
-        parking.park()
-        moved[name] = make_training(name, case, ranks)
-        parking.take(name, moved[name])
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(3):
-        for name, training in moved.items():
-            parking.take(name, training)
-            losses[name].append(float(training.run()))
-            left.append([len(_storages(moved[other])) for other in names if other != name])
-    return {
-        "losses": losses,
-        "expected": {name: [float(training.run()) for _ in range(3)] for name, training in alone.items()},
-        "left": left,
-        "here": len(_storages(moved[names[-1]])),
-        "weights": str(next(moved[names[1]].model.parameters()).dtype),
-    }
-
-
 def with_planted(ranks: Ranks) -> dict[str, Any]:
     """Rows of both benches for strategies that are wrong, and one that is right."""
     with registered():
@@ -154,7 +129,6 @@ def measure_all() -> dict[str, Any]:
         case = case_of(ladder.recipe, ladder.options, "ddp")
         # Rank 1 has all the time in the world; rank 0's is up after the first round.
         short = context_of("ddp", ranks, [], rounds=6, max_seconds=1e-9 if ranks.is_first else 1e9)
-        parked = context_of("ddp", ranks, [], rounds=2, park=True)
         collectives = context_of("all_reduce", ranks, reports, sizes_mb=[0.01, 0.1], repeats=2)
         names = ["zero1", TORCH_ZERO, "bucketed", "zero1 bf16"]
         sharding = context_of("optimizer", ranks, reports, variants=names, rounds=2)
@@ -166,11 +140,9 @@ def measure_all() -> dict[str, Any]:
             "full": with_rank_1_full(case, ranks),
             "gradients_left": sum(parameter.grad is not None for parameter in bucketed.model.parameters()),
             "broadcast": broadcast_by_zero(case, ranks),
-            "turns": trained_in_turns(case, ranks),
             "muon": with_muon(ranks),
             "planted": with_planted(ranks),
             "without room": without_room(case, ranks),
-            "parked": ddp.measure(case, ("fsdp", "naive"), parked, part="ladder"),
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),
             "optimizer": optimizer(sharding),

@@ -179,7 +179,7 @@ def test_a_side_answers_with_samples_and_keeps_those_it_is_told_to():
         end.close()
 
 
-def test_fault_125_a_side_ends_when_who_compares_is_gone():
+def test_a_side_ends_when_who_compares_is_gone():
     ours, theirs = socket.socketpair()
     ours.shutdown(socket.SHUT_WR)
     link = Link(theirs)

@@ -74,7 +74,7 @@ def test_everything_is_measured_and_every_file_is_there(measure, tmp_path):
         ),
     ],
 )
-def test_fault_105_flags_mean_all_rows(words, cells, terminal, tmp_path):
+def test_flags_mean_all_rows(words, cells, terminal, tmp_path):
     (tmp_path / "recipe.toml").write_text(
         "[run]\ndevice='cpu'\n[bench.attention]\ndtype='fp32'\nbatch=1\nheads=1\nkv_heads=1\niters=1\n"
         "warmup=0\ntiers=['32']\nkernels=['reference','sdpa','vectorized']\ngrid_kernels=['flash_torch']\n"
@@ -357,7 +357,7 @@ def row_of(kernel, length, tflops, ratio, **facts):
 def test_the_finding_is_about_the_fastest_kernel_of_ours():
     of_one = [
         row_of("flash_triton", 128, 20.0, 2.0),
-        row_of("flash_cuda_naive", 128, 1.0, 0.1),
+        row_of("flash_cuda:naive", 128, 1.0, 0.1),
         row_of("sdpa", 128, 10.0, None),
     ]
     said = findings(of_one)[0]

@@ -200,7 +200,7 @@ def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp
 def test_a_training_recipe_without_bench_tables_is_enough():
     recipe = load_recipe("quickstart")
     for name in BENCHES.names:
-        assert recipe.bench.table(name) == BENCHES.options(name)()
+        assert recipe.bench_table(name) == BENCHES.options(name)()
 
 
 @pytest.mark.parametrize(("kernels", "code"), [("flash_triton:hopper", 1), ("sdpa", 0)])
@@ -341,7 +341,8 @@ def test_a_picture_that_fails_does_not_fail_a_bench(planted, tmp_path, monkeypat
 def test_recipes_load_no_torch():
     """The file of a bench is imported for its table: torch loads when the bench runs."""
     code = (
-        "import sys\nfrom lmkit.recipe.load import load_recipe\nload_recipe('bench_ddp_cpu').bench.table('model')\n"
+        "import sys\nfrom lmkit.recipe.load import load_recipe\n"
+        "load_recipe('bench_ddp_cpu', benches=True).bench_table('model')\n"
         "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,6 @@ from lmkit.bench.summary import report_text
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
-from lmkit.registry import ATTENTION
 from lmkit.training import setup
 
 SMALL = {
@@ -34,7 +33,9 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 def measure(nproc=1, output=None, progress=None, **keys):
-    recipe = load_recipe(None, flags={f"bench.lm_matrix.{key}": value for key, value in keys.items()})
+    recipe = load_recipe(
+        None, flags={f"bench.lm_matrix.{key}": value for key, value in keys.items()}, benches=True
+    )
     recipe = recipe.changed(run={"device": "cpu"})
     stored = run_on_ranks("lm_matrix", recipe, output, nproc=nproc, progress=progress or (lambda *_: None))
     assert stored is not None
@@ -57,12 +58,11 @@ def test_kernels_train_alike_and_every_file_is_there(run_bench):
         assert row["tokens_per_s"] == pytest.approx(4 * 32 / (row["median_ms"] / 1e3))
         # fp32 sums in another order; 15 steps of AdamW let that grow, to far less than a wrong gradient would
         assert row["losses"] == pytest.approx(first, rel=1e-3)
-    old_names = [alias for alias, name in ATTENTION.aliases.items() if name in kernels]
     assert set(result.files) == {
         *(f"lm_matrix_{name}" for name in ("results.csv", "results.jsonl", "report.md")),
         *(f"lm_matrix_{picture}.png" for picture in ("time", "memory", "throughput", "convergence")),
-        *(f"{kernel}_lm_matrix_throughput.png" for kernel in (*kernels, *old_names)),
-        *(f"lm_matrix_table_{kernel}.png" for kernel in (*kernels, *old_names)),
+        *(f"{kernel}_lm_matrix_throughput.png" for kernel in kernels),
+        *(f"lm_matrix_table_{kernel}.png" for kernel in kernels),
     }
     assert [json.loads(line) for line in result.files["lm_matrix_results.jsonl"].splitlines()] == result.rows
     assert max(map(len, result.table.splitlines())) <= 100

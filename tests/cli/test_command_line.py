@@ -65,7 +65,7 @@ def test_the_help_of_lmkit_has_the_first_sentence_of_each_command(monkeypatch, t
         assert f"  {name:<9}  {line}" in shown
 
 
-def test_fault_11_shape_is_refused_before_torch_loads(lmkit, tmp_path):
+def test_shape_is_refused_before_torch_loads(lmkit, tmp_path):
     recipe = tmp_path / "heads.toml"
     recipe.write_text("[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n")
     # A torch that cannot be imported stands in for "before torch is imported"; `-m` puts the current folder first.
@@ -79,7 +79,7 @@ def test_fault_11_shape_is_refused_before_torch_loads(lmkit, tmp_path):
     assert "torch was imported" in lmkit("env").stderr  # it would have been noticed
 
 
-def test_fault_12_unknown_command_with_suggestion(terminal):
+def test_unknown_command_with_suggestion(terminal):
     assert "train" in terminal.refuses("trian", code="command.wrong_arguments").error
 
 
@@ -98,7 +98,7 @@ def test_an_option_without_its_value_names_the_command(arguments, command, termi
 
 
 @pytest.mark.parametrize("command", ["recipe show quickstart", "run --help", "--version"])
-def test_fault_13_stdout_closed_early(command, tmp_path):
+def test_stdout_closed_early(command, tmp_path):
     # The reader is gone before the first byte: every write fails.
     reader, writer = os.pipe()
     os.close(reader)
@@ -120,7 +120,7 @@ def test_fault_13_stdout_closed_early(command, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "colourful"), [({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({}, True)]
 )
-def test_fault_14_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(setting, colourful, tmp_path):
+def test_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(setting, colourful, tmp_path):
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "3"]
@@ -141,12 +141,12 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
-def test_fault_14_no_escape_codes_without_a_terminal(lmkit):
+def test_no_escape_codes_without_a_terminal(lmkit):
     result = lmkit("data", "synth", "stories.txt", "--size-mb", "0.1")
     assert "\x1b" not in result.stdout + result.stderr
 
 
-def test_fault_15_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_path):
+def test_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_path):
     assert json.loads(terminal("recipe validate quickstart --json"))["tables"]
     assert json.loads(terminal("env --json"))["versions"]["lmkit"]
     (tmp_path / "text.txt").write_text("no document ends here " * 50)
@@ -228,7 +228,7 @@ def test_running_the_package_as_a_folder_shadows_nothing(tmp_path):
     ("on_terminal", "printed"),
     [(True, "a\tb\ufffd[2J\ufffd\ufffd\n".encode()), (False, b"a\tb\x1b[2J\xc2\x9b\xff")],
 )
-def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
+def test_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     on_terminal, printed, tmp_path, monkeypatch
 ):
     path = tmp_path / "bytes.json"
@@ -243,7 +243,7 @@ def test_fault_104_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
 
 
 @pytest.mark.parametrize("no_color", ["1", ""])
-def test_fault_144_names_of_files_cannot_drive_a_terminal(no_color, as_terminal, monkeypatch):
+def test_names_of_files_cannot_drive_a_terminal(no_color, as_terminal, monkeypatch):
     from lmkit.cli.console import log_to_stderr
     from lmkit.training.metrics import console
 

@@ -57,7 +57,7 @@ def refuses(whole: Path, terminal, tmp_path: Path) -> Callable[..., None]:
     return refuse
 
 
-def test_faults_27_and_40_of_options_at_the_terminal(refuses):
+def test_fault_40_of_options_at_the_terminal(refuses):
     refuses(2, "tokenizer train text.txt new.json --vocab-size 256", "vocab_size", "at least 257")
     for command in (
         "tokenizer train text.txt tok.json --vocab-size 260",
@@ -83,12 +83,12 @@ def test_fault_33_a_cut_token_file_at_the_terminal(refuses):
     refuses(1, "data inspect tokens.npy", "tokens.npy: ", "tokens in the file")
 
 
-def test_fault_38_a_token_file_shorter_than_the_context_at_the_terminal(refuses):
+def test_a_token_file_shorter_than_the_context_at_the_terminal(refuses):
     command = "train tiny.toml --name new --set model.context_length=6000"
     refuses(2, command, "tokens.npy: ", "context_length")
 
 
-def test_fault_51_only_damaged_checkpoints_at_the_terminal(refuses):
+def test_only_damaged_checkpoints_at_the_terminal(refuses):
     for step in (OLDER, NEWER):
         Path(step, checkpoint_folder.MODEL).write_bytes(b"damaged")
     for command in (
@@ -125,7 +125,7 @@ def test_fault_61_two_runs_in_one_folder_at_the_terminal(refuses):
         refuses(1, "train tiny.toml --steps 6", "runs/run: process")
 
 
-def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(refuses, caplog):
+def test_the_warning_of_a_long_prompt_stands_before_the_text(refuses, caplog):
     said: list[tuple[str, int]] = []
     prompt = 'generate.prompts=["one fish two fish"]'
     continue_prompts(
@@ -139,7 +139,7 @@ def test_fault_90_the_warning_of_a_long_prompt_stands_before_the_text(refuses, c
     assert {warnings for _, warnings in said} == {1}
 
 
-def test_fault_93_sampling_out_of_range_at_the_terminal(refuses):
+def test_sampling_out_of_range_at_the_terminal(refuses):
     command = "generate runs/run --tokenizer tok.json"
     for option, key in (
         ("--temperature -1", "temperature"),

@@ -11,12 +11,12 @@ import pytest
 from lmkit.training import judging
 
 
-def test_fault_108_train_takes_the_learning_rate_and_the_batch_size(terminal):
+def test_train_takes_the_learning_rate_and_the_batch_size(terminal):
     shown = json.loads(terminal("train quickstart --lr 0.25 --batch-size 6 --print-recipe --json"))
     assert (shown["optimizer"]["lr"], shown["train"]["batch_size"]) == (0.25, 6)
 
 
-def test_fault_108_evaluate_reads_a_text(run, terminal):
+def test_evaluate_reads_a_text(run, terminal):
     terminal(f"data encode corpus.txt all.npy --tokenizer {run}/tokenizer.json")
     of_tokens = json.loads(terminal(f"evaluate {run} --tokens all.npy --json"))
     of_text = json.loads(terminal(f"evaluate {run} --text corpus.txt --json"))
@@ -33,7 +33,7 @@ def test_fault_108_evaluate_reads_a_text(run, terminal):
         ("empty.txt", b"", "text.empty", "text"),
     ],
 )
-def test_fault_123_evaluate_names_the_text_and_what_helps(name, text, code, word, run, terminal):
+def test_evaluate_names_the_text_and_what_helps(name, text, code, word, run, terminal):
     Path(name).write_bytes(text)
     exit_code = 1 if code == "text.not_utf8" else 2
     refused = terminal.refuses(f"evaluate {run} --text {name}", code=code, says=[name], exit_code=exit_code)
@@ -53,7 +53,7 @@ def test_a_prompt_from_windows_has_no_carriage_return(run, terminal, monkeypatch
     assert made["samples"][0]["prompt"] == "one\nfish"
 
 
-def test_fault_108_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
+def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
     Path("prompts.txt").write_text("\ufeffone\r\n\n-\u2028-\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines \xff\n")))
     found = samples_of(terminal, f"generate {run} -p - --prompts-file prompts.txt --samples 2")
@@ -68,7 +68,7 @@ def test_fault_108_prompts_come_from_files_and_stdin(run, terminal, monkeypatch)
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\n"])
-def test_fault_112_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypatch):
+def test_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     refused = terminal.refuses(f"generate {run} -p -", code="generate.empty_stdin", says=["stdin"])
     assert "--prompt" in refused.hint
@@ -77,14 +77,14 @@ def test_fault_112_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypat
     )
 
 
-def test_fault_113_a_pipe_is_not_shared_by_ranks(run, terminal, monkeypatch):
+def test_a_pipe_is_not_shared_by_ranks(run, terminal, monkeypatch):
     os.mkfifo("pipe")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(judging, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
     terminal.refuses(f"evaluate {run} --text pipe", code="evaluate.pipe_of_ranks", says=["pipe"])
 
 
-def test_fault_108_samples_differ_by_their_seeds(run, terminal):
+def test_samples_differ_by_their_seeds(run, terminal):
     command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1"
     found = samples_of(terminal, f"{command} --samples 5 --seed 3")
     for number, sample in enumerate(found):
@@ -104,9 +104,9 @@ def test_seeds_make_runs_side_by_side(run, terminal):
         json.loads((run.parent / "school" / name / "training.json").read_text())
         for name in ("seed-4", "seed-5")
     ]
-    assert found[0]["valid_loss"] != found[1]["valid_loss"]
+    assert found[0]["evaluation"]["loss"] != found[1]["evaluation"]["loss"]
     compared = json.loads(terminal(f"compare {run} {run.parent}/school --json"))
     assert compared["runs"] == [1, 2]
     assert compared["rows"][-1]["before"] == pytest.approx(
-        json.loads((run / "training.json").read_text())["bits_per_byte"]
+        json.loads((run / "training.json").read_text())["evaluation"]["bits_per_byte"]
     )

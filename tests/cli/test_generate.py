@@ -59,7 +59,7 @@ def interrupted(run: Path, terminal, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_fault_124_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, late):
+def test_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, late):
     """One text is streamed; of three texts two at a time, the first two are complete after four steps."""
     if late:  # as a GPU's tokens come
         monkeypatch.setattr(Newest, "has_come", lambda newest: False)
@@ -82,7 +82,7 @@ def test_fault_124_ctrl_c_prints_what_there_is(run, terminal, interrupted, monke
     assert interrupted(5, three).count("\n---\n") == 2
 
 
-def test_fault_124_a_line_is_whole_whichever_thread_takes_the_signal():
+def test_a_line_is_whole_whichever_thread_takes_the_signal():
     written = []
 
     def write_a_line() -> None:
@@ -104,7 +104,7 @@ def test_fault_124_a_line_is_whole_whichever_thread_takes_the_signal():
         pytest.param("--samples 30000 --max-new-tokens 20 --jsonl", marks=pytest.mark.full),
     ],
 )
-def test_fault_124_a_real_ctrl_c(run, arguments):
+def test_a_real_ctrl_c(run, arguments):
     command = [sys.executable, "-m", "lmkit", "generate", str(run), *arguments.split(), "--no-stop-at-end"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE

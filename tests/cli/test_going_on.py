@@ -65,7 +65,7 @@ def test_fault_106_a_change_that_no_step_would_obey_is_refused(command, code, ru
 @pytest.mark.parametrize(
     ("command", "code"), [("run", "run.other_recipe"), ("train", "resume.other_recipe")], ids=["run", "train"]
 )
-def test_faults_106_133_another_model_is_refused_by_both(command, code, run, terminal):
+def test_fault_106_another_model_is_refused_by_both(command, code, run, terminal):
     words = f"{command} fish.toml --set model.d_ff=64 --set train.steps=4"
     assert "--set run.name=" in terminal.refuses(words, code=code, says=["d_ff"]).hint
     assert step(run) == 2

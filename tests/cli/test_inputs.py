@@ -37,20 +37,13 @@ def put_pipe(path: Path) -> None:
     ("name", "command", "code"),
     [
         ("recipe.toml", "run runs/fish/recipe.toml", "recipe.unreadable"),
-        ("recipe.toml", "generate runs/fish", "recipe.unreadable"),
-        ("recipe.toml", "report runs/fish --html", "recipe.unreadable"),
-        ("environment.json", "report runs/fish --html", "report.unreadable"),
-        ("stories.txt", "report runs/fish --html", "report.unreadable"),
         ("metrics.jsonl", "train fish.toml --steps 3", "train.io"),
         ("tokenizer.json", "train fish.toml --steps 3", "tokenizer.unreadable"),
         ("tokens/train.npy", "data inspect runs/fish/tokens/train.npy", "file.failed"),
-        ("tokens/valid.json", "evaluate runs/fish", "tokens.damaged"),
-        (f"{CHECKPOINT}/manifest.json", "generate runs/fish", "checkpoint.none_good"),
         (f"{CHECKPOINT}/model.safetensors", "export runs/fish exported", "checkpoint.none_good"),
-        (".lock", "train fish.toml --steps 3", "storage.lock_not_a_file"),
     ],
 )
-def test_fault_157_a_pipe_in_a_run_folder_is_named(name, command, code, run, terminal):
+def test_a_pipe_in_a_run_folder_is_named(name, command, code, run, terminal):
     put_pipe(run / name)
     refused = terminal.refuses(
         command, code=code, exit_code=2 if code.endswith("unreadable") and "report." not in code else 1
@@ -58,29 +51,9 @@ def test_fault_157_a_pipe_in_a_run_folder_is_named(name, command, code, run, ter
     assert str(run / name) in refused.error
 
 
-@pytest.mark.parametrize("name", ["stages.json", "stories.txt", "tokens/valid.npy", "corpus/train.txt"])
-def test_fault_157_run_makes_again_what_a_pipe_replaced(name, run, terminal):
-    put_pipe(run / name)
-    terminal("run fish.toml")
-    assert (run / name).is_file()
-    assert name in terminal.err
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "recipe validate pipe",
-        "run pipe",
-        "tokenizer inspect pipe",
-        "tokenizer encode pipe words",
-        "data inspect pipe.npy",
-    ],
-)
-def test_fault_158_a_pipe_is_no_recipe_and_no_tokenizer(command, terminal):
-    for name in ("pipe", "pipe.npy", "pipe.json"):
-        os.mkfifo(name)
-    exit_code = 1 if command.startswith("data") else 2
-    terminal.refuses(command, code=None, exit_code=exit_code, says=["pipe", "not a regular file"])
+def test_a_pipe_is_no_corpus_of_a_run_which_reads_it_again(run, terminal):
+    put_pipe(Path("corpus.txt"))
+    terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt", "not a regular file"])
 
 
 def handed_over(content: bytes) -> str:
@@ -91,14 +64,14 @@ def handed_over(content: bytes) -> str:
     return f"/dev/fd/{reading}"
 
 
-def test_fault_158_what_the_shell_hands_over_is_read(terminal):
+def test_what_the_shell_hands_over_is_read(terminal):
     recipe = handed_over(shipped_recipes()["quickstart"].read_bytes())
     assert "valid" in terminal(f"recipe validate {recipe}")
     terminal(f"tokenizer train {handed_over(b'one fish two fish')} made.json --vocab-size 260")
     assert "vocabulary 260" in terminal(f"tokenizer inspect {handed_over(Path('made.json').read_bytes())}")
 
 
-def test_fault_158_texts_come_from_named_pipes(run, terminal):
+def test_texts_come_from_named_pipes(run, terminal):
     os.mkfifo("pipe")
     writer = threading.Thread(target=Path("pipe").write_bytes, args=(b"one fish two fish",))
     writer.start()

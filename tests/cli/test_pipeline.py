@@ -82,7 +82,7 @@ def test_a_run_of_another_recipe_is_refused_with_the_command_that_continues_it(t
 def test_a_run_without_a_training_continues_with_a_changed_recipe(recipe):
     with_longer_recipe(recipe, checkpoint=False)
     begun = {stage: {"key": "key", "before": "", "done": False} for stage in ("corpus", "train")}
-    (recipe.run.path / "stages.json").write_text(json.dumps(begun))
+    (recipe.run.path / "stages.json").write_text(json.dumps({**begun, "lmkit": {}}))
     with pipeline_of(recipe).opened():
         pass
     assert (recipe.run.path / "recipe.toml").read_text() == recipe_to_toml(recipe)
@@ -106,7 +106,7 @@ def test_force_empties_no_folder_but_a_runs(recipe):
         pass
 
 
-def test_fault_121_force_on_a_folder_that_another_process_has_just_made(recipe):
+def test_force_on_a_folder_that_another_process_has_just_made(recipe):
     run = pipeline_of(recipe, force=True)
     run.folder.mkdir(parents=True)
     (run.folder / "recipe.toml.lmkit-partial").touch()
@@ -219,7 +219,7 @@ def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, cap
     assert "no fit on 2" in caplog.text
 
 
-def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
+def test_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
     (tmp_path / "file").touch()
     impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
     with raises(UsageError, "output.unwritable", hint="run.folder"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -23,7 +22,7 @@ def test_a_plan_is_narrow_and_says_whether_it_fits(capsys, name, arguments):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_json_has_bytes_and_seconds(capsys):
+def test_json_has_bytes(capsys):
     assert run_command_line(["plan", "llama_1b", "--gpu", "H100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
@@ -33,7 +32,6 @@ def test_json_has_bytes_and_seconds(capsys):
     )
     # Keys and values of 16 texts of 4096 tokens: 16 layers, 8 heads of 64, bf16
     assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
-    assert 0 < found["least_seconds"] < found["seconds"]
 
 
 def test_a_gpu_may_be_named_in_small_letters(capsys):
@@ -55,11 +53,8 @@ def test_an_unknown_gpu_is_refused(capsys):
     ("arguments", "said"),
     [
         (["speedrun"], "bf16, fp32 on T4"),
-        (["speedrun"], "tokens/s"),
         (["llama_1b", "--ranks", "8", "--strategy", "fsdp"], "Tesla T4 has no instructions for bf16"),
-        (["llama_1b", "--set", "optimizer.name=adamw_host"], "the host makes the optimizer's step"),
         (["course_8b"], "to need less: "),
-        (["quickstart", "--ranks", "2", "--set", "train.cuda_graph=off"], "an H200's host"),
     ],
 )
 def test_the_table_of_all_gpus_says_what_a_reader_would_ask(capsys, arguments, said):
@@ -67,7 +62,6 @@ def test_the_table_of_all_gpus_says_what_a_reader_would_ask(capsys, arguments, s
     text = capsys.readouterr().out
     assert said in text
     assert max(map(len, text.splitlines())) <= 100
-    assert ("tokens/s" in text) == (arguments[0] != "course_8b" and "adamw_host" not in arguments[-1])
 
 
 @pytest.mark.parametrize("gpus", [["--all-gpus"], ["--gpu", "T4"]])
@@ -105,38 +99,5 @@ def test_what_was_measured_stands_beside_the_plan(capsys, monkeypatch, found):
     assert fields == {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
     assert run_command_line(["plan", "llama_1b", "--check"]) == 0
     last = capsys.readouterr().out.splitlines()[-2:]
-    assert ("38.00" in last[0]) == (found.peak_bytes is not None)
+    assert ("38.00" in last[0]) == ("250.0 ms, 131,072 tokens/s" in last[1]) == (found.peak_bytes is not None)
     assert max(map(len, last)) <= 100
-
-
-def test_the_host_is_timed_on_the_machine_that_trains(capsys, monkeypatch):
-    """And not for a GPU by name. The text says how the time is known."""
-    monkeypatch.setattr(
-        plan_check, "timed_here", lambda made, _: replace(made, host_seconds=2.0, timed="here")
-    )
-    for gpu, timed in (([], "here"), (["--gpu", "H200"], "reference")):
-        assert run_command_line(["plan", "quickstart", *gpu, "--json"]) == 0
-        fields = json.loads(capsys.readouterr().out)
-        assert fields["timed"] == timed
-        assert (fields["seconds"] == 2.0) == (timed == "here")
-        assert run_command_line(["plan", "quickstart", *gpu]) == 0
-        assert ("was taken here" in capsys.readouterr().out) == (timed == "here")
-
-
-def test_a_check_times_the_host_before_and_after_the_steps(capsys, monkeypatch):
-    """Its pace changes within seconds."""
-    order = []
-
-    def timed_here(made, _):
-        order.append("host")
-        return replace(made, host_seconds=float(len(order)), timed="here")
-
-    def check(recipe, *, ranks):
-        order.append("steps")
-        return Measured(38_000_000_000, 0.25)
-
-    monkeypatch.setattr(plan_check, "timed_here", timed_here)
-    monkeypatch.setattr(plan_check, "check", check)
-    assert run_command_line(["plan", "quickstart", "--check", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["host_seconds"] == 2.0  # of 1 and 3
-    assert order == ["host", "steps", "host"]

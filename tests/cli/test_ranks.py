@@ -14,7 +14,6 @@ from tiny import RANDOM_TOKENS, tiny_recipe
 from lmkit.cli import ranks
 from lmkit.cli.ranks import speak_for_ranks
 from lmkit.errors import LmkitError
-from lmkit.parallel.failures import RankLost
 
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -48,7 +47,7 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
     assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
-def test_fault_137_the_hint_names_the_folder_of_the_run_too(terminal):
+def test_the_hint_names_the_folder_of_the_run_too(terminal):
     refusal = terminal.refuses(
         "train", "quickstart", "--set", "run.name=two", "--set", "run.folder=my runs", code="data.no_tokens"
     )
@@ -110,43 +109,13 @@ def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(torchr
     assert errors(result) == ["error[tokens.cut]: rank 1: tokens.npy: is cut"]
 
 
-@pytest.fixture
-def as_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
-    """Makes this process a rank under torchrun that loses patience at once; returns its error file."""
+def test_a_rank_names_itself_and_tells_torchrun(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE_S", 0)
-    monkeypatch.setattr(ranks, "END_S", 0)
-
-    def become(rank: int) -> Path:
-        path = tmp_path / "attempt_0" / str(rank) / "error.json"
-        path.parent.mkdir(parents=True)
-        for name in ("RANK", "LOCAL_RANK"):
-            monkeypatch.setenv(name, str(rank))
-        settings = {"WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(path)}
-        for name, value in settings.items():
-            monkeypatch.setenv(name, value)
-        return path
-
-    return become
-
-
-def test_however_late_the_ranks_come_one_speaks(as_rank):
-    told = as_rank(1)
-    assert speak_for_ranks(LmkitError("tokens.missing", "no tokens")).message == "rank 1: no tokens"
-    assert json.loads(told.read_text())["message"]["message"] == "rank 1: no tokens"
-    for rank in (0, 2):
-        told = as_rank(rank)
-        with pytest.raises(SystemExit):
-            speak_for_ranks(LmkitError("tokens.missing", "no tokens"))
-        assert not told.exists()
-
-
-def test_a_lost_connection_is_not_printed_where_its_cause_will_be(as_rank, monkeypatch):
-    told = as_rank(0)
-    monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
-    (told.parent.parent / "lmkit-cause").touch()  # rank 1 has an error of its own
-    with pytest.raises(SystemExit):
-        speak_for_ranks(RankLost("ranks.lost", "rank 0, step 1: no sign of rank 1"))
-    assert not told.exists()
+    told = tmp_path / "error.json"
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(told)}.items():
+        monkeypatch.setenv(name, value)
+    assert speak_for_ranks(LmkitError("tokens.missing", "no tokens")).message == "rank 3: no tokens"
+    assert json.loads(told.read_text())["message"]["message"] == "rank 3: no tokens"
 
 
 @pytest.mark.parametrize(

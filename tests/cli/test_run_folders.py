@@ -10,7 +10,6 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
-from lmkit.storage import sha256_file
 from lmkit.tokenizer import Tokenizer
 
 
@@ -98,11 +97,6 @@ def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
     elsewhere.mkdir()
     shutil.copy(run / "recipe.toml", elsewhere)
     assert load_recipe(elsewhere / "recipe.toml").run.path == run
-    older = run / "checkpoints.old-20250101-120000"  # as earlier versions set checkpoints aside
-    shutil.copytree(run / "checkpoints", older)
-    for name in ("recipe.toml", "metrics.jsonl"):
-        shutil.copy(run / name, older)
-    assert load_recipe(older / "recipe.toml").run.path == run
 
 
 def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run):
@@ -134,26 +128,6 @@ def test_damaged_metrics_stop_no_command(damage, run, terminal):
         terminal(command)
         assert damage == {"loss": None} or "line 2 " in terminal.err
     run_command_line(["compare", str(run), str(run)])  # may find nothing to compare
-
-
-def test_a_run_with_token_files_of_format_1_has_no_bits_per_byte(run, terminal):
-    """They count the letters of special tokens as text, and so did the evaluation."""
-    record = json.loads((run / "stages.json").read_text())
-    for part in ("train", "valid"):
-        path = run / "tokens" / f"{part}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-        (run / "tokens" / f"{part}.documents").unlink()
-        made = record["encode"]["made"]
-        made.pop(f"./tokens/{part}.documents")
-        made[f"./tokens/{part}.json"] = sha256_file(path)
-        record["encode"]["outputs"][part].remove(f"./tokens/{part}.documents")
-    (run / "stages.json").write_text(json.dumps(record))
-    for again in ("", "--from evaluate", "--from train"):
-        found = json.loads(terminal(f"run fish.toml --json {again}"))
-        assert found["loss"] > 0
-        assert found["bits_per_byte"] is None
-        assert "bits per byte" not in terminal("run fish.toml")
-    assert json.loads((run / "evaluation.json").read_text())["bits_per_byte"] is None
 
 
 def test_texts_of_a_run_begin_where_its_documents_began(run, terminal):

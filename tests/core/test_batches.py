@@ -116,7 +116,7 @@ def test_reads_memory_mapped_uint32_beyond_uint16(tmp_path):
     assert torch.equal(targets, inputs + 1)
 
 
-def test_fault_38_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
+def test_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
     path = tmp_path / "short.npy"
     np.save(path, np.arange(CONTEXT, dtype=np.uint16))
     short = np.load(path, mmap_mode="r")

@@ -180,7 +180,7 @@ def test_a_separator_at_the_end_of_a_json_text_is_left_out(write, split):
     assert train == valid == f"a--b{MARK}".encode()
 
 
-def test_fault_131_json_lines_may_begin_with_a_byte_order_mark(write, split):
+def test_json_lines_may_begin_with_a_byte_order_mark(write, split):
     train, valid = split(write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n'))
     assert (train + valid).decode() == f"one{MARK}two{MARK}"
 
@@ -194,7 +194,7 @@ def test_text_and_json_lines_are_joined(write, tmp_path):
     assert files.valid == (valid,)
 
 
-def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
+def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
     lines = b'{"text": "a\xffb\\ud83d\\ude00"}\n{"text": "c\\ud800d"}\n{"text": "e"}\n'
     train, valid = split(write("x.jsonl", lines), errors="replace", valid_fraction=0.3)
     assert train.decode() == f"a\ufffdb\U0001f600{MARK}c\ufffdd{MARK}"
@@ -216,7 +216,7 @@ def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write
         ('{"text": "a"}\n{"text": "b\\ud83d"}\n', "text.not_utf8", "x.jsonl, line 2: \\ud83d"),
     ],
 )
-def test_fault_140_bad_json_lines_name_the_line(write, split, tmp_path, content, code, where):
+def test_bad_json_lines_name_the_line(write, split, tmp_path, content, code, where):
     with raises(LmkitError, code, where) as caught:
         split(write("x.jsonl", content))
     assert caught.value.exit_code == (2 if code in ("corpus.no_field", "corpus.empty") else 1)
@@ -302,7 +302,7 @@ def pipe(tmp_path):
         assert not writer.is_alive(), "nobody read the pipe"
 
 
-def test_fault_107_compressed_files_and_pipes_become_text(write, pipe, tmp_path):
+def test_compressed_files_and_pipes_become_text(write, pipe, tmp_path):
     story = json.dumps({"text": "three"}).encode()
     train = (
         write("a.txt.gz", gzip.compress(b"one ") + gzip.compress("\u00e9".encode())),  # two members
@@ -317,14 +317,14 @@ def test_fault_107_compressed_files_and_pipes_become_text(write, pipe, tmp_path)
     assert files.valid[0].read_text() == "five"
 
 
-def test_fault_107_sources_of_commands_may_be_compressed_or_pipes(write, pipe, tmp_path):
+def test_sources_of_commands_may_be_compressed_or_pipes(write, pipe, tmp_path):
     paths = [write("a.txt.gz", gzip.compress(b"one")), pipe("b", b"two"), write("c.txt", b"three")]
     with plain_text_files(paths, tmp_path / "made") as texts:
         assert [path.read_text() for path in texts] == ["one", "two", "three"]
     assert list((tmp_path / "made").iterdir()) == []
 
 
-def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
+def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
     size = 32 << 20
     monkeypatch.setattr(json_lines, "_LONGEST_LINE", 1 << 20)
     word = write("bomb.txt.gz", gzip.compress(b"a" * size, 1))
@@ -343,7 +343,7 @@ def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, mo
         tracemalloc.stop()
 
 
-def test_fault_153_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tmp_path, monkeypatch):
+def test_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tmp_path, monkeypatch):
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -358,14 +358,14 @@ def test_fault_153_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tm
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-9], lambda data: b"text" + data, lambda data: data[:40] + b"!" + data[41:]]
 )
-def test_fault_107_a_damaged_gzip_file_is_an_error(write, split, tmp_path, damage):
+def test_a_damaged_gzip_file_is_an_error(write, split, tmp_path, damage):
     data = gzip.compress(random.Random(1).randbytes(500).hex().encode())
     with raises(LmkitError, "corpus.damaged_gzip", "text.txt.gz"):
         split(write("text.txt.gz", damage(data)))
     assert list((tmp_path / "corpus").iterdir()) == []
 
 
-def test_fault_107_a_directory_is_an_error_that_says_so(split, tmp_path):
+def test_a_directory_is_an_error_that_says_so(split, tmp_path):
     (tmp_path / "texts").mkdir()
     with raises(UsageError, "corpus.directory", "corpus.train", "texts", "is a directory"):
         split(tmp_path / "texts")

@@ -103,12 +103,12 @@ def test_documents_end_with_end_of_text(tokenizer, tmp_path):
     assert meta.num_bytes == len("no endan endan end and space")
 
 
-def test_fault_17_missing_source(tokenizer, tmp_path):
+def test_missing_source(tokenizer, tmp_path):
     with raises(UsageError, "text.unreadable", "none.txt"):
         encode_corpus([tmp_path / "none.txt"], tmp_path / "tokens.npy", tokenizer)
 
 
-def test_fault_18_empty_corpus(tokenizer, tmp_path, corpus):
+def test_empty_corpus(tokenizer, tmp_path, corpus):
     (tmp_path / "empty.txt").touch()
     with raises(UsageError, "text.empty", "empty.txt"):
         encode_corpus([tmp_path / "empty.txt"], tmp_path / "tokens.npy", tokenizer)
@@ -130,9 +130,7 @@ def test_fault_20_invalid_utf8(tokenizer, tmp_path, workers):
     assert tokens(output) == tokenizer.encode(expected)
 
 
-def test_fault_29_an_error_in_one_worker_ends_the_encoding(
-    corpus, tokenizer, tmp_path, monkeypatch, small_chunks
-):
+def test_an_error_in_one_worker_ends_the_encoding(corpus, tokenizer, tmp_path, monkeypatch, small_chunks):
     calls = itertools.count()
     before = set(threading.enumerate())
 

@@ -69,7 +69,7 @@ def test_a_size_is_a_positive_number(tmp_path, size_mb):
 
 
 @pytest.mark.parametrize("size_mb", [1e300, 1e12])
-def test_fault_136_more_stories_than_the_disk_holds_are_refused(tmp_path, size_mb, monkeypatch):
+def test_more_stories_than_the_disk_holds_are_refused(tmp_path, size_mb, monkeypatch):
     monkeypatch.setattr(synth, "generate_stories", pytest.fail)  # a failing test must not fill the disk
     with raises(UsageError, "output.too_large", tmp_path / "new" / "s"):
         write_stories(tmp_path / "new" / "s", size_mb=size_mb, seed=0)

@@ -54,7 +54,7 @@ def test_fault_23_one_line_of_200_mb_in_bounded_memory(limited, tokenizer, tmp_p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a limit on address space")
-def test_fault_29_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(limited, tokenizer, tmp_path):
+def test_a_worker_that_runs_out_of_memory_ends_the_command_in_one_line(limited, tokenizer, tmp_path):
     """One word of 20 MB cannot be cut into chunks: it takes more than there is."""
     letters = random.Random(29).choices(b"abcdefgh", k=20_000_000)
     (tmp_path / "word.txt").write_bytes(bytes(letters))

@@ -66,7 +66,7 @@ def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, why, shell, tmp_
 @pytest.mark.parametrize(
     "command", ["--help", "--version", pytest.param("train tiny.toml --steps 2", marks=full)]
 )
-def test_fault_101_output_that_cannot_be_written_is_one_line(command, where, shell, tmp_path):
+def test_output_that_cannot_be_written_is_one_line(command, where, shell, tmp_path):
     commands = [command]
     if command.startswith("train"):
         commands.append("evaluate runs/run")
@@ -92,7 +92,7 @@ def test_fault_101_output_that_cannot_be_written_is_one_line(command, where, she
         ),
     ],
 )
-def test_fault_101_a_limit_of_the_shell_is_named(line, code, limit, shell):
+def test_a_limit_of_the_shell_is_named(line, code, limit, shell):
     done = shell(line)
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()[-2:]

@@ -57,7 +57,7 @@ def test_fault_54_stopping_and_going_on_is_the_same_run(terminal, recipe, tmp_pa
     command = "train tiny.toml --name parts --set model.d_model=32"
     terminal.refuses(command, code="resume.other_recipe", says=[difference])
     # One rank, one thread, the same windows: the same number.
-    assert json.loads(terminal("evaluate runs/whole --json"))["loss"] == result["valid_loss"]
+    assert json.loads(terminal("evaluate runs/whole --json"))["loss"] == result["evaluation"]["loss"]
 
 
 @pytest.mark.full

@@ -293,7 +293,7 @@ def test_any_of_the_stops_ends_a_text(scripted, tokenizer):
         assert (len(going_on.tokens), going_on.ended) == (7, False)
 
 
-def test_fault_90_a_long_prompt_is_cropped_to_its_end_with_a_warning(scripted, tokenizer, caplog):
+def test_a_long_prompt_is_cropped_to_its_end_with_a_warning(scripted, tokenizer, caplog):
     model = scripted(b"zz", context_length=8)
     with caplog.at_level(logging.WARNING, logger="lmkit"):
         generate(model, tokenizer, ["0123456789"], greedy(1))
@@ -332,7 +332,7 @@ def test_a_prompt_begins_with_the_prefix_of_the_tokenizer_and_ends_without_its_s
     assert model.read == [[7, END, ord("a"), ord("b")]]
 
 
-def test_fault_92_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
+def test_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
     model = scripted(list(b"hi"))
     content = {
         "vocab": tokenizer.vocab,
@@ -354,7 +354,7 @@ def test_fault_92_an_empty_prompt_starts_where_texts_begin(scripted, tokenizer):
         generate(model, without, [""], greedy(1))
 
 
-def test_fault_94_a_text_cut_inside_a_character_neither_crashes_nor_garbles(scripted, tokenizer):
+def test_a_text_cut_inside_a_character_neither_crashes_nor_garbles(scripted, tokenizer):
     script = [*"é☃".encode(), *"😀".encode()[:2]]
     heard: list[str] = []
     (made,) = generate(

@@ -89,7 +89,7 @@ def test_philox_is_philox():
     assert len(set(bits)) == 8
 
 
-def test_fault_93_temperature_zero_is_greedy():
+def test_temperature_zero_is_greedy():
     torch.manual_seed(0)
     logits = torch.randn(50, 7)
     assert torch.equal(draw(logits, sampling(0.0, top_k=3, top_p=0.5)), logits.argmax(-1))
@@ -104,7 +104,7 @@ OUT_OF_RANGE = (
 
 
 @pytest.mark.parametrize("setting", OUT_OF_RANGE.split())
-def test_fault_93_settings_out_of_range_are_wrong_use(setting):
+def test_settings_out_of_range_are_wrong_use(setting):
     with pytest.raises(UsageError) as caught:
         load_recipe(None, [f"generate.{setting}"])
     assert caught.value.exit_code == 2

@@ -1,8 +1,6 @@
 """What `test_plan.py` runs on every rank."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from statistics import mean
 
 import torch
 
@@ -11,7 +9,7 @@ from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training.plan import Plan, plan
-from lmkit.training.plan_check import Measured, launch_among, measure_among
+from lmkit.training.plan_check import Measured, measure_among
 from lmkit.training.process import ranks_of
 
 Setting = tuple[str, tuple[str, ...], str]
@@ -29,15 +27,10 @@ def each(settings: Sequence[Setting]) -> Iterator[tuple[Plan, Measured]]:
     with ranks_of(recipes[0]) as ranks:
         for recipe in recipes:
             made = plan(recipe, card_here(), ranks=ranks.world_size)
-            launches = [launch_among(ranks, recipe)] if made.host_seconds else []
             release_memory(ranks.device)
             found = measure_among(ranks, recipe)
             torch.compiler.reset()
             release_memory(ranks.device)
-            if launches:  # as `lmkit plan --check` does
-                launches.append(launch_among(ranks, recipe))
-                release_memory(ranks.device)
-                made = replace(made, host_seconds=mean(launches), timed="here")
             yield made, found
 
 

@@ -69,9 +69,9 @@ def test_the_form_for_sm_75(kernel, head_dim, causal, random_inputs):
 
 
 @both_masks
-def test_the_naive_kernel(causal, random_inputs):
+def test_the_naive_kernel(kernel, causal, random_inputs):
     inputs = random_inputs(heads=4, kv_heads=2, queries=129, keys=200, head_dim=80)
-    assert faults(attention_function("flash_cuda_naive"), inputs, causal) == []
+    assert faults(partial(kernel, naive=True), inputs, causal) == []
 
 
 @pytest.mark.parametrize(("kv_heads", "causal"), [(1, True), (2, False), (2, True)], ids=str)

@@ -1,8 +1,7 @@
-"""Planned memory and time against a real step, from the quickstart's model to 1.4 billion parameters."""
+"""Planned memory against a real step, from the quickstart's model to 1.4 billion parameters."""
 
 import importlib
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def planned(size: str, fields: dict[str, Any]) -> Plan:
 
 @pytest.mark.parametrize(("size", "fields"), SETTINGS, ids=str)
 def test_the_peak_is_within_5_percent(size, fields):
-    """Without a CUDA graph, whose memory the allocator counts apart; the time within 20% where it is fused bf16."""
+    """Without a CUDA graph, whose memory the allocator counts apart."""
     torch.compiler.reset()
     made = planned(size, fields)
     precision = made.train.precision
@@ -80,22 +79,15 @@ def test_the_peak_is_within_5_percent(size, fields):
         step.run(wait=True)
     with track_peak(device) as peak:
         step.run(wait=True)
-    started = time.perf_counter()
-    for _ in range(5):
-        step.run()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - started) / 5
     measured = peak.peak_bytes - before
     print(
         f"{size} {fields} {precision}: planned {made.memory.peak / 1e9:.3f} GB in {made.memory.peaks_at}, "
-        f"measured {measured / 1e9:.3f}; {(made.seconds or 0) * 1e3:.2f} ms, {seconds * 1e3:.2f}"
+        f"measured {measured / 1e9:.3f}"
     )
     del step
     release_memory(device)
     # A tensor of a small model is rounded up to 512 bytes or 2 MiB.
     assert made.memory.peak == pytest.approx(measured, rel=0.05, abs=8 * 2**20)
-    if size in ("162M", "1.3B") and made.fused and fields.get("attention") is None and precision == "bf16":
-        assert made.seconds == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("factor", [1.05, 0.95])
@@ -145,12 +137,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 @two_gpus
 def test_the_peak_of_two_ranks_is_within_5_percent():
-    """And the time within 20%; where the host sets the pace, it is timed before and after."""
     models = [("quickstart", ()), ("profile", ()), ("llama_1b", ()), LARGE]
     settings = [(*model, strategy) for model in models for strategy in ("zero1", "fsdp")]
     for made, found in spawn_ranks(2, plan_ranks.in_one_group, (settings,)):
         assert made.memory.peak == pytest.approx(found.peak_bytes, rel=0.05), made
-        assert made.seconds == pytest.approx(found.seconds, rel=0.2), made
 
 
 @two_gpus

@@ -242,9 +242,7 @@ def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_befo
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.0"])
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("given", [{}, {"pool": "pool of several"}])
-def test_fault_162_the_allocator_leaves_a_recording_that_cannot_be_ended(
-    given, ended, version, monkeypatch, allocator
-):
+def test_the_allocator_leaves_a_recording_that_cannot_be_ended(given, ended, version, monkeypatch, allocator):
     """PyTorch 2.11 stays in it: memory of several streams was never free, and freeing a `MemPool` aborted."""
 
     @contextmanager

@@ -62,7 +62,7 @@ def test_a_picture_comes_out(name):
     assert np.unique(pixels[..., :3].reshape(-1, 3), axis=0).shape[0] > 10
 
 
-def test_fault_147_a_name_that_the_font_lacks_is_drawn_without_a_warning():
+def test_a_name_that_the_font_lacks_is_drawn_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plots.loss_curve({"\u65e5\u672c": [(1, 2.0), (2, 1.0)]}, title="\u65e5\u672c").startswith(

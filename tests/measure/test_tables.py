@@ -97,7 +97,7 @@ def test_json_lines_are_strict():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_fault_108_tables_are_cut_on_a_terminal_only(is_terminal, monkeypatch):
+def test_tables_are_cut_on_a_terminal_only(is_terminal, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     table = terminal_table(
         [{"name": "n" * 300, "ms": 1.5}], [Column("name", "name"), Column("ms", "ms", ".1f")]

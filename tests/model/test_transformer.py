@@ -228,8 +228,7 @@ def test_initial_weights_have_the_promised_spread(tied):
     assert abs(loss.item() - math.log(500)) < 0.3  # near-uniform predictions at the start
 
 
-def test_a_seed_draws_the_weights_of_the_first_edition(make_model):
-    """One after the other, by name, as before matrices were joined."""
+def test_a_seed_draws_the_weights_one_after_the_other_by_name(make_model):
     config = make_model(num_kv_heads=2).config
     torch.manual_seed(3)
     state = TransformerLM(config).state_dict()

@@ -283,7 +283,7 @@ def test_a_signal_that_another_thread_takes_is_seen(tmp_path):
 
 
 @pytest.mark.full
-def test_fault_71_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
+def test_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
     ready = tmp_path / "ready"
 
     def signal_twice():

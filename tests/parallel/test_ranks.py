@@ -35,7 +35,7 @@ def test_a_single_process_needs_no_group(monkeypatch):
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
     ],
 )
-def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, names):
+def test_half_an_environment_is_refused(monkeypatch, environment, names):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -44,7 +44,7 @@ def test_fault_77_half_an_environment_is_refused(monkeypatch, environment, names
         raise AssertionError("unreachable")
 
 
-def test_fault_78_a_taken_port_is_an_error_with_a_hint(monkeypatch):
+def test_a_taken_port_is_an_error_with_a_hint(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

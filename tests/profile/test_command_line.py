@@ -35,7 +35,7 @@ def test_the_terminal_has_no_lines_of_the_profilers_own(lmkit, recipe):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_fault_87_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
+def test_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
     lmkit, terminal, recipe, path_without_nsys, tmp_path
 ):
     forced = ("profile", "nsys", recipe, "--engine", "nsys", "--output", "out")
@@ -49,7 +49,7 @@ def test_fault_87_without_nsys_auto_takes_kineto_and_a_forced_nsys_is_wrong_use(
     assert json.loads((tmp_path / "out" / "profile_summary.json").read_text())["engine"] == "kineto"
 
 
-def test_fault_89_the_exit_code_of_the_profiled_command_is_ours(terminal, path_without_nsys):
+def test_the_exit_code_of_the_profiled_command_is_ours(terminal, path_without_nsys):
     """A stand-in for nsys runs the command and records nothing."""
     nsys = path_without_nsys / "nsys"
     nsys.write_text('#!/bin/sh\nwhile [ "$1" != /bin/sh ]; do shift; done\nexec "$@"\n')
@@ -69,7 +69,7 @@ def test_a_recording_of_the_user_is_not_overwritten_unasked(terminal, tmp_path, 
 
 
 @pytest.mark.parametrize("bench", ["ddp", "optimizer", "all-reduce"])
-def test_fault_86_a_bench_of_ranks_with_one_process_is_wrong_use(terminal, tmp_path, bench):
+def test_a_bench_of_ranks_with_one_process_is_wrong_use(terminal, tmp_path, bench):
     refusal = terminal.refuses(f"bench {bench} bench_ddp_cpu --output out", code=None)
     assert f"lmkit bench {bench} RECIPE --nproc 2" in refusal.hint
     assert not (tmp_path / "out").exists()

@@ -53,7 +53,7 @@ def test_a_command_is_run_exported_and_summarised(install_fake, tmp_path, capfd)
     assert (out, err.strip()) == ("", "hello")  # standard output is for results
 
 
-def test_fault_89_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
+def test_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
     install_fake()
     assert profile_command([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "out").exit_code == 7
 
@@ -73,7 +73,7 @@ def test_an_existing_report_is_exported_first(install_fake, tmp_path, broken):
         read_nsys_file(report)
 
 
-def test_fault_87_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_path):
+def test_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_nsys() is None
     with raises(UsageError, "nsys.missing", hint="lmkit profile kineto RECIPE") as caught:

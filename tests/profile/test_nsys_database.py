@@ -84,7 +84,7 @@ def test_gpu_shares_are_means_over_the_devices(nsys_database):
     assert summary_of(nsys_database)["gpu_busy_share"] == pytest.approx(0.75)
 
 
-def test_fault_88_without_gpu_tables_the_fields_are_null(nsys_database):
+def test_without_gpu_tables_the_fields_are_null(nsys_database):
     nsys_database.range(0, 5_000_000, "step")
     nsys_database.range(0, 4_000_000, "ignored: a mark", event_type=34)
     nsys_database.range(0, None, "ignored: never closed")

@@ -74,7 +74,7 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
     assert names(again.summary) == RANGES
 
 
-def test_fault_168_the_optimizer_of_the_recipe_makes_the_steps():
+def test_the_optimizer_of_the_recipe_makes_the_steps():
     optimizer = OptimizerConfig(name="muon", options={"momentum": 0.5})
     train = TrainConfig(batch_size=2, grad_clip=0.25)
     recipe = RECIPE.model_copy(update={"optimizer": optimizer, "train": train})
@@ -93,7 +93,7 @@ def test_fault_168_the_optimizer_of_the_recipe_makes_the_steps():
         ({"train": TrainConfig(batch_size=2, precision="fp8")}, "train.wrong_device"),
     ],
 )
-def test_fault_168_what_does_not_train_is_not_profiled(changes, code):
+def test_what_does_not_train_is_not_profiled(changes, code):
     with raises(UsageError, code):
         make_training(Workload(RECIPE.model_copy(update=changes)))
 

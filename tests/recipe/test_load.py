@@ -1,7 +1,8 @@
 """Recipes: what is accepted, what is refused, and what the refusal names."""
 
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,14 +19,15 @@ from lmkit.recipe.load import (
     shipped_with,
     validate,
 )
-from lmkit.recipe.schema import TABLES, Recipe, bench_config
-from lmkit.registry import OPTIMIZERS
+from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.registry import BENCHES, OPTIMIZERS
 
 
 def refusal(source: Path | None, *overrides: str, code: str, **flags: object) -> str:
     """The message of the error that loading this recipe gives."""
     with raises(UsageError, code) as caught:
-        load_recipe(source, overrides, flags={name.replace("__", "."): flags[name] for name in flags})
+        given = {name.replace("__", "."): flags[name] for name in flags}
+        load_recipe(source, overrides, flags=given, benches=True)
     assert "\n" not in caught.value.message
     assert source is None or str(source) in caught.value.message
     return caught.value.message
@@ -33,7 +35,7 @@ def refusal(source: Path | None, *overrides: str, code: str, **flags: object) ->
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
-    recipe = load_recipe(name)
+    recipe = load_recipe(name, benches=True)
     assert load_recipe(write(recipe_to_toml(recipe))) == recipe
 
 
@@ -52,7 +54,7 @@ def test_no_two_shipped_recipes_share_a_folder():
         ("[train]\nsteps = \n", 2, 9),
     ],
 )
-def test_fault_01_bad_syntax_names_line_and_column(write, text, line, column):
+def test_bad_syntax_names_line_and_column(write, text, line, column):
     message = refusal(write(text), code="recipe.syntax")
     assert f"line {line}" in message
     assert f"column {column}" in message
@@ -61,11 +63,11 @@ def test_fault_01_bad_syntax_names_line_and_column(write, text, line, column):
 @pytest.mark.parametrize(
     "text", ["[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"]
 )
-def test_fault_02_duplicate_key(write, text):
+def test_duplicate_key(write, text):
     assert "line" in refusal(write(text), code="recipe.syntax")
 
 
-@pytest.mark.parametrize("text", [f"x = {'[' * 2000}", f"x = {'9' * 5000}", f"{'a.' * 60}a = 1"])
+@pytest.mark.parametrize("text", [f"x = {'[' * 2000}", f"x = {'9' * 5000}"])
 def test_what_would_take_python_long_or_deep_is_refused(write, text):
     refusal(write(text), code="recipe.syntax")
 
@@ -74,7 +76,7 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(write):
     assert read_toml(write("[train]\nsteps = 7\n".encode("utf-8-sig"))) == {"train": {"steps": 7}}
 
 
-def test_fault_03_not_utf8(write):
+def test_not_utf8(write):
     assert "byte 8" in refusal(write(b'name = "\xff"'), code="recipe.unreadable")
 
 
@@ -92,7 +94,7 @@ def test_a_recipe_that_exists_but_cannot_be_read(tmp_path):
         ("[bench.ddp]\nrow = 4\n", "rows"),
     ],
 )
-def test_fault_04_unknown_key_with_did_you_mean(write, text, near):
+def test_unknown_key_with_did_you_mean(write, text, near):
     assert f"did you mean {near}?" in refusal(write(text), code="recipe.unknown_key")
 
 
@@ -119,7 +121,7 @@ def test_fault_04_unknown_key_with_did_you_mean(write, text, near):
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
 )
-def test_faults_05_06_07_11_27_135_142_170_wrong_values(write, fault, text, path, shown):
+def test_fault_170_wrong_values(write, fault, text, path, shown):
     message = refusal(write(text), code="recipe.wrong_value")
     assert path in message
     assert shown in message
@@ -149,8 +151,6 @@ def test_faults_05_06_07_11_27_135_142_170_wrong_values(write, fault, text, path
         ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300"),
         ("generate.max_new_tokens=9000000000000000000", "generate.max_new_tokens", "9000000000000000000"),
         ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
-        ('run.folder="a\\u0000"', "run.folder", "null character"),
-        ('corpus.train=["\\u0000"]', "corpus.train", "null character"),
         ("model.vocab_size=9223372036854775808", "model.vocab_size", "9223372036854775808"),
     ],
 )
@@ -164,7 +164,7 @@ def test_every_mistake_is_reported_at_once(write):
     message = refusal(
         write(
             '[train]\nsteps = "x"\nprecision = "bf61"\n[optimizer]\nlr = -1\n[corpsu]\n[run]\nnane = "a"\n'
-            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nwire_dtype = 'bf16'\noptions.x = 1\n"
+            "[parallel]\nstrategy = 'naive'\nweights = 'bf16'\nreduce_dtype = 'bf16'\noptions.x = 1\n"
         ),
         "model.use_flsh=true",
         code="recipe.mistakes",
@@ -226,7 +226,7 @@ def test_a_small_vocabulary_is_right_for_other_tokens():
         load_recipe("quickstart", ["model.vocab_size=1000", other_tokens])
 
 
-def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it():
+def test_missing_table_is_named_with_the_recipes_that_have_it():
     recipe = load_recipe("quickstart", ["run.seed=1"])
     assert recipe == load_recipe(None, [f"run.seed={seed}" for seed in (2, 1)]).model_copy(
         update=dict(recipe)
@@ -234,16 +234,37 @@ def test_fault_08_missing_table_is_named_with_the_recipes_that_have_it():
     with raises(
         UsageError, "recipe.missing_table", "quickstart", "[bench.ddp]", hint="bench_ddp, bench_ddp_cpu"
     ):
-        required(recipe.bench.ddp, "bench.ddp", recipe.model_copy(), command="bench ddp")
-    for name in TABLES:
-        tables = [f"bench.{part}" for part in bench_config().model_fields] if name == "bench" else [name]
-        for table in tables:
-            for recipe in shipped_with(table):
-                loaded = load_recipe(recipe)
-                assert getattr(loaded.bench if name == "bench" else loaded, table.split(".")[-1]) is not None
+        required(recipe.bench.get("ddp"), "bench.ddp", recipe.model_copy(), command="bench ddp")
+    for table in (*TABLES, *(f"bench.{name}" for name in BENCHES.names)):
+        for recipe in shipped_with(table):
+            tables = load_recipe(recipe).model_dump()
+            assert (tables | {f"bench.{name}": keys for name, keys in tables["bench"].items()})[
+                table
+            ] is not None
 
 
-def test_fault_09_missing_file_or_folder(tmp_path):
+def test_loading_a_recipe_imports_neither_benches_nor_torch(tmp_path):
+    """Also that of a bench: `lmkit bench` and `lmkit recipe` validate its table."""
+    (tmp_path / "wrong.toml").write_text("[bench.ddp]\nroundz = 3\n")
+    program = """
+import sys
+from lmkit.recipe.load import load_recipe
+load_recipe("quickstart")
+assert load_recipe("wrong.toml").bench == {"ddp": {"roundz": 3}}
+modules = [name for name in sys.modules if name.partition(".")[0] == "lmkit"]
+assert len(modules) <= 15, modules
+assert not {"torch", "numpy", "lmkit.bench", "lmkit.measure"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    with raises(UsageError, "recipe.unknown_key", "bench.ddp.roundz", "did you mean rounds?"):
+        load_recipe(tmp_path / "wrong.toml", benches=True)
+    with raises(UsageError, "recipe.unknown_key", "did you mean bench.ddp?"):
+        load_recipe(None, ["bench.dpd.rows=3"])
+    with raises(UsageError, "recipe.wrong_value", "bench.ddp"):
+        load_recipe(None, ["bench.ddp=3"])
+
+
+def test_missing_file_or_folder(tmp_path):
     refusal(tmp_path, code="recipe.not_found")
     assert "did you mean quickstart?" in refusal(Path("quickstrat"), code="recipe.not_found")
 
@@ -264,7 +285,7 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
         ("train.step=1", "recipe.unknown_key", "did you mean steps?"),
     ],
 )
-def test_fault_10_wrong_override(override, code, named):
+def test_wrong_override(override, code, named):
     assert named in refusal(None, override, code=code)
 
 
@@ -351,8 +372,6 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("[model]\nattention = 'sdpa'", "model.use_flash=false", "model.attention", "vectorized"),
         ("", "parallel.strategy=flashddp", "parallel.strategy", "bucketed"),
         ("", "parallel.strategy=Naive DDP", "parallel.strategy", "naive"),
-        ("", "parallel.wire_dtype=bf16", "parallel.reduce_dtype", "bf16"),
-        ("[parallel]\nwire_dtype = 'bf16'", "parallel.bucket_mb=25", "parallel.reduce_dtype", "bf16"),
         ("", "checkpoint.checkpointing_interval=7", "checkpoint.interval", 7),
         ("[optimizer]\nlearning_rate = 1e-3", "optimizer.lr=2e-3", "optimizer.lr", 2e-3),
         ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate=2e-3", "optimizer.lr", 2e-3),
@@ -362,20 +381,15 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("", "bench.model.attention=vectorized_torch", "", "vectorized"),
         ("", "bench.lm_matrix.kernels=['scaled_dot_prod_attention', 'sdpa']", "", ("reference", "sdpa")),
         ("", "bench.lm_matrix.strategies=['Local No DDP']", "", ("one rank",)),
-        (
-            "",
-            "bench.ddp.contenders=['pytorch', 'zero1 bf16']",
-            "bench.ddp.variants",
-            ("torch_ddp", "zero1 bf16"),
-        ),
+        ("", "bench.ddp.variants=['pytorch', 'zero1 bf16']", "", ("torch_ddp", "zero1 bf16")),
         ("", "bench.optimizer.variants=['pytorch']", "", ("torch_ddp",)),
     ],
 )
 def test_aliases_of_keys_and_values(write, written, override, key, value):
-    found: Any = load_recipe(write(written), [override])
-    for name in (key or override.partition("=")[0]).split("."):
-        found = getattr(found, name)
-    assert found == value
+    recipe = load_recipe(write(written), [override])
+    table, _, name = (key or override.partition("=")[0]).rpartition(".")
+    bench = table.removeprefix("bench.")
+    assert getattr(getattr(recipe, table) if bench == table else recipe.bench_table(bench), name) == value
 
 
 def test_a_key_under_both_of_its_names_is_refused(write):

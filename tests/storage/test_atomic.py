@@ -43,7 +43,7 @@ def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_th
     assert events == [("synced", file), ("named", file), ("synced", folder)]
 
 
-def test_fault_173_a_share_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch):
+def test_a_share_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch):
     """As some network shares answer; a disk that fails answers otherwise."""
     fsync, answer = os.fsync, errno.EINVAL
 
@@ -77,7 +77,7 @@ def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_fault_143_a_disk_without_room_is_told_with_the_final_name_and_other_errors_as_they_are(tmp_path):
+def test_a_disk_without_room_is_told_with_the_final_name_and_other_errors_as_they_are(tmp_path):
     path = tmp_path / "file"
     full = OSError(errno.ENOSPC, "no space")
     with pytest.raises(OSError, match="no space") as caught, atomic_path(path):
@@ -93,7 +93,7 @@ def test_fault_143_a_disk_without_room_is_told_with_the_final_name_and_other_err
         assert caught.value.filename == before
 
 
-def test_fault_174_a_folder_that_no_rename_replaces_is_refused_before_it_is_written(tmp_path, monkeypatch):
+def test_a_folder_that_no_rename_replaces_is_refused_before_it_is_written(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     with atomic_folder(tmp_path / "link") as partial:  # what it names is replaced
@@ -171,7 +171,7 @@ def test_the_digest_is_that_of_all_bytes(size, tmp_path):
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_fault_128_what_another_program_named_partial_stays(tmp_path):
+def test_what_another_program_named_partial_stays(tmp_path):
     for name in ("text.txt.partial", "other.partial"):
         (tmp_path / name).write_text("precious")
     write_atomic(tmp_path / "text.txt", "new")

@@ -60,12 +60,6 @@ def test_fault_120_who_holds_a_folder_is_named(tmp_path):
     assert "another process" in caught.value.message
 
 
-def test_fault_114_a_lock_that_is_a_folder_is_named(tmp_path):
-    (tmp_path / ".lock").mkdir()
-    with raises(LmkitError, "storage.lock_not_a_file", tmp_path / ".lock"), FolderLock(tmp_path):
-        pass
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files through /proc")
 def test_no_file_stays_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
@@ -100,7 +94,7 @@ def test_what_fails_before_it_wrote_anything_leaves_no_folder(tmp_path, there, f
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
 
 
-def test_fault_175_a_share_without_locks_is_named(tmp_path, monkeypatch):
+def test_a_share_without_locks_is_named(tmp_path, monkeypatch):
     """As Lustre answers, unless it is mounted with them."""
 
     def refuse(descriptor, operation):

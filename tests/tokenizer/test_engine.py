@@ -210,7 +210,7 @@ def test_compiled_once_and_kept(cache, monkeypatch):
     assert engine.library() is not None
 
 
-def test_fault_108_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
+def test_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "cc"
     said = ("In file words.c:", "words.c:9: error: no such header", "That is all.")
     compiler.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in said) + "exit 3\n")
@@ -237,9 +237,7 @@ def test_fault_108_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path
     ],
     ids=["no file", "endless", "empty"],
 )
-def test_fault_152_compilers_that_fail_oddly_are_one_short_line(
-    script, says, cache, monkeypatch, tmp_path, caplog
-):
+def test_compilers_that_fail_oddly_are_one_short_line(script, says, cache, monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "cc"
     compiler.write_text(f"#!/bin/sh\n{script or 'echo gcc >&2; exit 1'}\n")
     compiler.chmod(0o755)

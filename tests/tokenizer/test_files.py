@@ -17,7 +17,7 @@ def test_gpt2_files(trained, tmp_path, real_text):
     assert (tmp_path / "merges.txt").read_text("utf-8").startswith("#version: 0.2\n")
 
 
-def test_fault_115_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
+def test_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
     vocab = {i: bytes([i]) for i in range(256)}
     tokenizer = Tokenizer(vocab=vocab, merges=[], special_tokens=("<s>", "</s>"), prefix=[256], suffix=[257])
     tokenizer.save_gpt2(tmp_path)
@@ -27,7 +27,7 @@ def test_fault_115_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kept", [0, 40])
-def test_fault_127_a_cut_list_of_merges_is_damage(trained, tmp_path, kept):
+def test_a_cut_list_of_merges_is_damage(trained, tmp_path, kept):
     trained.save_gpt2(tmp_path)
     merges = tmp_path / "merges.txt"
     merges.write_text("\n".join(merges.read_text().splitlines()[: 1 + kept]))

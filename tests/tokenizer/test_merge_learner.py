@@ -41,7 +41,7 @@ def test_fuzzed_text(text, num_merges):
 
 @settings(max_examples=300, deadline=None)
 @given(corpora, st.integers(0, 100), st.integers(1, 12))
-def test_fault_102_the_longest_token_is_limited_and_nothing_else(text, num_merges, limit):
+def test_the_longest_token_is_limited_and_nothing_else(text, num_merges, limit):
     words = Counter(word.encode() for word in split_words(text))
     counts = WordCounts.from_mapping(words)
     merges = learn_merges_fast(counts, num_merges, max_token_bytes=limit)

@@ -99,7 +99,7 @@ TOKENS = {"ab": 0, "abc": 1, "b c": 2, "cab": 3, "aa": 4, "é": 5}
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("abc é", max_size=30))
-def test_fault_26_leftmost_longest(text):
+def test_leftmost_longest(text):
     """Found by hand: at each place the longest token that begins there."""
     data, parts, ids, i, end = text.encode(), [], [], 0, 0
     while i < len(data):

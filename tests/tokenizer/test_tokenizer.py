@@ -135,7 +135,7 @@ def test_what_the_constructor_refuses(vocab, merges, special):
         Tokenizer(vocab=vocab, merges=merges, special_tokens=special)
 
 
-def test_fault_94_decoding_half_a_character(trained):
+def test_decoding_half_a_character(trained):
     ids = trained.encode("日")
     assert trained.decode([0xE6, 0x97]) == "\ufffd"
     assert trained.decode_bytes(ids) == "日".encode()

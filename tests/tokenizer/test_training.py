@@ -68,7 +68,7 @@ def test_one_path_strings_and_no_special_tokens(write):
     assert one.special_ids == {"<|pad|>": 257}
 
 
-def test_fault_17_missing_corpus(tmp_path):
+def test_missing_corpus(tmp_path):
     with pytest.raises(UsageError, match=r"nothing\.txt") as caught:
         train_tokenizer(str(tmp_path / "nothing.txt"), vocab_size=300)
     assert (caught.value.code, bool(caught.value.hint)) == ("text.unreadable", True)
@@ -81,14 +81,14 @@ def test_a_pipe_is_refused(tmp_path):
     assert caught.value.code == "text.unreadable"
 
 
-def test_fault_18_empty_corpus(write):
+def test_empty_corpus(write):
     for paths, named in (([write("")], "corpus.txt"), ([], "no files")):
         with pytest.raises(UsageError, match=named) as caught:
             train_tokenizer(paths, vocab_size=300)
         assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
 
 
-def test_fault_19_only_white_space_trains(write):
+def test_only_white_space_trains(write):
     tokenizer = train_tokenizer([write("  \n\n \t  ")], vocab_size=258)
     assert len(tokenizer.merges) == 1
     assert tokenizer.decode(tokenizer.encode(" \n\n\t ")) == " \n\n\t "
@@ -109,27 +109,27 @@ def test_fault_20_invalid_utf8(write, workers):
     assert (b"\xef", b"\xbf") in replaced.merges
 
 
-def test_fault_21_utf8_cut_at_the_end(write):
+def test_utf8_cut_at_the_end(write):
     path = write("tail é".encode()[:-1])
     with pytest.raises(LmkitError, match=r"corpus\.txt.* 5$"):
         train_tokenizer([path], vocab_size=300)
     assert train_tokenizer([path], vocab_size=258, errors="replace").merges
 
 
-def test_fault_22_no_special_token_in_the_corpus_is_one_warning(write, caplog):
+def test_no_special_token_in_the_corpus_is_one_warning(write, caplog):
     with caplog.at_level(logging.WARNING, "lmkit"):
         train_tokenizer([write("some text without it")], vocab_size=260)
     (record,) = caplog.records
     assert "<|endoftext|>" in record.getMessage()
 
 
-def test_fault_27_vocabulary_too_small_states_the_minimum(write):
+def test_vocabulary_too_small_states_the_minimum(write):
     with pytest.raises(UsageError, match=r"vocab_size = 257.* 258 ") as caught:
         train_tokenizer([write("text")], vocab_size=257, special_tokens=("<|a|>", "<|b|>"))
     assert (caught.value.code, "258" in caught.value.hint) == ("tokenizer.vocab_size", True)
 
 
-def test_fault_28_unreachable_vocabulary_says_the_real_size(write, caplog):
+def test_unreachable_vocabulary_says_the_real_size(write, caplog):
     with caplog.at_level(logging.WARNING, "lmkit"):
         tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
     assert tokenizer.vocab_size == 256 + 2 + 1
@@ -137,7 +137,7 @@ def test_fault_28_unreachable_vocabulary_says_the_real_size(write, caplog):
     assert "259" in record.getMessage()
 
 
-def test_fault_29_an_error_in_one_worker_ends_the_training(write, monkeypatch):
+def test_an_error_in_one_worker_ends_the_training(write, monkeypatch):
     counts = itertools.count()
 
     class Failing(PythonCounter):
@@ -155,7 +155,7 @@ def test_fault_29_an_error_in_one_worker_ends_the_training(write, monkeypatch):
     assert next(counts) < 100  # of 140 chunks: the others did not work to the end
 
 
-def test_fault_102_an_endless_word_makes_no_endless_tokens(write, code, caplog):
+def test_an_endless_word_makes_no_endless_tokens(write, code, caplog):
     path = write("a" * 5000 + " " + "xyz" * 2000)
     for options, limit in (({}, 256), ({"max_token_bytes": 20}, 20)):
         caplog.clear()
@@ -167,13 +167,13 @@ def test_fault_102_an_endless_word_makes_no_endless_tokens(write, code, caplog):
 
 
 @pytest.mark.parametrize(("free", "warns"), [(70 * 5000 - 1, True), (70 * 6000, False), (None, False)])
-def test_fault_154_words_that_may_not_fit_into_memory_are_warned_of(write, monkeypatch, caplog, free, warns):
+def test_words_that_may_not_fit_into_memory_are_warned_of(write, monkeypatch, caplog, free, warns):
     monkeypatch.setattr("lmkit.tokenizer.training.available_memory", lambda: free)
     train_tokenizer(write("a" * 5000), vocab_size=300)
     assert any("of memory" in message for message in caplog.messages) == warns
 
 
-def test_fault_102_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
+def test_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
     path = write("a" * 5000)
     for words, longest in (("", 256), ("--max-token-bytes 8", 8)):
         terminal(f"tokenizer train {path} out.json --vocab-size 300 --force {words}")

@@ -110,7 +110,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, save, mon
     assert name == ("synced", tmp_path.stat().st_ino)
 
 
-def test_fault_53_keep_1_writes_before_it_deletes(tmp_path, save, monkeypatch):
+def test_keep_1_writes_before_it_deletes(tmp_path, save, monkeypatch):
     writer = make_writer(tmp_path, keep_last=1)
     seen = []
     prune = Retention.prune

@@ -136,7 +136,7 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     assert again is not None
     assert (again.resumed_from, again.step) == (4, 6)
     assert newest_checkpoint(run).optimizer_tensors()["layers.0.attn.k_proj.bias.exp_avg"].any()
-    assert again.valid_loss is not None
+    assert again.evaluation is not None
 
 
 def test_a_trained_run_opens_in_transformers(tiny, tmp_path):

@@ -101,7 +101,7 @@ def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, 
     assert graph._has_room(torch.device("cuda", 0)) == fits
 
 
-def test_fault_167_room_is_asked_for_where_the_device_of_the_ranks_has_no_index(monkeypatch):
+def test_room_is_asked_for_where_the_device_of_the_ranks_has_no_index(monkeypatch):
     """As it is not after `Ranks(device=torch.device("cuda"))`; some questions of PyTorch demand it."""
     asked: list[torch.device] = []
     captured: list[int] = []

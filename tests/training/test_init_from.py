@@ -111,7 +111,7 @@ def test_another_context_kernel_and_beginning_are_allowed(trained, tiny):
 
 
 @pytest.mark.parametrize("name", ["chat", "finetune"])
-def test_fault_164_shipped_recipes_take_the_model_of_the_quickstart(name):
+def test_shipped_recipes_take_the_model_of_the_quickstart(name):
     ours, theirs = (load_recipe(recipe).model for recipe in (name, "quickstart"))
     assert _differences(ours, theirs) == []
 

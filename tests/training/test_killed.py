@@ -57,7 +57,7 @@ def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(fleet, tiny, 
     assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
 
 
-def test_fault_62_the_lock_of_a_killed_run_does_not_stay(fleet, settings):
+def test_the_lock_of_a_killed_run_does_not_stay(fleet, settings):
     (process,) = fleet.start(settings(), fault="hang in step 3")
     fleet.wait_until_said("hanging")
     assert fleet.train(settings()) == [1]  # fault 61: while it lives, nobody else gets in
@@ -67,7 +67,7 @@ def test_fault_62_the_lock_of_a_killed_run_does_not_stay(fleet, settings):
     assert fleet.train(settings()) == [0]
 
 
-def test_fault_71_a_second_signal_leaves_at_once(fleet, tiny, settings):
+def test_a_second_signal_leaves_at_once(fleet, tiny, settings):
     assert fleet.train(settings(), stop_at_step=1) == [0]
     (process,) = fleet.start(settings(), fault="hang in step 3")
     fleet.wait_until_said("hanging")
@@ -83,7 +83,7 @@ def test_fault_71_a_second_signal_leaves_at_once(fleet, tiny, settings):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(number, fleet, tiny, settings):
+def test_a_second_signal_leaves_at_once_where_python_has_no_say(number, fleet, tiny, settings):
     assert fleet.train(settings(), stop_at_step=1) == [0]
     (process,) = fleet.start(settings(), fault="wait in C++ in step 3")
     fleet.wait_until_said("hanging")
@@ -95,7 +95,7 @@ def test_fault_71_a_second_signal_leaves_at_once_where_python_has_no_say(number,
     assert saved(tiny()) == [1]
 
 
-def test_fault_100_a_stop_says_at_once_what_it_does_and_whom_it_waits_for(fleet, settings):
+def test_a_stop_says_at_once_what_it_does_and_whom_it_waits_for(fleet, settings):
     first, second = fleet.start(settings("train.steps=100000", "train.log_interval=1"), ranks=2)
     fleet.wait_until_said("step 1/")
     os.kill(second.pid or 0, signal.SIGSTOP)

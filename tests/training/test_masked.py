@@ -63,9 +63,9 @@ def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(maske
             if flags[start + 1 + position]:
                 nats -= float(log_p[position, target])
                 count += 1
-    assert result.valid_loss == pytest.approx(nats / count, rel=1e-6)
+    assert result.evaluation.loss == pytest.approx(nats / count, rel=1e-6)
     evaluation = evaluate_run(recipe.run.path, device="cpu")
-    assert (evaluation.loss, evaluation.tokens) == (result.valid_loss, count)
+    assert (evaluation.loss, evaluation.tokens) == (result.evaluation.loss, count)
     assert file.meta.counted_tokens is not None
     bits = nats / count / np.log(2) / (50 / file.meta.counted_tokens)
     assert evaluation.bits_per_byte == pytest.approx(bits, rel=1e-6)

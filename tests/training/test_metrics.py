@@ -65,14 +65,6 @@ def test_resuming_drops_later_records_and_a_line_that_was_cut(tmp_path):
     json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
-def test_bits_per_byte_of_versions_that_counted_marks_as_text_are_not_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    old = {"kind": "valid", "step": 5, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5, "tokens": 9}
-    new = old | {"step": 6, "bytes_per_token": 4.0}
-    path.write_text("".join(json.dumps(record) + "\n" for record in (old, new)))
-    assert [record["bits_per_byte"] for record in read_metrics(path)] == [None, 0.5]
-
-
 WRONG = {
     "lr": ["0.1", True, float("inf"), 10**400, {}],
     "loss": ["low", [4.0], float("nan")],
@@ -157,7 +149,7 @@ def test_a_bar_and_its_numbers_fit_100_columns(as_terminal, mfu, shortest_bar):
     assert "0.5000 bits per byte" in without_codes(terminal)
 
 
-def test_fault_14_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
+def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
     assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")

@@ -1,16 +1,14 @@
-"""Weights and optimizer state as named tensors: of plain, wrapped, tied and sharded models, and of older versions."""
+"""Weights and optimizer state as named tensors: of plain, wrapped, tied and sharded models."""
 
 import io
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from raising import raises
-from run_folders import losses, newest, train_here
 from torch import nn
 
 from lmkit.core.adamw import decay_groups
@@ -20,11 +18,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
 from lmkit.parallel.zero1_shards import consolidate
-from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.training.atomic_checkpoint import verify
-from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.given_weights import plain_model
 from lmkit.training.model_state import (
     load_checkpoint,
     load_optimizer_tensors,
@@ -36,7 +30,6 @@ from lmkit.training.model_state import (
 )
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=2, num_heads=2)
-FIRST_EDITION = Path(__file__).parent / "first_edition"
 
 
 def make_model(**changes: object) -> TransformerLM:
@@ -219,30 +212,3 @@ def test_fault_59_saved_from_a_compiled_layer_loads_plain():
     model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
     load_weights(plain, model_weights(model), origin=Path("saved"))
     assert torch.equal(plain.layers[0].ffn.w1.weight, model.layers[0].ffn.w1.weight)
-
-
-# Losses of steps 3 and 4, as the first edition (0.1.0) logged them in the runs whose step 2 lies in first_edition/.
-LOSSES = [3.0532686710357666, 3.0033318996429443]
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("one_rank", 1), ("zero1_two_ranks", 1), ("zero1_two_ranks", 2), ("one_rank", 2)]
-)
-def test_checkpoints_of_the_first_edition_load_and_resume(name, ranks, tmp_path, fleet):
-    run = tmp_path / "runs" / name
-    shutil.copytree(FIRST_EDITION / name / "step-00000002", run / "checkpoints" / "step-00000002")
-    verify(run / "checkpoints" / "step-00000002")
-    model = plain_model(open_checkpoint(run / "checkpoints" / "step-00000002"), device="cpu")
-    assert model.config.d_model == 8
-    recipe_file, folder = str(FIRST_EDITION / name / "recipe.toml"), f'run.folder="{tmp_path / "runs"}"'
-    recipe = load_recipe(recipe_file, [folder])
-    if ranks == 1:
-        assert train_here(recipe).resumed_from == 2
-    else:
-        assert fleet.train([folder], recipe=recipe_file, ranks=2) == [0, 0], fleet.said()
-    found = losses(recipe)
-    assert [step for step, _ in found] == [3, 4]
-    # float32, summed in another order on another number of ranks, kernels of another torch: a few units in the last
-    # place (6e-8 relative), hardly amplified by two updates
-    assert [loss for _, loss in found] == pytest.approx(LOSSES, rel=2e-6)
-    assert newest(recipe).state.step == 4

@@ -170,7 +170,7 @@ def test_fault_138_a_page_replaces_a_named_file_only_by_force(make_run, tmp_path
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
-def test_fault_161_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
+def test_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
     run, other = make_run("run"), make_run("other")
     for source in (run / name, other / name):
         before = source.read_bytes()

@@ -123,7 +123,6 @@ def test_the_norm_of_gradients_of_two_dtypes_is_in_float32():
 
 
 def test_float32_weights_become_masters_and_come_back(tiny):
-    """As in checkpoints of the first edition, in which "bf16" meant autocast."""
     recipe = tiny("train.precision=bf16-autocast")
     train_here(recipe, stop_at_step=5)
     checkpoint = newest(recipe)
@@ -192,7 +191,9 @@ def test_evaluation_and_generation_compute_in_bf16(tiny):
     assert {p.dtype for p in model.parameters() if p.dim() >= 2} == {torch.bfloat16}
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
     assert (
-        evaluate_run(recipe.run.path, device="cpu").loss == result.valid_loss == losses(recipe, "final")[0][1]
+        evaluate_run(recipe.run.path, device="cpu").loss
+        == result.evaluation.loss
+        == losses(recipe, "final")[0][1]
     )
     names = {name.rpartition(".")[2] for name in checkpoint.all_optimizer_shards()[0]}
     assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
@@ -236,7 +237,7 @@ def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
     assert train_here(parts).resumed_from == 5
     assert_same_state(newest(whole), newest(parts))
     assert losses(whole) == losses(parts)
-    assert evaluate_run(whole.run.path, device="cpu").loss == result.valid_loss
+    assert evaluate_run(whole.run.path, device="cpu").loss == result.evaluation.loss
     narrow = tiny("train.precision=bf16", "run.name=narrow")
     train_here(narrow)
     pairs = list(zip(losses(whole), losses(narrow), strict=True))

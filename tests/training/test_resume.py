@@ -19,7 +19,7 @@ from lmkit.training.given_weights import plain_model
 
 @pytest.mark.parametrize("stop", [1, 5, 9])
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
-def test_fault_54_10_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny):
+def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny):
     chosen = (f"train.precision={precision}", f"optimizer.name={optimizer}")
     whole, parts = tiny(*chosen, "run.name=whole"), tiny(*chosen, "run.name=parts")
     train_here(whole)
@@ -270,14 +270,14 @@ def test_fault_61_two_runs_in_one_folder(tiny):
     train_here(recipe, stop_at_step=1)
 
 
-def test_fault_65_resuming_a_finished_run_does_nothing(tiny, caplog):
+def test_resuming_a_finished_run_does_nothing(tiny, caplog):
     recipe = tiny()
     first = train_here(recipe)
     metrics = (recipe.run.path / "metrics.jsonl").read_bytes()
     again = train_here(recipe)
     assert again.status == "nothing to do"
     assert str(again).startswith("nothing to do")
-    assert (again.valid_loss, again.loss, again.step) == (first.valid_loss, first.loss, 10)
+    assert (again.evaluation.loss, again.loss, again.step) == (first.evaluation.loss, first.loss, 10)
     assert (recipe.run.path / "metrics.jsonl").read_bytes() == metrics
     assert train_here(recipe, stop_at_step=5).status == "nothing to do"
     assert "changed since" not in caplog.text

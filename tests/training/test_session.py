@@ -70,8 +70,9 @@ def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
     }  # fmt: skip
     assert load_recipe(folder / "recipe.toml") == recipe
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert result.valid_loss == losses(recipe, "final")[0][1]
-    assert result.bits_per_byte == pytest.approx(result.valid_loss / math.log(2) / 3)  # 3 bytes a token
+    loss = losses(recipe, "final")[0][1]
+    assert result.evaluation.loss == loss
+    assert result.evaluation.bits_per_byte == pytest.approx(loss / math.log(2) / 3)  # 3 bytes a token
     json.dumps(dataclasses.asdict(result))
     assert "finished at step 60 of 60" in str(result)
 
@@ -95,7 +96,7 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     for path in (recipe.run.path, newest(recipe).path):
         assert evaluate_run(path) == result.evaluation
     assert result.evaluation is not None
-    assert (result.evaluation.loss, result.evaluation.tokens) == (result.valid_loss, 700)
+    assert result.evaluation.tokens == 700
     assert result.evaluation.checkpoint == result.checkpoint
     assert train_here(recipe).evaluation == result.evaluation  # nothing to do
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
@@ -170,7 +171,7 @@ def test_random_tokens_need_no_file(tiny):
     recipe = tiny("data.source=random", "model.vocab_size=300")
     recipe = recipe.changed(data={"train": None, "valid": None})
     result = train_here(recipe)
-    assert (result.status, result.valid_loss, result.evaluation) == ("finished", None, None)
+    assert (result.status, result.evaluation) == ("finished", None)
     assert train_here(recipe).status == "nothing to do"
 
 
@@ -191,10 +192,14 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     metrics.write_text("".join(kept))
     assert "only the last evaluation is left" in plan(recipe).start
     again = train_here(recipe)
-    assert (again.status, again.step, again.valid_loss) == ("finished", first.step, first.valid_loss)
+    assert (again.status, again.step, again.evaluation.loss) == (
+        "finished",
+        first.step,
+        first.evaluation.loss,
+    )
 
 
-def test_fault_141_a_time_box_too_short_for_a_step_makes_one(tiny):
+def test_a_time_box_too_short_for_a_step_makes_one(tiny):
     recipe = tiny("train.max_minutes=1e-9")
     first = train_here(recipe)
     assert (first.status, first.step) == ("finished", 1)

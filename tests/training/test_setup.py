@@ -129,9 +129,7 @@ def test_what_the_device_cannot_do_is_refused(tiny):
         (0, "still_rising", ("last step", "train.steps = 10", "from 9 to 10")),
     ],
 )
-def test_fault_107_a_learning_rate_that_never_comes_down_is_warned_of(
-    warmup, schedule, numbers, tiny, capsys
-):
+def test_a_learning_rate_that_never_comes_down_is_warned_of(warmup, schedule, numbers, tiny, capsys):
     if schedule == "still_rising" and schedule not in SCHEDULES.names:
         SCHEDULES.register(schedule)(lambda step, **settings: step)
     recipe = tiny(f"optimizer.warmup_steps={warmup}", f"optimizer.schedule={schedule}")

@@ -53,7 +53,7 @@ def test_ranks_share_packed_documents(fleet, tiny, settings, strategy):
     assert_same_losses(tiny("run.name=one"), tiny("run.name=two"), ("train", "valid", "final"))
 
 
-def test_fault_99_the_clock_of_rank_0_makes_all_ranks_save(fleet, tiny, settings):
+def test_the_clock_of_rank_0_makes_all_ranks_save(fleet, tiny, settings):
     often = settings("checkpoint.minutes=1e-9", "checkpoint.keep_last=20", "parallel.strategy=zero1")
     assert fleet.train(often, ranks=2) == [0, 0], fleet.said()
     assert saved(tiny()) == [*range(1, 11)]

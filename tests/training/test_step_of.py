@@ -25,7 +25,7 @@ from lmkit.recipe.tables import (
     TrainConfig,
 )
 from lmkit.training import run_data, session, setup
-from lmkit.training.plan_check import launch_among, measure_among
+from lmkit.training.plan_check import measure_among
 from lmkit.training.setup import TrainingStep
 from lmkit.training.verify import verify_resume
 
@@ -58,9 +58,8 @@ ROADS: dict[str, tuple[Any, set[str]]] = {
     "verify": (verify_resume, ALL),
     "profile": (lambda recipe: profiled(Workload(recipe)), ALL | {"train.cuda_graph"}),
     "plan --check": (lambda recipe: measure_among(TWO, recipe), set()),
-    "plan, in miniature": (lambda recipe: launch_among(TWO, recipe), {"train.cuda_graph"}),
     "bench ddp": (
-        lambda recipe: make_training("flat", case_of(recipe, recipe.bench.table("ddp"), "ddp"), TWO),
+        lambda recipe: make_training("flat", case_of(recipe, recipe.bench_table("ddp"), "ddp"), TWO),
         {f"train.{key}" for key in OF_BENCH} | {f"parallel.{key}" for key in NAMED},
     ),
 }
@@ -119,7 +118,7 @@ def made_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_fault_177_a_command_makes_the_step_from_every_key_of_the_recipe(made_of, road):
+def test_a_command_makes_the_step_from_every_key_of_the_recipe(made_of, road):
     way, own = ROADS[road]
     before, whole = made_of(way, RECIPE), made_of(lambda recipe: TrainingStep(recipe, TWO), RECIPE)
     assert before.keys() == whole.keys()

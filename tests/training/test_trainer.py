@@ -103,7 +103,7 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     assert train_here(tiny()).status == "finished"
 
 
-def test_fault_99_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny):
+def test_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny):
     whole = tiny("run.name=whole", "checkpoint.minutes=0")
     train_here(whole)
     assert saved(whole) == [10]
@@ -128,7 +128,7 @@ def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "accumulate", half_a_minute_later)
 
 
-def test_fault_99_a_save_starts_the_clock_anew(time, tiny, monkeypatch):
+def test_a_save_starts_the_clock_anew(time, tiny, monkeypatch):
     every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=2", "checkpoint.interval=3", "checkpoint.keep_last=20")
     train_here(recipe)
@@ -212,7 +212,7 @@ def test_fault_66_a_step_launched_after_nan_changes_nothing(ahead, tiny, monkeyp
     assert [step for step, _ in losses(tiny())] == [1, 2, 3, 4, 5]
 
 
-def test_fault_99_the_clock_saves_a_step_later_when_running_ahead(ahead, time, tiny, monkeypatch):
+def test_the_clock_saves_a_step_later_when_running_ahead(ahead, time, tiny, monkeypatch):
     every_half_minute(time, monkeypatch)
     recipe = tiny("checkpoint.minutes=1", "train.eval_interval=0", "checkpoint.keep_last=20")
     train_here(recipe)

@@ -1,7 +1,6 @@
 """`lmkit verify`: what is wrong is named; a resume that is not exact is noticed."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -126,19 +125,6 @@ def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files)
     assert "aaaa" in tokens
     assert len(checkpoints) == 2  # fault 119: trained with the other tokenizer, too
     assert all("trained with tokenizer aaaa" in found for found in checkpoints)
-
-
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "recipe.toml", "tokenizer.json", "tokens/x.npy", "stages.json"]
-)
-def test_fault_155_a_pipe_in_a_run_folder_is_named_and_not_read(name, run_folder):
-    path = run_folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    os.mkfifo(path)
-    assert [found for found in wrong(run_folder) if "not a regular file" in found] == (
-        [] if name == "stages.json" else [f"{path}: is a named pipe, not a regular file"]
-    )
 
 
 def test_what_lmkit_does_not_make_is_wrong_use(tmp_path):

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmkit.kernels.launch import Start, capability, count_tiles, prepare_launch
 from lmkit.kernels.versions import INTERPRETED
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 logger = logging.getLogger("lmkit")
 

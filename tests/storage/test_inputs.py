@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmkit.storage.json_files import read_object
+from lmkit.storage.inputs import read_object
 
 
 @pytest.mark.parametrize(
