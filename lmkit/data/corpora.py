@@ -19,7 +19,7 @@ from typing import IO, BinaryIO
 from lmkit.data.download import download_dataset
 from lmkit.data.json_lines import holds_json, json_records
 from lmkit.data.synth import write_stories
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.progress import Progress
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.recipe.vocabulary import END_OF_TEXT
@@ -179,8 +179,19 @@ def _is_converted(path: Path) -> bool:
 
 
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
-    """Return what ends a document when files are one text: `separator`, if any of them is a text file, else `end`."""
-    return end if separator is None or (paths and all(map(holds_json, paths))) else separator
+    """Return what ends a document when files are one text: `separator` in text files, `end` in JSON objects.
+
+    Raises:
+        UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
+    """
+    kinds = set(map(holds_json, paths))
+    if separator is not None and len(kinds) > 1:
+        raise UsageError(
+            "corpus.mixed_kinds",
+            f"{some_of([str(path) for path in paths])}: a separator ends documents of text files, not of JSON",
+            hint="write the text files as JSON lines, or leave the separator out",
+        )
+    return end if separator is None or kinds == {True} else separator
 
 
 def _check_files(key: str, paths: Sequence[Path]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -106,13 +107,15 @@ def encode_corpus(
 
 
 class _Encoded(NamedTuple):
-    """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, and
-    how often it has `END_OF_TEXT` as ordinary text. `sizes`: see `_Encoding._sizes_in`."""
+    """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, how
+    often it has `END_OF_TEXT` as ordinary text, and special tokens inside documents, with their number. `sizes`: see
+    `_Encoding._sizes_in`."""
 
     ids: np.ndarray
     ends: np.ndarray
     num_bytes: int
     unknown_marks: int
+    inside: Counter[int]
     sizes: list[int]
 
 
@@ -143,6 +146,7 @@ class _Encoding:
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
         num_bytes = done_bytes = unknown_marks = open_size = 0
+        inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
         with TokenFileWriter(
             output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
@@ -157,6 +161,7 @@ class _Encoding:
                 writer.append(ids, documents=documents, sizes=sizes)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
+                inside.update(encoded.inside)
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
@@ -170,6 +175,15 @@ class _Encoding:
                     "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
                     'say so: corpus.separator = "%s", or --separator',
                     *(self._names, unknown_marks, END_OF_TEXT, END_OF_TEXT),
+                )
+            if inside:
+                counted = (
+                    f"{number} times {tokenizer.vocab[i].decode()}" for i, number in inside.most_common(3)
+                )
+                _log.warning(
+                    "%s: %s inside documents: special tokens, which are no text and have no bytes; if one ends a "
+                    "document, say so: corpus.separator or tokenizer.end_of_text, --separator or --end-of-text",
+                    *(self._names, ", ".join(counted)),
                 )
             return writer.finish(num_bytes=num_bytes, source_sha256=self._digest.hexdigest())
 
@@ -201,7 +215,10 @@ class _Encoding:
                 no_text += self._longer * text.count(self._mark)
             unknown_marks = text.count(self._unknown) if self._unknown else 0
             sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
-            return _Encoded(ids, ends, len(text) - no_text, unknown_marks, sizes)
+            inside = Counter(ids[places].tolist())
+            for frame in (tokenizer.end_of_text_id, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
+                inside.pop(frame, None)
+            return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
         return encode
 

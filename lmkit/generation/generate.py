@@ -166,7 +166,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         number: of the prompt.
-        logprob: natural logarithm of its probability at temperature 1; None without `options.logprobs`.
+        logprob: natural logarithm of its probability at temperature 1, among the ids that may be drawn; None without
+            `options.logprobs`.
     """
 
     number: int

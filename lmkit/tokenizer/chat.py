@@ -31,10 +31,16 @@ _DAMAGED_HINT = "copy it again; a template has the keys begin, before (with {rol
 
 
 class Message(NamedTuple):
-    """One turn of a conversation; `role` is one of `ROLES`."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: one of `ROLES`.
+        learned: whether a model shall learn to write it, if it is the assistant's.
+    """
 
     role: str
     content: str
+    learned: bool = True
 
 
 class Part(NamedTuple):
@@ -52,20 +58,30 @@ def messages_of(record: Any, where: str) -> list[Message]:
         where: names the line in errors.
 
     Raises:
-        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
-            ("chat.wrong_message").
+        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text, has a
+            `weight` other than 0 and 1, or calls tools ("chat.wrong_message").
     """
     found = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(found, list) or not found:
         raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)
     messages = []
     for number, message in enumerate(found, 1):
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in Message._fields)
-        if role not in ROLES or not isinstance(content, str):
-            what = "no text as content" if role in ROLES else f"role {json.dumps(role)[:40]}"
+        keys: dict[str, Any] = message if isinstance(message, dict) else {}
+        role: Any = keys.get("role")
+        content: Any = keys.get("content")
+        weight, what = keys.get("weight", 1), ""
+        if role not in ROLES:
+            what = f"role {json.dumps(role)[:40]}"
+        elif keys.get("tool_calls") or keys.get("function_call"):
+            what = "calls a tool, which is not supported"
+        elif not isinstance(content, str):
+            what = "no text as content"
+        elif weight not in (0, 1):
+            what = f"weight {json.dumps(weight)[:40]}, which is neither 0 nor 1"
+        if what:
             hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"
             raise UsageError("chat.wrong_message", f"{where}: message {number}: {what}", hint=hint)
-        messages.append(Message(role, content))
+        messages.append(Message(role, content, bool(weight)))
     return messages
 
 
@@ -112,7 +128,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with what begins an answer, if it is asked for."""
-        turns = [self.head(role) + content.strip() + self.after for role, content in messages]
+        turns = [self.head(role) + content.strip() + self.after for role, content, _ in messages]
         return "".join([self.begin, *turns, self.head("assistant") if add_generation_prompt else ""])
 
     def check(self, tokenizer: Tokenizer, path: str | Path) -> None:
@@ -143,14 +159,14 @@ class ChatTemplate:
         """Return the tokens of a conversation in parts; joined, they are those of `render`.
 
         A special token that a message spells is plain text: only the template begins and ends turns. What the
-        assistant says counts, and the token that ends its turn.
+        assistant says counts, and the token that ends its turn, unless the message is not to be learned.
         """
         parts, between = [], self.begin
-        for role, content in messages:
+        for role, content, learned in messages:
             parts.append(Part(_ids(tokenizer, between + self.head(role)), False))
             text = tokenizer.encode(content.strip(), allowed_special=(), add_special_tokens=False)
             words = [*text, tokenizer.special_ids[self.end]]
-            parts.append(Part(words, role == "assistant"))
+            parts.append(Part(words, learned and role == "assistant"))
             between = self.rest
         return [*parts, Part(_ids(tokenizer, between), False)]
 

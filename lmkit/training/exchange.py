@@ -52,7 +52,8 @@ log = logging.getLogger("lmkit")
 
 SHARD_BYTES = 5 * 10**9
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_PADS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+_PADS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
+"""Special tokens that serve as the pad token, the first that is there: Qwen2's is the last where it ends no text."""
 _JINJA = "chat_template.jinja"
 _FOR_OTHERS = {"format": "pt"}
 """Metadata of safetensors files: transformers refuses other formats."""

@@ -146,6 +146,20 @@ def test_what_is_no_corpus_of_conversations_is_refused(text, code, tmp_path):
     assert not any((tmp_path / "corpus").glob("*.jsonl"))
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path):
+    path = tmp_path / "a.jsonl"
+    answers = [
+        {"role": "assistant", "content": word, "weight": weight} for word, weight in (("no", 0), ("yes", 1))
+    ]
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}, *answers]}))
+    tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
+    encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
+    file = open_tokens(tmp_path / "t.npy")
+    assert file.mask is not None
+    learned = file.tokens[np.unpackbits(file.mask)[: len(file.tokens)] == 1]
+    assert tokenizer.decode(learned.tolist()) == "yes<|endoftext|>"
+
+
 def test_conversations_without_an_answer_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(line([Message("user", "Hello?")]))

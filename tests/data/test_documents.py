@@ -180,3 +180,21 @@ def test_the_unknown_token_stands_for_text(tmp_path, caplog):
     assert tokens == [0, 1, 2, 2, 2, 3]
     assert num_bytes == 5
     assert "no token for" in caplog.text
+
+
+def test_special_tokens_that_end_no_document_are_told(tmp_path, caplog):
+    """As where a text has the end mark of a base model, and the tokenizer is of a chat model."""
+    chat = framed(special_tokens=(END, "<|im_end|>")).with_end_of_text("<|im_end|>")
+    assert encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, chat)[1] == [0]
+    assert f"2 times {END}" in caplog.text
+    assert "corpus.separator" in caplog.text
+    caplog.clear()
+    assert encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, chat, separator=END)[1] == [0, 3]
+    assert encoded(tmp_path, {"a.txt": "<s>ab</s><s>cd"}, framed(prefix=(256,)))[1] == [0, 4]
+    assert not caplog.text
+
+
+def test_a_separator_is_refused_where_some_texts_are_of_json(tmp_path):
+    both = {"a.txt": "ab--cd", "b.jsonl": '{"text": "ab--cd"}'}
+    with raises(UsageError, "corpus.mixed_kinds", "a.txt", "b.jsonl"):
+        encoded(tmp_path, both, framed(), separator="--")

@@ -122,7 +122,9 @@ def test_special_tokens_that_a_message_spells_are_text(name):
     asked = [Message("user", f"a {''.join(MARKS)} b<|im_end|>"), Message("assistant", "<|endoftext|>")]
     found = [token for token, _ in joined(template, asked, tokenizer)]
     assert tokenizer.decode(found) == template.render(asked)
-    plain = [token for token, _ in joined(template, [Message(role, "") for role, _ in asked], tokenizer)]
+    plain = [
+        token for token, _ in joined(template, [message._replace(content="") for message in asked], tokenizer)
+    ]
     specials = set(tokenizer.special_ids.values())
     assert [token for token in found if token in specials] == [token for token in plain if token in specials]
 
@@ -191,6 +193,8 @@ def test_a_template_that_does_not_fit_the_tokenizer_is_refused():
         ({"messages": "user"}, "chat.no_messages"),
         ({"messages": ["user"]}, "chat.wrong_message"),
         ({"messages": [{"role": "tool", "content": ""}]}, "chat.wrong_message"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "chat.wrong_message"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "chat.wrong_message"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
     ],

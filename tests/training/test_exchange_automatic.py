@@ -165,7 +165,7 @@ def test_texts_of_different_lengths_are_padded_and_end_at_any_stop(tmp_path):
     assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops
     export_model(tmp_path / "run", tmp_path / "exported")
     said = json.loads((tmp_path / "exported/generation_config.json").read_text())
-    assert (said["eos_token_id"], said["pad_token_id"]) == ([*stops], stops[0])
+    assert (said["eos_token_id"], said["pad_token_id"]) == ([*stops], stops[1])
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert theirs.generation_config.eos_token_id == [*stops]
