@@ -31,6 +31,7 @@ LAYERS = (
     "streams",
     "errors",
     "lazy",
+    "core",
 )
 FOUNDATIONS = {"recipe", "measure", "storage"}  # these import little: errors, and how files are opened
 STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
@@ -84,7 +85,7 @@ def _upward(path: Path, tree: ast.AST) -> list[str]:
         if there == here:
             continue
         up = LAYERS.index(there) < LAYERS.index(here)
-        beyond = here in FOUNDATIONS and there not in ("errors", "registry", "lazy", "storage")
+        beyond = here in FOUNDATIONS and there not in ("errors", "registry", "lazy", "storage", "core")
         if up or beyond or (here, there) in STRANGERS:
             wrong.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
     return wrong

@@ -9,7 +9,7 @@ import torch
 EXAMPLES = [
     "attention.dispatch",
     "attention.flash_torch",
-    "kernels.decode.reference",
+    "core.sampling",
     "model.accounting",
     "model.layers",
     "model.loss",
