@@ -47,6 +47,12 @@ class UsageError(LmkitError):
     exit_code = 2
 
 
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message: `KeyError: 'no such key'`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def reason(error: OSError) -> str:
     """Return the words of the operating system for the rest of a line: `no such file or directory`."""
     return (error.strerror or str(error)).lower()

@@ -7,16 +7,17 @@ Every variant is compared twice, on the inputs that it will be timed with:
   gradients of all keys stay exact and affordable at any length;
 - with PyTorch's kernel (`faults_against_pytorch`): every row of every head, with the dense output gradient.
 
-The budget is the error of an honest kernel of the same precision on the same inputs, never a fixed number.
+The budget is the error of an honest kernel of the same precision on the same inputs, never a fixed number. Errors are
+relative to the size of the exact rows, or of the terms that cancel in them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ BLOCK_ELEMENTS = 2**26  # float64 scores of one block (0.5 GB): a handful of suc
 ALLOWANCE = 2.0
 NATS = 60.0
 """How far the dominant key of a sink stands above the others."""
+TINY = 1e-30
 MEASURES = ("overall", "worst_row")
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TENSORS = ("q", "k", "v", "dout")
 Results = tuple[Tensor, ...]
 """(out,) or (out, dq, dk, dv), in the order of `NAMES`."""
 
@@ -64,6 +67,12 @@ class Inputs:
         """Return the heads of `x` that belong to one key head in one batch row."""
         width = x.shape[1] // self.k.shape[1]
         return x[batch : batch + 1, kv_head * width : (kv_head + 1) * width]
+
+    def copy_(self, other: Inputs) -> None:
+        """Take the numbers of other inputs; the tensors stay where they are."""
+        for name in TENSORS:
+            if (tensor := getattr(self, name)) is not None:
+                tensor.copy_(getattr(other, name))
 
     def run(self, function: Callable[..., Tensor]) -> Results:
         """Return the results of an attention function."""
@@ -169,33 +178,74 @@ def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Re
     Returns:
         out and dq (1, group, n, head_dim), dk and dv (1, 1, num_keys, head_dim).
     """
+    operand = arithmetic.operands
+    shape = (*inputs.q.shape[:2], len(rows), inputs.q.shape[3])
+    out = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+    dq, dk, dv = (
+        torch.zeros_like(out),
+        *(torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v)),
+    )
+    for head, part, q, k, v, p, dout, dp in _blocks(inputs, rows, arithmetic):
+        out[0, head, part] = operand(p) @ v
+        if inputs.dout is not None:
+            ds = operand(p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * q.shape[-1] ** -0.5)
+            dq[0, head, part] = ds @ k
+            dk[0, 0] += ds.T @ q
+            dv[0, 0] += operand(p).T @ dout
+    return (out,) if inputs.dout is None else (out, dq, dk, dv)
+
+
+def terms_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Results:
+    """Return for each row of `exact_at` the root of the sum of squares of its terms, rounding errors of which add up.
+
+    Terms may cancel: a row that sees one key has dq = p (dp - D) k = 0, where dp and D = dout . out are each rounded.
+    Hence D counts as out's elements and as the products p dp, and dp as the products of dout and v. An error of a
+    score, a sum of products in float32 and rounded where `arithmetic` says so, changes all probabilities of its row.
+    """
+    width = torch.finfo(torch.float32).eps / torch.finfo(inputs.q.dtype).eps
+    rounds_scores = arithmetic.scores is not _as_it_is
+    shape = (*inputs.q.shape[:2], len(rows))
+    out = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+    dq, dk = torch.zeros_like(out), torch.zeros(inputs.k.shape[:3], dtype=torch.float64, device=rows.device)
+    dv = torch.zeros_like(dk)
+    for head, part, q, k, v, p, dout, dp in _blocks(inputs, rows, EXACT):
+        of_score = width**2 * (q.square() @ k.square().T) / q.shape[-1]
+        if rounds_scores:
+            of_score += (q @ k.T).square() / q.shape[-1]
+        of_row = (p.square() * of_score).sum(dim=-1, keepdim=True)
+        squares = p.square() * (1.0 + (of_score * (1.0 - 2.0 * p) + of_row).clamp(min=0.0))
+        out[0, head, part] = squares @ v.square().sum(-1)
+        if inputs.dout is not None:
+            d = (dp * p).sum(dim=-1, keepdim=True)
+            of_d = ((dout * (p @ v)).square().sum(-1) + (p * dp).square().sum(-1))[:, None]
+            of_ds = squares * ((dp - d).square() + dout.square() @ v.square().T)
+            common = of_d[:, 0] * (p @ k).square().sum(-1)  # an error of D is the same for all keys
+            dq[0, head, part] = (of_ds @ k.square().sum(-1) + common) / q.shape[-1]
+            dk[0, 0] += (of_ds + squares * of_d).T @ q.square().sum(-1) / q.shape[-1]
+            dv[0, 0] += squares.T @ dout.square().sum(-1)
+    found = (out,) if inputs.dout is None else (out, dq, dk, dv)
+    return tuple(x.sqrt().flatten() for x in found)
+
+
+def _blocks(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic) -> Iterator[tuple[Any, ...]]:
+    """Yield head, part of `rows`, q, k, v, probabilities, dout and its products with v, in float64."""
     operand, score = arithmetic.operands, arithmetic.scores
     k, v = operand(inputs.k[0, 0].double()), operand(inputs.v[0, 0].double())  # (num_keys, head_dim)
-    num_keys, head_dim = k.shape
-    scale = head_dim**-0.5
-    block = max(1, BLOCK_ELEMENTS // max(1, num_keys))
-    key_index = torch.arange(num_keys, device=k.device)
-    shape = (1, inputs.q.shape[1], len(rows), head_dim)
-    out = torch.zeros(shape, dtype=torch.float64, device=k.device)
-    dq, dk, dv = torch.zeros_like(out), torch.zeros_like(k), torch.zeros_like(v)
+    block = max(1, BLOCK_ELEMENTS // max(1, len(k)))
+    key_index = torch.arange(len(k), device=k.device)
     for head in range(inputs.q.shape[1]):
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
             q = operand(inputs.q[0, head, rows[part]].double())  # (block, head_dim)
-            scores = score(q @ k.T * scale)  # (block, num_keys)
+            scores = score(q @ k.T * k.shape[-1] ** -0.5)  # (block, num_keys)
             if inputs.causal:
                 scores.masked_fill_(key_index[None, :] > rows[part, None], -torch.inf)
             p = score(scores.softmax(dim=-1))
-            out[0, head, part] = operand(p) @ v
-            if inputs.dout is None:
-                continue
-            dout = operand(inputs.dout[0, head, rows[part]].double())
-            dp = score(dout @ v.T)
-            ds = operand(p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * scale)
-            dq[0, head, part] = ds @ k
-            dk += ds.T @ q
-            dv += operand(p).T @ dout
-    return (out,) if inputs.dout is None else (out, dq, dk[None, None], dv[None, None])
+            dout = dp = None
+            if inputs.dout is not None:
+                dout = operand(inputs.dout[0, head, rows[part]].double())
+                dp = score(dout @ v.T)
+            yield head, part, q, k, v, p, dout, dp
 
 
 def rows_to_check(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -228,14 +278,30 @@ class Gate:
             dout = torch.zeros_like(inputs.dout)
             dout[:, :, self._rows] = inputs.dout[:, :, self._rows]
             self.probe = replace(inputs, dout=dout)
+        self._kept = [
+            (name, tensor, tensor.clone())
+            for name, tensor in [
+                *((name, getattr(inputs, name)) for name in TENSORS),
+                ("dout", self.probe.dout),
+            ]
+            if tensor is not None
+        ]
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
         self._exact = self._at_spots(EXACT)
+        self._terms = [terms_at(self.probe.of_key_head(*spot), self._rows) for spot in self._spots]
         self._pytorch = inputs.run(sdpa)
         self._pytorch_errors = self._errors(self._cut_out(self.probe.run(sdpa)))
         self._budgets = {EXACT: self._pytorch_errors}
         # One rounding of a result to the inputs' dtype, and float32 sums.
         self._floor = torch.finfo(inputs.q.dtype).eps + 16.0 * torch.finfo(torch.float32).eps
+
+    def restore(self) -> str:
+        """Return which inputs are not what they were, and put them back."""
+        written = [(name, tensor, kept) for name, tensor, kept in self._kept if not torch.equal(tensor, kept)]
+        for _, tensor, kept in written:
+            tensor.copy_(kept)
+        return ", ".join(dict.fromkeys(name for name, *_ in written))
 
     def errors(self, got: Results) -> dict[str, float]:
         """Return name -> distance from float64 over its size, for results of `probe`; the worse of the two heads."""
@@ -243,13 +309,13 @@ class Gate:
             return {}
         return dict(zip(NAMES, self._errors(self._cut_out(got))[:, 0].tolist(), strict=False))
 
-    def faults_at_spots(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_at_spots(self, got: Results, arithmetic: Arithmetic | None = EXACT) -> list[str]:
         """Return what is wrong with a variant's results for `probe`, one line each; empty if they are exact enough.
 
         Budget: `ALLOWANCE` times the error of PyTorch's kernel on the same inputs, or of exact arithmetic that only
-        rounds where `arithmetic` says, plus one rounding to the inputs' dtype.
+        rounds where `arithmetic` says, plus one rounding to the inputs' dtype. None: only form is checked.
         """
-        if faults := self._malformed(got):
+        if (faults := self._malformed(got)) or arithmetic is None:
             return faults
         errors = self._errors(self._cut_out(got)).tolist()
         limits = (ALLOWANCE * self._budget(arithmetic) + self._floor).tolist()
@@ -260,22 +326,24 @@ class Gate:
             if not value <= limit
         ]
 
-    def faults_against_pytorch(self, got: Results, arithmetic: Arithmetic = EXACT) -> list[str]:
+    def faults_against_pytorch(self, got: Results, arithmetic: Arithmetic | None = EXACT) -> list[str]:
         """Return the heads that are further from PyTorch's, as a whole, than two kernels within their budgets can be.
 
         Args:
             got: a variant's results for `inputs`, with the dense dout.
         """
-        if faults := self._malformed(got):
+        if (faults := self._malformed(got)) or arithmetic is None:
             return faults
-        sizes = [float(_head_sizes(theirs).mean()) for theirs in self._pytorch]
-        if self._is_short:
-            sizes[1:] = [max(sizes[1:], default=0.0)] * len(sizes[1:])  # see `_errors_of`
+        of_terms = [[float(x.square().mean().sqrt()) for x in terms] for terms in self._terms]
+        sizes = [
+            max(float(_head_sizes(theirs).mean()), *of_spots)
+            for theirs, *of_spots in zip(self._pytorch, *of_terms, strict=True)
+        ]
         # 1.5: the budget was measured on two heads, and others are somewhat less lucky.
         limits = 1.5 * (ALLOWANCE * self._budget(arithmetic) + self._pytorch_errors) + 2.0 * self._floor
         faults = []
         for i, (mine, theirs) in enumerate(zip(got, self._pytorch, strict=True)):
-            apart = float(_head_sizes(mine.float() - theirs.float()).max()) / max(sizes[i], 1e-30)
+            apart = float(_head_sizes(mine.float() - theirs.float()).max()) / max(sizes[i], TINY)
             if not apart <= (limit := float(limits[i, 0])):
                 faults.append(
                     f"{NAMES[i]}: a head relative error {apart:.2g} against PyTorch, allowed {limit:.2g}"
@@ -310,37 +378,39 @@ class Gate:
 
     def _budget(self, arithmetic: Arithmetic) -> Tensor:
         if arithmetic not in self._budgets:
-            emulated = self._errors(self._at_spots(arithmetic))
-            self._budgets[arithmetic] = torch.maximum(emulated, self._pytorch_errors)
+            emulated = torch.maximum(self._errors(self._at_spots(arithmetic)), self._pytorch_errors)
+            half = 0.5 * torch.finfo(self.inputs.q.dtype).eps
+            terms = [
+                [half * x for x in terms_at(self.probe.of_key_head(*spot), self._rows, arithmetic)]
+                for spot in self._spots
+            ]
+            self._budgets[arithmetic] = torch.maximum(emulated, self._relative(terms))
         return self._budgets[arithmetic]
 
     def _errors(self, of_spots: Iterable[Results]) -> Tensor:
         """Return (tensors, 2): overall and worst_row of each tensor, the larger of the spots."""
-        pairs = zip(of_spots, self._exact, strict=True)
-        return torch.stack([_errors_of(mine, exact, short=self._is_short) for mine, exact in pairs]).amax(0)
+        return self._relative(
+            [_row_sizes(mine.double() - truth) for mine, truth in zip(got, exact, strict=True)]
+            for got, exact in zip(of_spots, self._exact, strict=True)
+        )
 
+    def _relative(self, of_spots: Iterable[Sequence[Tensor]]) -> Tensor:
+        """Return (tensors, 2) for the distances of rows: over the size of the exact tensor, and of the worst row.
 
-def _errors_of(got: Results, exact: Results, *, short: bool) -> Tensor:
-    """Return (tensors, 2): the distance over the size of the exact tensor, and the largest of its single rows.
-
-    A row's error is relative to the row's size, but at least to a quarter of the median row's size: early rows of a
-    causal output are far larger than late ones, and a fault in a late row must show. A query that sees one key has
-    dq = 0 by cancellation; in short cases this matters, so gradients are relative to the largest gradient there.
-    """
-    rows = [_row_sizes(tensor) for tensor in exact]
-    medians = [float(sizes[sizes > 0].median()) if bool((sizes > 0).any()) else 0.0 for sizes in rows]
-    totals = [float(sizes.square().mean().sqrt()) for sizes in rows]
-    if short:
-        medians[1:] = [max(medians[1:], default=0.0)] * len(medians[1:])
-        totals[1:] = [max(totals[1:], default=0.0)] * len(totals[1:])
-    errors = []
-    tiny = torch.finfo(torch.float64).tiny
-    for mine, truth, sizes, median, total in zip(got, exact, rows, medians, totals, strict=True):
-        distances = _row_sizes(mine.double() - truth)
-        units = sizes.clamp(min=max(0.25 * median, tiny))
-        overall = float(distances.square().mean().sqrt()) / max(total, tiny)
-        errors.append((overall, float((distances / units).max())))
-    return torch.tensor(errors, dtype=torch.float64)
+        A row's distance is relative to the row's size, or that of its terms if these cancel, but at least to a
+        quarter of the median row's size: early rows of a causal output are far larger than late ones, and a fault in
+        a late row must show.
+        """
+        found = []
+        for distances, exact, terms in zip(of_spots, self._exact, self._terms, strict=True):
+            pairs = []
+            for distance, truth, of_terms in zip(distances, exact, terms, strict=True):
+                sizes = torch.maximum(_row_sizes(truth), of_terms)
+                units = sizes.clamp(min=max(0.25 * float(sizes.median()), TINY))
+                overall = distance.square().mean().sqrt() / sizes.square().mean().sqrt().clamp(min=TINY)
+                pairs.append(torch.stack((overall, (distance / units).max())))
+            found.append(torch.stack(pairs))
+        return torch.stack(found).amax(0).cpu()
 
 
 def _row_sizes(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from lmkit.registry import ATTENTION
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Inputs
 
 TIERS: dict[str, int] = {
@@ -28,8 +30,27 @@ TIERS: dict[str, int] = {
 }
 ABLATIONS = {"flash_triton:no_skip": "no_skip", "flash_triton:atomic": "atomic"}
 """Functions of `lmkit.bench.attention_ablations`."""
-SDPA_REFUSALS = ("No available kernel", "No viable backend")  # of a pinned backend, on a GPU and on a CPU
 COMPILED = "+compile"
+FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `part` is "tiers", "grid" or "memory limit"; `tier` its name, such as "XXL" or "128:64"."""
+
+    part: str
+    tier: str
+    num_queries: int
+    num_keys: int
+    head_dim: int
+
+    def flops(self, options: Options, direction: str) -> float:
+        """Return 2 FLOPs per multiply-add; causal counts the visible triangle (FlashAttention-2)."""
+        area = float(self.num_queries) * self.num_keys
+        if options.causal:
+            square = min(self.num_queries, self.num_keys)
+            area = square * square / 2.0 + max(0, self.num_queries - self.num_keys) * self.num_keys
+        return FLOPS[direction] * 4.0 * options.batch * options.heads * area * self.head_dim
 
 
 def parse_tier(text: str) -> tuple[int, int]:
@@ -78,7 +99,8 @@ def check_kernel(name: str) -> None:
         raise UsageError(
             "bench.unknown_kernel",
             f"bench.attention.kernels: there is no {name!r}{did_you_mean(plain, known)}",
-            hint=f"there are {', '.join(dict.fromkeys(known))}, each with an optional {COMPILED}",
+            hint=f"there are {', '.join(dict.fromkeys(known))}, each with an optional {COMPILED}, "
+            "and those of --plugin FILE",
         )
 
 
@@ -160,32 +182,6 @@ def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) 
     if direction == "forward":
         return None, forward_alone
     return (forward, backward) if direction == "backward" else (None, both)
-
-
-@contextmanager
-def refusal_is_a_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn any exception of a kernel into the row's status. Out-of-memory errors and lost devices pass."""
-    import torch
-
-    from lmkit.measure.memory import is_out_of_memory
-
-    try:
-        yield
-    except (UsageError, ValueError, NotImplementedError) as error:
-        row |= {"status": "unsupported", "detail": str(error)}
-    except Exception as error:
-        # After a lost device every further call fails, so raise.
-        if isinstance(error, RuntimeError) and (
-            is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
-        ):
-            raise
-        refused = any(words in str(error) for words in SDPA_REFUSALS)
-        row |= {"status": "unsupported" if refused else "failed", "detail": _first_line(error)}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @contextmanager

@@ -35,6 +35,7 @@ RESULT_KEYS = {
 REFERENCE_KEYS = ("kernel", "variant", "contender", "strategy", "way")
 REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
 SMALLEST_DIFFERENCE = 0.03
+STILL_WRONG = "wrong in both"
 Samples = list[float]
 Key = tuple[tuple[str, Any], ...]
 COLUMNS = (
@@ -178,7 +179,8 @@ def compare_rows(
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
         rows.append({"what": what})
         if key in new and new[key].get("status") in WRONG:
-            rows[-1]["verdict"] = new[key]["status"]
+            was_wrong = key in old and old[key].get("status") in WRONG
+            rows[-1]["verdict"] = STILL_WRONG if was_wrong else new[key]["status"]
             continue
         if key not in old or key not in new:
             rows[-1]["verdict"] = "missing" if key in old else "new"

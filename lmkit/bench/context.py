@@ -12,7 +12,7 @@ from lmkit.errors import LmkitError
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
+from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 
@@ -46,8 +46,8 @@ class Empties:
     keys: tuple[str, ...]
 
 
-class RankOutOfMemory(LmkitError):
-    """A rank ran out of memory; the journal has the row.
+class RankGaveUp(LmkitError):
+    """A variant failed on one rank only; the journal has the row.
 
     Other ranks may wait for it inside a collective, so all ranks end. `--nproc` starts its ranks again; they measure
     the rows that the journal lacks.
@@ -99,9 +99,18 @@ class Context:
         return self.ranks.device
 
     def recipe_of(self, model: ModelConfig, *, lr: float = 3e-4, **train: Any) -> Recipe:
-        """Return the recipe of a training that the bench's own table describes, with AdamW."""
-        tables = {"optimizer": OptimizerConfig(lr=lr), "train": TrainConfig().changed(**train)}
-        return self.recipe.changed(model=model, **tables)
+        """Return the recipe of a training that the bench's own table describes, with the recipe's optimizer.
+
+        Args:
+            lr: the constant learning rate, in place of the recipe's.
+        """
+        return self.recipe.changed(model=model, optimizer={"lr": lr}, train=TrainConfig().changed(**train))
+
+    @property
+    def optimizer_field(self) -> dict[str, str]:
+        """The field of a row that names an optimizer other than AdamW, which older rows do not name."""
+        name = self.recipe.optimizer.name
+        return {} if name == "adamw" else {"optimizer": name}
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Report progress; only the first rank does."""

@@ -16,11 +16,9 @@ It times the step that `lmkit train` runs, variants interleaved, after it has ch
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +27,7 @@ from lmkit.bench.context import Context
 from lmkit.bench.ddp_summary import pictures as pictures
 from lmkit.bench.ddp_summary import summarize as summarize
 from lmkit.bench.ddp_summary import summarize_sharding as summarize_sharding
+from lmkit.bench.ddp_timeline import trace_step
 from lmkit.bench.ddp_variants import (
     NAMED,
     SOLO,
@@ -42,16 +41,16 @@ from lmkit.bench.ddp_variants import (
     is_sharded,
     make_training,
     parallel_of,
+    synchronizes,
     unfit,
 )
-from lmkit.bench.harness import not_enough_memory, out_of_memory_is_a_row
+from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
+from lmkit.bench.harness import without_figures
 from lmkit.bench.turns import host_ms
 from lmkit.measure.memory import claim_workspaces, release_memory
-from lmkit.measure.ranges import quietly
-from lmkit.measure.statistics import clip, median, paired_ratio, spread, union
+from lmkit.measure.statistics import median, paired_ratio, spread
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
-from lmkit.measure.trace import DeviceWork
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
 
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 SETTLE_S = 1.5
 """Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
 reacts late: without these steps the first samples would be too short and the next ones too long."""
-TRACE_WARMUP = 5
-TRACE_STEPS = 16  # in the first traced steps the host is not yet ahead of its GPU
 
 
 class Options(RanksOptions):
@@ -138,9 +135,11 @@ def ddp(context: Context) -> Rows:
 def measure(case: Case, names: Sequence[str], context: Context, *, part: str, journal: bool = True) -> Rows:
     """Measure variants that fit into memory together. Every rank calls this and gets the same rows.
 
-    A variant that runs out of memory, or is wrong, has a `status` that says so.
+    A variant that fails, or is wrong, has a `status` that says so. If it failed on one rank before the ranks started
+    again, the journal has its row.
     """
     from lmkit.bench.parking import Parking
+    from lmkit.bench.training_gate import replicas_differ
 
     ranks, options = context.ranks, context.options
     claim_workspaces(ranks.device)
@@ -148,24 +147,33 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     release_memory(ranks.device)
     trainings: Trainings = {}
     parking = Parking(ranks.device, is_used=options.park)
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {
+        name: {
+            "case": case.recipe.run.name,
+            "variant": name,
+            "world_size": 1 if name in SOLO else ranks.world_size,
+            "part": part,
+            "status": "ok",
+        }
+        for name in names
+    }
+    for row in context.journal.rows():
+        if row["part"] == part and row["status"] != "ok" and row["variant"] in facts:
+            facts[row["variant"]] = row
     for number, name in enumerate(names):
         context.progress(f"{part}, building", number, len(names))
         if why := unfit(name, case):
-            facts[name] = {"status": "unsupported", "detail": why}
-            continue
-        parking.park()
-        built, facts[name] = _build(name, case, ranks, gates)
-        if built is not None:
-            trainings[name] = built
-            parking.take(name, built)
+            facts[name] |= {"status": "unsupported", "detail": why}
+        if facts[name]["status"] == "ok":
+            parking.park()
+            if (built := _build(name, case, context, gates, facts[name])) is not None:
+                trainings[name] = built
+                parking.take(name, built)
 
     def rows_of(samples: Samples) -> Rows:
-        rows: Rows = []
-        for name in names:
-            size = 1 if name in SOLO else ranks.world_size
-            row = {"case": case.recipe.run.name, "variant": name, "world_size": size, "part": part}
-            rows.append(row | facts[name] | numbers(name, case, ranks, samples) | {"rounds": options.rounds})
+        rows = [
+            facts[name] | numbers(name, case, ranks, samples) | {"rounds": options.rounds} for name in names
+        ]
         compare_with_expected(rows, case)
         return rows
 
@@ -174,39 +182,49 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
             context.journal.replace(rows_of(samples))
 
     samples: Samples = {}
-    if trainings:
-        with without_garbage_collection():
-            samples = _time_together(trainings, context, part, keep, parking)
+    trouble: dict[str, Any] = {"status": "failed"}
+    while trainings and trouble["status"] != "ok":
+        trouble = {"status": "ok"}
+        with failure_on_any_rank_is_a_row(trouble, context), without_garbage_collection():
+            samples = _time_together(trainings, context, part, keep, parking, trouble)
+        if trouble["status"] != "ok":
+            del trainings[trouble["variant"]]
+            facts[trouble["variant"]] |= trouble
+            samples = {}
+    for name, training in trainings.items():
+        parking.take(name, training)
+        if synchronizes(name) and (fault := replicas_differ(training, ranks)):
+            facts[name] = without_figures(facts[name]) | wrong_result(fault)
+            del samples[name]
     trainings.clear()
     release_memory(ranks.device)
     return rows_of(samples)
 
 
-def _build(name: str, case: Case, ranks: Ranks, gates: Gates) -> tuple[TrainingStep | None, dict[str, Any]]:
-    """Build a variant and check its first steps; return it and its memory and traffic.
+def _build(
+    name: str, case: Case, context: Context, gates: Gates, facts: dict[str, Any]
+) -> TrainingStep | None:
+    """Build a variant and check its first steps; add its memory and traffic to `facts`, its row.
 
-    In place of the variant it returns None if that does not fit, or is wrong.
+    Return None if it fails, or is wrong.
     """
     import torch
     import torch.distributed as dist
 
-    from lmkit.parallel.collectives import agree
-
+    ranks = context.ranks
     on_gpu = ranks.device.type == "cuda"
     built: TrainingStep | None = None
-    facts: dict[str, Any] = {"status": "ok"}
     start = 0
-    with out_of_memory_is_a_row(facts, ranks.device):
+    with failure_on_any_rank_is_a_row(facts, context):
         begin_account(ranks)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(ranks.device)
             start = torch.cuda.memory_allocated(ranks.device)
         built = make_training(name, case, ranks)
-    # Steps are collective, so ranks agree before them that all have built the variant.
-    if agree(ranks, stop=facts["status"] != "ok"):
-        return None, not_enough_memory(facts.get("detail", "on another rank"))
-    with out_of_memory_is_a_row(facts, ranks.device):
-        assert built is not None
+    # Steps are collective: they begin where all ranks have built the variant.
+    if built is None or facts["status"] != "ok":
+        return None
+    with failure_on_any_rank_is_a_row(facts, context):
         if on_gpu:
             peak = torch.cuda.max_memory_allocated(ranks.device)
         facts |= gates.judge(name, built)
@@ -219,14 +237,14 @@ def _build(name: str, case: Case, ranks: Ranks, gates: Gates) -> tuple[TrainingS
                 facts["peak_bytes"] = max(peak, torch.cuda.max_memory_allocated(ranks.device)) - start
                 facts["host_ms"] = host_ms(built.run, ranks.device)
             facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
-    if agree(ranks, stop=facts["status"] != "ok"):
+    if facts["status"] != "ok":
         del built
         release_memory(ranks.device)
-        return None, facts if facts["status"] != "ok" else not_enough_memory("on another rank")
+        return None
     of_first: list[Any] = [facts]  # so that all ranks return the same rows
     dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
-    assert built is not None
-    return built, of_first[0]
+    facts |= of_first[0]
+    return built
 
 
 def begin_account(ranks: Ranks) -> None:
@@ -273,9 +291,18 @@ def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float 
 
 
 def _time_together(
-    trainings: Trainings, context: Context, part: str, keep: Callable[[Samples], None], parking: Parking
+    trainings: Trainings,
+    context: Context,
+    part: str,
+    keep: Callable[[Samples], None],
+    parking: Parking,
+    row: dict[str, Any],
 ) -> Samples:
-    """Return interleaved samples; call `keep` with the samples so far after each round."""
+    """Return interleaved samples; call `keep` with the samples so far after each round.
+
+    Args:
+        row: gets the part and the variant whose turn it is.
+    """
     import torch
     import torch.distributed as dist
 
@@ -290,6 +317,7 @@ def _time_together(
 
     def prepare(name: str) -> None:
         done = next(samples_before)
+        row.update(variant=name, part=part)
         context.progress(f"{part}, timing", done, options.rounds * len(trainings))
         parking.take(name, trainings[name])
         if done == 0 and ranks.device.type == "cuda":  # the GPUs were idle while the last variant was built
@@ -384,62 +412,3 @@ def compare_with_expected(rows: Rows, case: Case) -> None:
             row["expected_link_bytes"] = expected_link_bytes(
                 row["variant"], row["parameter_bytes"], row["world_size"], parallel, case.precision
             )
-
-
-# One step on the GPU, from a trace
-
-Timeline = dict[str, list[tuple[float, float]]]
-""""compute" or "communication" -> when its kernels ran: (start, end) in ms since the step's start, merged."""
-
-
-def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
-    """Trace steps (every rank calls this, on GPUs) and return the last but one; None on ranks other than 0.
-
-    Only rank 0 is traced. Tracing slows down its host, so the other ranks wait for rank 0, and the traced time of its
-    collectives contains no waiting.
-    """
-    import torch
-
-    from lmkit.measure.kineto import chrome_trace, parse_chrome_trace
-    from lmkit.parallel.collectives import agree
-
-    for _ in range(TRACE_WARMUP):
-        built.run()
-    torch.cuda.synchronize(ranks.device)
-    agree(ranks)
-    tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with quietly(tracing) if ranks.is_first else nullcontext() as profiler:
-        for _ in range(TRACE_STEPS):
-            built.run()
-        torch.cuda.synchronize(ranks.device)
-    if profiler is None:
-        return None
-    trace = parse_chrome_trace(json.loads(chrome_trace(profiler)), "bench ddp")
-    return read_step(trace.work or (), TRACE_STEPS)
-
-
-def read_step(work: Sequence[DeviceWork], steps: int) -> Timeline | None:
-    """Return the last but one of `steps` steps; None without collectives (the profiler may not be allowed to see
-    kernels).
-
-    A step begins at the end of the previous step's last collective and ends at the end of its own.
-
-    Raises:
-        ValueError: the steps did not make equally many collectives.
-    """
-    spans: dict[str, list[tuple[int, int]]] = {"compute": [], "communication": []}
-    for item in work:
-        spans["communication" if item.is_communication else "compute"].append((item.start, item.end))
-    collectives = sorted(spans["communication"])
-    if not collectives:
-        return None
-    if len(collectives) % steps:
-        raise ValueError(f"{len(collectives)} collectives in {steps} steps: not the same number in each")
-    per_step = len(collectives) // steps
-    begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (steps - 2, steps - 1))
-    return {
-        kind: [
-            ((start - begin) / 1e6, (end - begin) / 1e6) for start, end in union(clip(of_kind, begin, finish))
-        ]
-        for kind, of_kind in spans.items()
-    }

@@ -29,6 +29,7 @@ from lmkit.registry import STRATEGIES
 if TYPE_CHECKING:
     import torch
 
+    from lmkit.bench.training_gate import Reference
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -158,7 +159,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
             "bench.unknown_variant",
             f"bench.{bench}.variants: there is no {name!r}{did_you_mean(name, known)}",
             hint=f"{'; '.join(known)}; or with options that the strategy uses: bucketed 100 MB; zero1 bf16; "
-            "flat bf16 wire; fsdp bf16 states; any of them compiled",
+            "flat bf16 wire; fsdp bf16 states; any of them compiled; or those of --plugin FILE",
         )
     size = {"bucket_mb": TORCH_BUCKET_MB} if strategy == "torch_ddp" else {}
     own = {"options": {key: options.pop(key) for key in facts.options if key in options}}
@@ -227,14 +228,12 @@ class Gates:
     """
 
     def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
-        from lmkit.bench.training_gate import Seen, reference
-        from lmkit.parallel.collectives import agree
+        from lmkit.bench.training_gate import agreed, reference
 
         self._case, self._ranks = case, ranks
-        self._seen: list[Seen] | None = None
+        self._seen: Reference = ""
         if any(synchronizes(name) and not unfit(name, case) for name in names):
-            seen = reference(_recipe_of(case, ranks.world_size), ranks.device)
-            self._seen = None if agree(ranks, stop=seen is None) else seen
+            self._seen = agreed(reference(_recipe_of(case, ranks.world_size), ranks.device), ranks)
 
     def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
         """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""

@@ -12,7 +12,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import add_figures, build_what_fits, time_fields, time_what_fits
+from lmkit.bench.failures import build_what_fits, time_what_fits
+from lmkit.bench.harness import add_figures, time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
@@ -259,10 +260,10 @@ def _measure(
         writer.refill()
         return writer
 
-    def time_together(left: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, tuple[float, ...]]:
         steps = {variant: writer.step for variant, writer in left.items()}
         refill = {variant: writer.refill for variant, writer in left.items()}
-        return samples_in_turns(steps, context, prepare=refill)
+        return samples_in_turns(steps, context, turns, prepare=refill)
 
     built: dict[str, Any] = build_what_fits(rows, build, device)
     samples = time_what_fits(built, rows, device, time_together)

@@ -24,20 +24,20 @@ import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.context import Context, Journal, RankOutOfMemory
+from lmkit.bench.context import Context, Journal, RankGaveUp
+from lmkit.bench.failures import wrong_result
 from lmkit.bench.summary import NOT_MEASURED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, model_flops_utilization
-from lmkit.measure.memory import GB, available_memory, is_out_of_memory, release_memory
+from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Column, Rows, row_files, wrote
@@ -61,7 +61,6 @@ sheet leave 25%; a copy also reads the lines that it overwrites, so that reads a
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
-Result = TypeVar("Result")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -74,6 +73,7 @@ class BenchStored:
 
     Attributes:
         measured: whether any row of the table has a measurement.
+        failed: whether a variant raised an error that is no refusal.
         wrong: sentences on variants that compute something else, or whose figures cannot be true.
     """
 
@@ -84,11 +84,12 @@ class BenchStored:
     table: str
     measured: bool
     wrong: tuple[str, ...] = ()
+    failed: bool = False
 
     @property
     def is_fine(self) -> bool:
-        """Whether something was measured and nothing is wrong; otherwise the exit code is 1."""
-        return self.measured and not self.wrong
+        """Whether something was measured, and nothing is wrong or failed; otherwise the exit code is 1."""
+        return self.measured and not self.wrong and not self.failed
 
     def __str__(self) -> str:
         nothing = "" if self.measured else "nothing in this table could be measured\n"
@@ -140,7 +141,8 @@ def run_bench(
             write_atomic(folder / file, files[file])
         journal.path.unlink(missing_ok=True)
     table, wrong = terminal_text(summary), tuple(summary.wrong)
-    return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong)
+    failed = any(row.get("status") == "failed" for row in rows)
+    return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong, failed)
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -178,7 +180,7 @@ def _place(folder: Path) -> Iterator[Journal]:
 def _on_several_ranks(
     name: str, recipe: Recipe, journal: Journal, progress: Progress, nproc: int
 ) -> Measured | None:
-    """Start ranks; start them again after one ran out of memory, unless the journal gained no row."""
+    """Start ranks; start them again after a variant failed on one of them, unless the journal gained no row."""
     from lmkit.parallel.launch import relayed, spawn_ranks
 
     while True:
@@ -186,8 +188,8 @@ def _on_several_ranks(
         try:
             with relayed(progress) as from_ranks:
                 return spawn_ranks(nproc, _on_rank, (name, recipe, journal, from_ranks))
-        except RankOutOfMemory:
-            if len(journal.rows()) == known:  # a new start would run out of memory at the same row
+        except RankGaveUp:
+            if len(journal.rows()) == known:  # a new start would fail at the same row
                 raise
 
 
@@ -249,32 +251,6 @@ def grouped(rows: Rows, key: Callable[[dict[str, Any]], Key]) -> dict[Key, Rows]
     return groups
 
 
-@contextmanager
-def out_of_memory_is_a_row(row: dict[str, Any], device: torch.device | str) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into the row's status, and give the memory back.
-
-    Other errors pass.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        row |= not_enough_memory(error)
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the calls that ended
-        release_memory(device)
-
-
-def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
-    """Return the status and detail of a row that does not fit; the detail of an error is its first sentence."""
-    return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
-
-
-def wrong_result(why: str) -> dict[str, Any]:
-    """Return the status and detail of a variant that computes something else than it should."""
-    return {"status": "wrong result", "detail": why}
-
-
 def believed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
     why: dict[str, Any] = {}
@@ -329,43 +305,6 @@ def too_large_for_host(config: ModelConfig, context: Context) -> str:
     if free is None or needed < 0.8 * free:
         return ""
     return f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
-
-
-def build_what_fits(
-    rows: Mapping[Key, dict[str, Any]],
-    build: Callable[[Key, dict[str, Any]], Result | None],
-    device: torch.device | str,
-) -> dict[Key, Result]:
-    """Return variant -> result of `build(variant, row)`, without variants that returned None or ran out of memory."""
-    built: dict[Key, Result] = {}
-    for name, row in rows.items():
-        with out_of_memory_is_a_row(row, device):
-            if (made := build(name, row)) is not None:
-                built[name] = made
-    return built
-
-
-def time_what_fits(
-    calls: Mapping[Key, Callable[..., object]],
-    rows: Mapping[Key, dict[str, Any]],
-    device: torch.device | str,
-    time_together: Callable[[dict[Key, Callable[..., Any]]], dict[Key, Result]],
-) -> dict[Key, Result]:
-    """Time variants in turns. If they do not fit together, the largest becomes an out-of-memory row.
-
-    Args:
-        rows: rows of all variants; `peak_gb` is the memory that a variant needs.
-        time_together: times some of the calls.
-    """
-    left = dict(calls)
-    while left:
-        trouble: dict[str, Any] = {"status": "ok"}
-        with out_of_memory_is_a_row(trouble, device):
-            return time_together(left)
-        largest = max(left, key=lambda name: rows[name].get("peak_gb") or 0.0)
-        del left[largest]
-        rows[largest] |= trouble | {"detail": f"in turns with {len(left)} others: {trouble['detail']}"}
-    return {}
 
 
 def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:

@@ -4,21 +4,23 @@ All strategies of a kernel are alive at once and take turns, one epoch each per 
 pairs. Every training starts from the same weights and sees the same batches, so loss curves can be compared, too.
 "one rank" is the same training on one GPU with the whole batch; the other ranks wait meanwhile.
 
-A training that does not fit in memory becomes a row. On several ranks the harness then starts the ranks again,
-without that cell.
+A training that does not fit in memory, or fails, becomes a row. If it does so on one of several ranks, the harness
+starts the ranks again, without that cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from lmkit.bench.context import Context, FlagNames, RankOutOfMemory
-from lmkit.bench.harness import add_figures, mfu_fields, out_of_memory_is_a_row, ratio_fields, time_fields
+from lmkit.bench.context import Context, FlagNames
+from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
+from lmkit.bench.harness import add_figures, mfu_fields, ratio_fields, time_fields
 from lmkit.bench.lm_matrix_data import batches_of, check_batches, parted, tokens_of
 from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
@@ -40,12 +42,12 @@ from lmkit.recipe.tables import (
 )
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.recipe.vocabulary import NUM_BYTES
-from lmkit.registry import BENCHES, STRATEGIES
+from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from lmkit.bench.training_gate import Seen
+    from lmkit.bench.training_gate import Reference
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
@@ -145,7 +147,7 @@ def lm_matrix(context: Context) -> Rows:
 
     Raises:
         UsageError: a batch that the ranks do not divide, or a context longer than the text.
-        RankOutOfMemory: on several ranks.
+        RankGaveUp: a training failed on one of several ranks.
     """
     import torch
 
@@ -155,13 +157,13 @@ def lm_matrix(context: Context) -> Rows:
     # Rank 0 measures while the others wait for it at the first collective.
     limits = context.limits([options.precision]) if context.ranks.is_first else None
     training_part, held_out = parted(tokens)
-    references: dict[bool, list[Seen] | None] = {}
+    references: dict[bool, Reference] = {}
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
     for done, kernel in enumerate(options.kernels):
         context.progress("kernels", done, len(options.kernels))
         missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
-        if missing and not references:
-            references = _references(context, training_part)
+        if missing and (not references or not ATTENTION.facts(kernel).sees_all):
+            references = _references(kernel, context, training_part)
         rows = (
             _train_kernel(kernel, missing, context, training_part, held_out, references, limits)
             if missing
@@ -175,21 +177,19 @@ def lm_matrix(context: Context) -> Rows:
     return [known[kernel, strategy] for kernel in options.kernels for strategy in options.strategies]
 
 
-def _references(context: Context, tokens: np.ndarray) -> dict[bool, list[Seen] | None]:
+def _references(kernel: str, context: Context, tokens: np.ndarray) -> dict[bool, Reference]:
     """Return the steps of PyTorch's operations in one process: of the whole batch (True), and of this rank's rows,
     on which `none` trains."""
-    from lmkit.bench.training_gate import of_pytorch, reference
-    from lmkit.parallel.collectives import agree
+    from lmkit.bench.training_gate import agreed, of_pytorch, reference
     from lmkit.parallel.ranks import Ranks
 
     options, ranks = context.options, context.ranks
-    found: dict[bool, list[Seen] | None] = {}
+    found: dict[bool, Reference] = {}
     for whole in (True, False):
         place = Ranks(device=ranks.device) if whole else ranks
         if whole or (ranks.world_size > 1 and "none" in options.strategies):
-            recipe = of_pytorch(_recipe(context, _config("sdpa", options)))
-            seen = reference(recipe, ranks.device, batches_of(context, tokens, place))
-            found[whole] = None if agree(ranks, stop=seen is None) else seen
+            recipe = of_pytorch(_recipe(context, _config(kernel, options)))
+            found[whole] = agreed(reference(recipe, ranks.device, batches_of(context, tokens, place)), ranks)
     return found
 
 
@@ -210,12 +210,11 @@ def _train_kernel(
     context: Context,
     tokens: np.ndarray,
     held_out: np.ndarray,
-    references: Mapping[bool, list[Seen] | None],
+    references: Mapping[bool, Reference],
     limits: Limits | None,
 ) -> Rows:
     """Return one row per strategy. Epochs are interleaved; each round begins with another strategy."""
     from lmkit.model.accounting import count_parameters
-    from lmkit.parallel.collectives import agree
     from lmkit.parallel.failures import StepWatch
 
     options, ranks = context.options, context.ranks
@@ -223,6 +222,7 @@ def _train_kernel(
     claim_workspaces(ranks.device)
     rows: dict[str, dict[str, Any]] = {
         strategy: {
+            **context.optimizer_field,
             "kernel": kernel,
             "strategy": strategy,
             "ranks": 1 if strategy == ONE_RANK else ranks.world_size,
@@ -236,52 +236,37 @@ def _train_kernel(
     }
     trainings: dict[str, Training] = {}
 
-    def give_up(strategy: str) -> None:
-        """Drop the training of an "out of memory" row; on several ranks, end all ranks."""
-        trainings.pop(strategy, None)
-        if trainings:
-            rows[strategy]["detail"] += f", with {len(trainings)} other trainings in memory"
-        release_memory(ranks.device)
-        if ranks.world_size > 1:
-            context.journal.add([rows[strategy]])
-            raise RankOutOfMemory(
-                "bench.rank_out_of_memory",
-                f"{kernel} x {strategy}: out of memory on rank {ranks.rank}",
-                hint="lower batch_size, leave it out, or let --nproc start the ranks",
-            )
+    epochs = options.warmup_epochs + options.timed_epochs
+
+    @contextmanager
+    def attempt(strategy: str, step: int) -> Iterator[None]:
+        """Drop a training that fails in the block, or is wrong."""
+        row, others = rows[strategy], len(trainings.keys() - {strategy})
+        note = f", with {others} other trainings in memory" if others else ""
+        with failure_on_any_rank_is_a_row(row, context, note), watch.step(step):
+            yield
+        if row["status"] != "ok":
+            trainings.pop(strategy, None)
+            release_memory(ranks.device)
 
     with StepWatch(ranks) as watch:  # reports a rank that gives up as lost
         for strategy in strategies:
-            try:
-                with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(0):
-                    training = Training(strategy, context, config, tokens, references)
-                    rows[strategy] |= training.judged
-                    if rows[strategy]["status"] == "ok":
-                        trainings[strategy] = training
-                    del training
-            except UsageError as error:
-                rows[strategy] |= {"status": "unsupported", "detail": error.message}
-                release_memory(ranks.device)
-            if rows[strategy]["status"] == "out of memory":
-                give_up(strategy)
-            with watch.step(0):
-                # The status is that of the first rank: the others have built nothing.
-                if strategy == ONE_RANK and agree(ranks, stop=rows[ONE_RANK]["status"] != "ok"):
-                    trainings.pop(ONE_RANK, None)
+            with attempt(strategy, 0):
+                trainings[strategy] = Training(strategy, context, config, tokens, references)
+                rows[strategy] |= trainings[strategy].judged
         order = list(trainings)
-        for epoch in range(options.warmup_epochs + options.timed_epochs):
+        for epoch in range(epochs):
             for strategy in order:
-                with out_of_memory_is_a_row(rows[strategy], ranks.device), watch.step(epoch + 1):
+                with attempt(strategy, epoch + 1):
                     trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
-                if rows[strategy]["status"] != "ok":
-                    give_up(strategy)
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
+        for strategy in list(trainings):
+            with attempt(strategy, epochs):
+                if fault := trainings[strategy].end(held_out):
+                    rows[strategy] |= wrong_result(fault)
+        for strategy, training in trainings.items() if ranks.is_first else ():
+            add_figures(rows[strategy], limits, partial(training.fields, config, limits))
         baseline = trainings.get(options.strategies[0])
-        for strategy, training in trainings.items():
-            with watch.step(options.warmup_epochs + options.timed_epochs):
-                training.end(held_out)
-            if ranks.is_first:
-                add_figures(rows[strategy], limits, partial(training.fields, config, limits))
         for strategy, training in trainings.items() if ranks.is_first else ():
             both = (rows[strategy]["status"], rows[options.strategies[0]]["status"]) == ("ok", "ok")
             if baseline not in (None, training) and both:
@@ -303,7 +288,7 @@ class Training:
         context: Context,
         config: ModelConfig,
         tokens: np.ndarray,
-        references: Mapping[bool, list[Seen] | None],
+        references: Mapping[bool, Reference],
     ) -> None:
         from lmkit.bench.training_gate import budget_of, judge
         from lmkit.parallel.ranks import Ranks
@@ -353,15 +338,18 @@ class Training:
         if timed:
             self.samples_ms.append(elapsed_ms / num_steps)
 
-    def end(self, held_out: np.ndarray) -> None:
-        """Evaluate, and average the losses over the ranks. Collective."""
+    def end(self, held_out: np.ndarray) -> str:
+        """Evaluate, and average losses over the ranks; return what is wrong with the weights, or "". Collective."""
         import torch
         import torch.distributed as dist
 
+        from lmkit.bench.training_gate import replicas_differ
         from lmkit.training.evaluation import HeldOut, evaluate
 
         if self.step is None:
-            return
+            return ""
+        if fault := replicas_differ(self.step, self._ranks):
+            return fault
         if (graph := self.step.step.graph) is not None:
             self._graph, self.step.step.graph = graph.note, None
         # Otherwise their memory would be freed while the next kernel is measured.
@@ -376,6 +364,7 @@ class Training:
             self.step.model, data, self._ranks, precision=self.step.step.precision, max_batches=EVAL_BATCHES
         )
         self._valid_loss = None if found is None else found.loss
+        return ""
 
     def fields(self, config: ModelConfig, limits: Limits | None) -> dict[str, Any]:
         """Return the measured fields of the row."""

@@ -12,17 +12,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
+from lmkit.bench.failures import (
+    build_what_fits,
+    failure_is_a_row,
+    not_enough_memory,
+    time_what_fits,
+)
 from lmkit.bench.harness import (
     add_figures,
-    build_what_fits,
     grouped,
     mfu_fields,
     mfu_notes,
-    not_enough_memory,
-    out_of_memory_is_a_row,
     ratio_fields,
     time_fields,
-    time_what_fits,
     too_large_for_host,
     without_figures,
 )
@@ -64,7 +66,7 @@ class Options(Table):
     compile: tuple[Literal["none", "block", "whole"], ...] = ("none",)
     """What torch.compile compiles, as in [model]."""
     modes: tuple[Mode, ...] = MODES
-    """Parts of a step; `step` is forward, backward, clipping and AdamW."""
+    """Parts of a step; `step` is forward, backward, clipping and [optimizer], at a constant rate of 3e-4."""
     attention: AttentionName = "sdpa"
     """The attention kernel of all variants."""
     operations: OperationsName = "auto"
@@ -136,7 +138,7 @@ def _with_its_fault(study: dict[str, Any], rows: Rows) -> dict[str, Any]:
     """Return a row of the study, which ran before anything was checked; without figures if its model is wrong."""
     same = ("size", "length", "compile", "precision")
     for row in rows:
-        if row["status"] in WRONG and all(row[key] == study[key] for key in same):
+        if row["status"] in (*WRONG, "failed") and all(row[key] == study[key] for key in same):
             return without_figures(study) | {key: row[key] for key in ("status", "detail")}
     return study
 
@@ -156,10 +158,12 @@ def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelCon
     )
 
 
-def _row(config: ModelConfig, options: Options, part: str, mode: str, precision: str) -> dict[str, Any]:
+def _row(config: ModelConfig, context: Context, part: str, mode: str, precision: str) -> dict[str, Any]:
     from lmkit.model.accounting import count_parameters
 
+    options = context.options
     return {
+        **context.optimizer_field,
         "part": part,
         "size": config.preset,
         "length": config.context_length,
@@ -193,11 +197,11 @@ def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, 
     from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
 
     theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
-    found: dict[str, Any] = {UNCHECKED: "no room for a training"}
-    with out_of_memory_is_a_row({}, context.device):
+    found: dict[str, Any] = {"status": "ok"}
+    with failure_is_a_row(found, context.device):
         found, _ = judge(_build(config, precision, context), theirs, budget_of(precision))
     release_memory(context.device)
-    return found
+    return {UNCHECKED: "no room for a training"} if found["status"] == "out of memory" else found
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
@@ -205,7 +209,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
     options = context.options
     # Cheap modes first: the memory of a forward pass must not include the optimizer's state.
     rows: dict[Variant, dict[str, Any]] = {
-        (mode, precision): _row(config, options, "model", mode, precision)
+        (mode, precision): _row(config, context, "model", mode, precision)
         for mode in MODES
         if mode in options.modes
         for precision in options.precisions
@@ -223,7 +227,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
             return None
         mode, precision = variant
         row |= judged[precision]
-        if row["status"] in WRONG:
+        if row["status"] != "ok":
             return None
         for step in steps.values():
             step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
@@ -238,19 +242,21 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
         row["peak_gb"] = (peak.peak_bytes - others) / GB
         return call
 
-    def time_together(left: dict[Variant, Work]) -> dict[Variant, tuple[float, ...]]:
+    def time_together(left: dict[Variant, Work], turns: list[Variant]) -> dict[Variant, tuple[float, ...]]:
         for step in steps.values():
             step.optimizer.zero_grad(set_to_none=True)
+        names = {" ".join(variant): variant for variant in left}
         timings = time_variants(
-            {" ".join(variant): call for variant, call in left.items()},
+            {name: left[variant] for name, variant in names.items()},
             device=context.device,
             kind="wall",
             repeats=options.iters,
             warmup=options.warmup,
             max_seconds=options.max_seconds,
             seed=context.recipe.run.seed,
+            turn=lambda name: turns.append(names[name]),
         )
-        return {variant: timings[" ".join(variant)].samples_ms for variant in left}
+        return {variant: timings[name].samples_ms for name, variant in names.items()}
 
     calls = build_what_fits(rows, build, context.device)
     samples = time_what_fits(calls, rows, context.device, time_together)
@@ -296,7 +302,7 @@ def _speed_fields(
         **mfu_fields(rate, context.device, precision, limits),
         "share_of_matmul": rate / limits.matmul_flops[precision],
     }
-    if mode == "step":
+    if mode == "step" and not context.optimizer_field:
         floor = count_parameters(config).total * update_bytes(4) / limits.copy_bytes_per_s
         fields["optimizer_floor_ms"] = floor * 1e3
     return fields
@@ -304,11 +310,11 @@ def _speed_fields(
 
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row = _row(config, context.options, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
+    row = _row(config, context, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
     if too_large := too_large_for_host(config, context):
         return row | not_enough_memory(too_large)
     clock = clock_for(context.device, "wall")
-    with out_of_memory_is_a_row(row, context.device):
+    with failure_is_a_row(row, context.device):
         step = _build(config, context.options.precisions[0], context)
         for _ in range(warmup):
             step.run()

@@ -24,10 +24,11 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
     unfit,
 )
+from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
 from lmkit.bench.harness import add_figures, mfu_fields, mfu_notes, time_fields
 from lmkit.bench.summary import Summary
 from lmkit.errors import UsageError
-from lmkit.measure.memory import claim_workspaces
+from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
@@ -80,6 +81,7 @@ def optimizer(context: Context) -> Rows:
     model and optimizer were made, before the optimizer's step, after it, and at the peak. Times are the slowest
     rank's, in ms.
     """
+    from lmkit.bench.training_gate import replicas_differ
     from lmkit.model.accounting import flops_per_token
     from lmkit.parallel.collectives import agree, largest_of_ranks
 
@@ -91,21 +93,15 @@ def optimizer(context: Context) -> Rows:
     names = options.variants or default_variants()
     gates = Gates(names, case, ranks)
     flops = flops_per_token(case.model, case.model.context_length)
+    known = {row["variant"]: row for row in context.journal.rows()}  # where the ranks have started again
     rows: Rows = []
-    for number, name in enumerate(names):
-        context.progress("optimizer", number, len(names))
-        rows.append({"case": case.recipe.run.name, "variant": name, "world_size": ranks.world_size})
-        row = rows[-1]
-        if why := unfit(name, case):
-            row |= {"state_bytes": None, "status": "unsupported", "detail": why}
-            context.keep([row])
-            continue
+
+    def measure(name: str, row: dict[str, Any]) -> dict[str, Any]:
         begin_account(ranks)
         built, found = _measure_memory(name, case, context, gates)
         row |= found
         if row["status"] != "ok":
-            context.keep([row])
-            continue
+            return {}
         with without_garbage_collection():
             timing = time_variants(
                 {name: built.run},
@@ -115,14 +111,33 @@ def optimizer(context: Context) -> Rows:
                 prepare={name: lambda: agree(ranks)},
                 clock=SteadyStateClock(ranks.device, options.steps_per_sample),
             )[name]
+        if fault := replicas_differ(built, ranks):
+            row |= wrong_result(fault)
         times = time_fields(largest_of_ranks(timing.samples_ms, ranks), "step_ms")
         times["tokens_per_s"] = ranks.world_size * case.tokens_per_step / times["step_ms"] * 1e3
-        rate = times["tokens_per_s"] / ranks.world_size * flops
-        facts = {"precision": case.precision, "flops_per_token": flops}
-        mfu = partial(mfu_fields, rate, ranks.device, dtype, limits)
-        add_figures(row, limits, lambda: {**facts, **times, **mfu()})  # noqa: B023 (called at once)
+        return {"precision": case.precision, "flops_per_token": flops, **times}
+
+    for number, name in enumerate(names):
+        context.progress("optimizer", number, len(names))
+        if name in known:
+            rows.append(known[name])
+            continue
+        row = {"case": case.recipe.run.name, "variant": name, "world_size": ranks.world_size}
+        row |= {"state_bytes": None, "status": "ok"}
+        rows.append(row)
+        if why := unfit(name, case):
+            row |= {"status": "unsupported", "detail": why}
+        else:
+            with failure_on_any_rank_is_a_row(row, context):
+                times = measure(name, row)
+        if row["status"] == "ok":
+            rate = times["tokens_per_s"] / ranks.world_size * flops
+            mfu = partial(mfu_fields, rate, ranks.device, dtype, limits)
+            add_figures(row, limits, lambda: {**times, **mfu()})  # noqa: B023 (called at once)
+        else:
+            row |= {"state_bytes": None}
+            release_memory(ranks.device)
         context.keep([row])
-        del built
     context.progress("optimizer", len(names), len(names))
     whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
@@ -164,7 +179,7 @@ def _measure_memory(
     note("init")
     judged = gates.judge(name, built)  # afterwards state exists, and the order of buckets is settled
     if judged["status"] != "ok":
-        return built, {"state_bytes": None, **judged}
+        return built, judged
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     built.run(before_update=lambda: note("before_step"))

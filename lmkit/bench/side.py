@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -89,7 +90,9 @@ def time_in_turns(
     prepare = options.get("prepare") or {}
     flush = [timing.cache_flusher(device)] if options.get("cold_cache") else []
     before = {name: ([prepare[name]] if name in prepare else []) + flush for name in variants}
+    turn = options.get("turn", lambda name: None)
     for name, work in variants.items():
+        turn(name)
         began = time.monotonic()
         for _ in range(options.get("warmup", 3)):
             for call in (*before[name], work):
@@ -100,7 +103,7 @@ def time_in_turns(
     link.send({"variants": [[name, 0.0 if before[name] else shortest] for name in variants]})
     start = link.receive()
     if start is None:  # who compares is gone
-        raise SystemExit(1)
+        raise SystemExit(128 + signal.SIGHUP)
     if start["alone"]:
         return alone(variants, **options)
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -108,6 +111,7 @@ def time_in_turns(
     with on_cpu(start["cpu"] if one_thread else None):
         while (message := link.receive()) is not None and message["variant"] is not None:
             name = message["variant"]
+            turn(name)
             calls[name] = message["calls"]
             ms = clock.sample_ms(variants[name], calls[name], before=before[name]) / calls[name]
             if message["keep"]:

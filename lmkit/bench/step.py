@@ -15,17 +15,19 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lmkit.bench.context import Context
+from lmkit.bench.failures import (
+    build_what_fits,
+    not_enough_memory,
+    time_what_fits,
+    wrong_result,
+)
 from lmkit.bench.harness import (
     add_figures,
-    build_what_fits,
     grouped,
     mfu_fields,
     mfu_notes,
-    not_enough_memory,
     time_fields,
-    time_what_fits,
     too_large_for_host,
-    wrong_result,
 )
 from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
@@ -50,7 +52,7 @@ from lmkit.registry import BENCHES
 if TYPE_CHECKING:
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
-    from lmkit.bench.training_gate import Seen
+    from lmkit.bench.training_gate import Reference
     from lmkit.data.batches import Batch
     from lmkit.training.setup import TrainingStep
 
@@ -170,7 +172,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
 
     options, device = context.options, context.device
     torch.compiler.reset()
-    rows = {variant: _row(size, variant, options) for variant in options.variants}
+    rows = {variant: _row(size, variant, context) for variant in options.variants}
     references = _references(size, context)
     shared: dict[str, TrainingStep] = {}
     own_bytes: Counter[str] = Counter()  # of each set of weights
@@ -181,14 +183,15 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             return None
         weights = _precision(variant, options) if variant in ABLATIONS else variant
         before = memory_in_use(device) - own_bytes[weights]
-        training, new = _build(size, variant, context, shared)
+        training, new = _build(size, variant, context, shared.get(weights))
         row["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
         if new is not None:
             precision = _precision(variant, options)
             row |= judge(new, references[precision], budget_of(precision))[0]
             if row["status"] != "ok":
-                shared.pop(precision, None)
                 return None
+            if variant in ABLATIONS:
+                shared[weights] = new
         losses = [training.run().item() for _ in range(2 * BATCHES)]
         if wrong := _why_wrong(losses, falls=variant not in ABLATIONS):
             row |= wrong_result(wrong)
@@ -208,7 +211,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     calls = {variant: training.run for variant, training in trainings.items()}
     trainings.clear()
     shared.clear()
-    samples = time_what_fits(calls, rows, device, lambda left: samples_in_turns(left, context))
+    samples = time_what_fits(calls, rows, device, lambda left, turns: samples_in_turns(left, context, turns))
     believed = {
         variant: samples_ms
         for variant, samples_ms in samples.items()
@@ -220,15 +223,18 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     return list(rows.values())
 
 
-def _row(size: str, variant: str, options: Options) -> dict[str, Any]:
+def _row(size: str, variant: str, context: Context) -> dict[str, Any]:
+    options = context.options
+    is_own = variant in (*COMPILED, *ABLATIONS)
     return {
+        **(context.optimizer_field if is_own else {}),
         "size": size,
         "variant": variant,
         "versus": options.variants[0],
         "context_length": config_of(size, variant, options.attention).context_length,
         "batch_size": SIZES[size][0],
         "precision": _precision(variant, options),
-        "attention": options.attention if variant in (*COMPILED, *ABLATIONS) else "PyTorch's",
+        "attention": options.attention if is_own else "PyTorch's",
         "status": "ok",
         "detail": "",
     }
@@ -239,12 +245,12 @@ def _precision(variant: str, options: Options) -> str:
     return "bf16-autocast" if variant in autocast else "fp8" if variant == "lmkit_fp8" else options.precision
 
 
-def _references(size: str, context: Context) -> dict[str, list[Seen] | None]:
+def _references(size: str, context: Context) -> dict[str, Reference]:
     """Return precision of a variant of lmkit -> the steps of PyTorch's operations, where they fit."""
     from lmkit.bench.training_gate import of_pytorch, reference
 
     options = context.options
-    found: dict[str, list[Seen] | None] = {}
+    found: dict[str, Reference] = {}
     for variant in options.variants:
         precision = _precision(variant, options)
         config = config_of(size, "", options.attention)
@@ -270,12 +276,12 @@ def _batches(size: str, context: Context) -> FewBatches:
 
 
 def _build(
-    size: str, variant: str, context: Context, shared: dict[str, TrainingStep]
+    size: str, variant: str, context: Context, shared: TrainingStep | None
 ) -> tuple[Training, TrainingStep | None]:
     """Build a variant; return it, and the training of lmkit that it made for it.
 
     Args:
-        shared: precision -> the training of its ablations.
+        shared: the training of the ablations of its precision, if it was made.
     """
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
@@ -286,10 +292,10 @@ def _build(
     config, batches = config_of(size, variant, options.attention), _batches(size, context)
     precision, new = _precision(variant, options), None
     if variant in ABLATIONS:
-        if precision not in shared:
+        if shared is None:
             recipe = context.recipe_of(config, precision=precision, cuda_graph="off")
-            shared[precision] = new = TrainingStep(recipe, context.ranks, batches)
-        return Ablated(variant, shared[precision]), new
+            shared = new = TrainingStep(recipe, context.ranks, batches)
+        return Ablated(variant, shared), new
     if variant in COMPILED:
         if precision == "fp8":
             check_fp8(context.device)
@@ -365,6 +371,10 @@ WIDE = (
 )
 
 
+def _optimizers(rows: Rows) -> list[str]:
+    return [*dict.fromkeys(row["optimizer"] for row in rows if "optimizer" in row)]
+
+
 def summarize(rows: Rows) -> Summary:
     """Say how much faster the first variant is than each rival, and where the milliseconds go."""
     first = rows[0]
@@ -377,7 +387,8 @@ def summarize(rows: Rows) -> Summary:
             Column("first_is_high", "to", ".3f"),
         ),
         with_verdicts(rows),
-        about=f"{first['precision']}, attention of lmkit: {first['attention']}",
+        about=f"{first['precision']}, attention of lmkit: {first['attention']}"
+        + "".join(f", optimizer of lmkit: {name}, of rivals: AdamW" for name in _optimizers(rows)),
         findings=findings(rows),
         tables={
             f"Where the milliseconds of {size} go": table

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import ratio_fields, wrong_result
+from lmkit.bench.failures import wrong_result
+from lmkit.bench.harness import ratio_fields
 from lmkit.bench.summary import Summary
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.memory import process_tree_memory

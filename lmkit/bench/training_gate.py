@@ -6,6 +6,7 @@ and what the weights have changed by since the start. Of large tensors, elements
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lmkit.bench.harness import out_of_memory_is_a_row, wrong_result
+from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
 from lmkit.data.batches import Batch, BatchSource
 from lmkit.measure.memory import release_memory
 from lmkit.model.names import parameter_names
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.registry import STRATEGIES
+from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
 from lmkit.training.run_data import make_batches
 from lmkit.training.setup import ALONE, RANDOM, TrainingStep
 
@@ -61,6 +62,8 @@ COARSE = Budget(0.3, 0.9, 0.05)
 """Products in fp8."""
 Numbers = dict[str, Tensor]
 """Name of a parameter in checkpoints -> elements in host memory."""
+Reference = list["Seen"] | str
+"""The steps of one process, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def budget_of(precision: str) -> Budget:
 
 def reference(
     recipe: Recipe, device: torch.device, batches: BatchSource | None = None, **changes: Any
-) -> list[Seen] | None:
-    """Follow the recipe's training in one process, row by row; None if it does not fit into memory.
+) -> Reference:
+    """Follow the recipe's training in one process, row by row; return why not if that fails.
 
     Args:
         batches: of the whole batch; None: random tokens, as `TrainingStep` draws them.
@@ -99,18 +102,32 @@ def reference(
     plain = recipe.changed(model={"compile": "none"}, train={"cuda_graph": "off"})
     alone = Ranks(device=device)
     whole = make_batches(plain, RANDOM, alone) if batches is None else batches
-    found = None
-    with out_of_memory_is_a_row({}, device):
+    row: dict[str, Any] = {}
+    found: Reference = ""
+    with failure_is_a_row(row, device):
         found = follow(TrainingStep(plain, alone, _RowByRow(whole), **({"parallel": ALONE} | changes)))
     release_memory(device)
-    return found
+    return found or f"the reference in one process: {row['status']}: {row['detail']}"
+
+
+def agreed(found: Reference, ranks: Ranks) -> Reference:
+    """Return this rank's steps if every rank has some, else why one has none. Collective."""
+    of_ranks: list[Any] = [found if isinstance(found, str) else ""] * ranks.world_size
+    if ranks.world_size > 1:
+        dist.all_gather_object(of_ranks, of_ranks[0])
+    return next(filter(None, of_ranks), found)
 
 
 def of_pytorch(recipe: Recipe) -> Recipe:
-    """Return the recipe with PyTorch's attention and operations instead of the ones that it names."""
+    """Return the recipe with PyTorch's attention and operations instead of the ones that it names.
+
+    Attention that does not see all keys stays: PyTorch's computes something else.
+    """
     assert recipe.train is not None
+    assert recipe.model is not None
     precision = {"fp8": "bf16"}.get(recipe.train.precision, recipe.train.precision)
-    plain = {"attention": "sdpa", "operations": "plain", "activation_checkpointing": "none"}
+    attention = "sdpa" if ATTENTION.facts(recipe.model.attention).sees_all else recipe.model.attention
+    plain = {"attention": attention, "operations": "plain", "activation_checkpointing": "none"}
     return recipe.changed(model=plain, train={"precision": precision})
 
 
@@ -222,23 +239,50 @@ def _size(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
+def unchecked(recipe: Recipe) -> str:
+    """Return what of a training the reference shares with it, so that nothing checks it, or ""."""
+    assert recipe.model is not None
+    kernel, optimizer = recipe.model.attention, recipe.optimizer.name
+    parts = [] if ATTENTION.facts(kernel).sees_all else [f"the keys that {kernel} sees"]
+    if not OPTIMIZERS.load(optimizer).__module__.startswith("lmkit."):
+        parts.append(f"optimizer updates of {optimizer}")
+    return " and ".join(parts)
+
+
+def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
+    """Return which rank's weights are not equal to rank 0's where each rank has whole ones, or "". Collective."""
+    strategy = getattr(training.step.sync, "config", ALONE).strategy
+    if ranks.world_size == 1 or strategy == "none" or "parameters" in STRATEGIES.facts(strategy).shards:
+        return ""
+    digest = hashlib.sha256()
+    for sample in _weights(training).values():
+        digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+    of_ranks: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(of_ranks, digest.digest())
+    other = next((rank for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]), None)
+    return "" if other is None else f"after timing: the weights of rank {other} are not equal to rank 0's"
+
+
 def judge(
-    training: TrainingStep, theirs: Sequence[Seen] | None, budget: Budget, ranks: Ranks | None = None
+    training: TrainingStep, theirs: Reference, budget: Budget, ranks: Ranks | None = None
 ) -> tuple[dict[str, Any], list[float]]:
     """Make the first `STEPS` steps of a training; return fields of its row, and their losses. Collective.
 
     Args:
-        theirs: of `reference`; None: nothing is checked, and the row says so.
+        theirs: of `reference`; text: nothing is checked, and the row says why.
         ranks: that train together, and get the same fields.
     """
     own = follow(training)
     losses = [seen.loss for seen in own]
-    if theirs is None:
-        return {"status": "ok", UNCHECKED: "one process has no room for the training"}, losses
+    if isinstance(theirs, str):
+        return {"status": "ok", UNCHECKED: theirs}, losses
     of_ranks: list[Any] = [fault(own, theirs, budget)]
     if ranks is not None and ranks.world_size > 1:
         of_ranks *= ranks.world_size
         dist.all_gather_object(of_ranks, of_ranks[0])
         of_ranks = [f"rank {rank}: {wrong}" if wrong else "" for rank, wrong in enumerate(of_ranks)]
     wrong = next(filter(None, of_ranks), "")
-    return wrong_result(wrong) if wrong else {"status": "ok"}, losses
+    if wrong:
+        return wrong_result(wrong), losses
+    shared = unchecked(training.recipe)
+    return {"status": "ok", **({UNCHECKED: shared} if shared else {})}, losses

@@ -23,11 +23,12 @@ Steps = Mapping[str, Callable[[], object]]
 
 
 def samples_in_turns(
-    steps: Steps, context: Context, *, prepare: Steps | None = None
+    steps: Steps, context: Context, turns: list[str], *, prepare: Steps | None = None
 ) -> dict[str, tuple[float, ...]]:
     """Return variant -> ms of a step in each round; a sample is `steps_per_sample` steps in steady state.
 
     Args:
+        turns: gets the name of each variant as its turn comes.
         prepare: called before each sample, untimed.
     """
     options = context.options
@@ -41,6 +42,7 @@ def samples_in_turns(
             seed=context.recipe.run.seed,
             prepare=prepare,
             clock=SteadyStateClock(context.device, options.steps_per_sample),
+            turn=turns.append,
         )
     return {variant: timing.samples_ms for variant, timing in timings.items()}
 

@@ -130,6 +130,9 @@ def _run(arguments: Sequence[str]) -> int:
                 args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
             )
         except SystemExit as stop:
+            if not stop.code:  # commands return: this is a plugin's
+                line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
+                raise LmkitError("command.ended", f"{_command_in(arguments)}: {line}", hint=hint) from stop
             code = stop.code if isinstance(stop.code, int) else 1
         except _WrongArguments as error:
             code = _refuse_arguments(error, arguments)

@@ -79,7 +79,7 @@ class _Benches(Group):
 
 
 app = Commands(
-    "Measure how fast each part is. Exit code 1 if a variant is wrong, or nothing could be measured.",
+    "Measure how fast each part is. Exit code 1 if a variant is wrong or failed, or nothing could be measured.",
     example="lmkit bench attention bench_attention_cpu",
     cls=_Benches,
 )

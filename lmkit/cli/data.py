@@ -80,7 +80,8 @@ def encode(
     separator: Annotated[
         str | None,
         option(
-            "What ends a document in text files; default: the end-of-text token, as the tokenizer writes it."
+            "What ends a document in text files (the text of a JSON object is one document); default: the "
+            "end-of-text token, as the tokenizer writes it."
         ),
     ] = None,
     end_of_text: Annotated[

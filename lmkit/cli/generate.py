@@ -159,7 +159,7 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
     """Return all prompts that flags name; None if there are none."""
     prompts = list(given or ())
     if "-" in prompts:
-        typed = sys.stdin.buffer.read().decode("utf-8", "replace")
+        typed = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
         typed = typed.replace("\r\n", "\n").removesuffix("\n")
         if not typed:
             hint = 'write the prompt to stdin; to start a new document: --prompt ""'
@@ -300,7 +300,7 @@ def loaded_model(
     from lmkit.generation.generate import weight_dtype
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
-    from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER
+    from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
     from lmkit.training.atomic_checkpoint import MANIFEST
     from lmkit.training.judging import open_trained
 
@@ -323,6 +323,7 @@ def loaded_model(
         if path is None:
             message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
+        path = tokenizer_in(path)
         loaded = trained.open_tokenizer(path)
         model = trained.load(ranks.device)
         model.to(weight_dtype(table, ranks.device))

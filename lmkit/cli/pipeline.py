@@ -21,12 +21,12 @@ from lmkit.cli.ranks import follow, leading
 from lmkit.cli.set_aside import OLD, delete_replaced, parts_of, refuse_to_move_sources, set_aside
 from lmkit.cli.stage_record import FILES, NO_EFFECT, PIPE, StageRecord
 from lmkit.cli.stages import STAGES, summary
-from lmkit.data.corpora import check_room
+from lmkit.data.corpora import check_corpus
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.progress import Progress
 from lmkit.parallel.place import read_place
-from lmkit.recipe.changes import is_under, refused, without_effect
-from lmkit.recipe.load import differences, load_recipe, recipe_to_toml, required
+from lmkit.recipe.changes import differences, is_under, refused, without_effect
+from lmkit.recipe.load import load_recipe, required, save_recipe
 from lmkit.recipe.run_folder import (
     CHECKPOINTS,
     RECIPE,
@@ -193,7 +193,7 @@ class Pipeline:
         if self.force or not is_made:
             written = (self.folder / name for name in RUN_FILES if name.startswith("corpus/"))
             refuse_replacing(written, (*self.corpus.train, *self.corpus.valid))
-            check_room(self.corpus, self.folder / "corpus")
+            check_corpus(self.corpus, self.folder / "corpus")
 
     def _refuse_to_skip(self) -> None:
         redone = [stage for stage in self.redone if stage in DATA_STAGES]
@@ -341,7 +341,7 @@ class Pipeline:
                 remove_partials(self.folder)
                 recipe = self._with_trained_steps()
                 self.record.forget(self.redone)  # the folder is a run from now on
-                write_atomic(self.folder / RECIPE, recipe_to_toml(recipe))
+                save_recipe(recipe)
                 yield
             except BaseException:
                 if self.aside is not None:

@@ -39,7 +39,7 @@ def rerun(
     """Make a run or a bench again from its stored recipe, and list what drifted.
 
     Compares versions, the machine, losses step by step, and times as `lmkit compare` does; of a run also the recipe,
-    with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong.
+    with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong or failed.
     """
     from lmkit.recipe.load import load_recipe
 
@@ -54,7 +54,7 @@ def rerun(
     recipe, before = load_recipe(recipe_file), _environment(folder)
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
-    from lmkit.recipe.load import differences
+    from lmkit.recipe.changes import differences
 
     changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
     trained = [recipe for recipe in map(_trained_recipe, (folder, new)) if recipe is not None]
@@ -111,7 +111,7 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
         made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
     compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
     fields = {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse}
-    return Result(str(compared), fields, is_fine=made is None or not made.wrong)
+    return Result(str(compared), fields, is_fine=made is None or made.is_fine)
 
 
 # Runs

@@ -72,19 +72,18 @@ def run(
     from lmkit.cli import pipeline
 
     recipes = [loaded] if seeds is None else _with_seeds(loaded, seeds)
-    if dry_run:
-        plans = [
-            pipeline.plan(it, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc)
-            for it in recipes
-        ]
-        return plans[0] if seeds is None else _joined(plans)
+    options: dict[str, Any] = {
+        "from_stage": from_stage,
+        "skip_data": skip_data,
+        "force": force,
+        "nproc": nproc,
+    }
+    if dry_run or seeds is not None:  # no run starts before another one is refused
+        plans = [pipeline.plan(it, **options) for it in recipes]
+        if dry_run:
+            return plans[0] if seeds is None else _joined(plans)
     with progress_on_stderr() as progress:
-        results = [
-            pipeline.run(
-                it, from_stage=from_stage, skip_data=skip_data, force=force, nproc=nproc, progress=progress
-            )
-            for it in recipes
-        ]
+        results = [pipeline.run(it, progress=progress, **options) for it in recipes]
     return results[0] if seeds is None else _joined(results)
 
 

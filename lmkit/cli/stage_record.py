@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.cli import first_edition
-from lmkit.data.corpora import refuse_directory
+from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
 from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD, save_record
@@ -233,10 +233,11 @@ class StageRecord:
 def _mark_of(recipe: Recipe) -> str | None:
     """Return what ends a document in text files."""
     corpus, table = recipe.corpus, recipe.tokenizer
-    if corpus is not None and corpus.separator is not None:
-        return corpus.separator
-    if corpus is not None and corpus.source not in ("synth", "files", "chat"):
-        return END_OF_TEXT
+    if corpus is not None:
+        if end := mark_of((*corpus.train, *corpus.valid), corpus.separator, None):
+            return end
+        if corpus.source not in ("synth", "files", "chat"):
+            return END_OF_TEXT
     path = None if table is None else table.path
     if path is not None and not path.is_file():  # refused elsewhere; or the run has its own
         return END_OF_TEXT

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone
-from lmkit.cli.stage_record import Outputs
+from lmkit.cli.stage_record import PIPE, Outputs
 from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
+from lmkit.errors import some_of
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
 from lmkit.recipe.run_folder import BESIDE_TOKENIZER, CHAT_TEMPLATE, STORIES, TOKENIZER, token_file
@@ -33,8 +34,26 @@ log = logging.getLogger("lmkit")
 
 
 def _make_corpus(run: Pipeline) -> Outputs:
+    _warn_of_repeated(run)
     files = prepare_corpus(run.corpus, run.folder / "corpus", mark=run.mark, progress=run.progress)
     return {"train": list(files.train), "valid": list(files.valid)}
+
+
+def _warn_of_repeated(run: Pipeline) -> None:
+    """Warn of files whose content would be both learned and held out."""
+    key = "valid" if run.corpus.valid else "train"
+    content, repeated = run.record.content, []
+    learned = set(content["corpus.train"] if key == "valid" else ()) - {PIPE}
+    for path, digest in zip(getattr(run.corpus, key), content[f"corpus.{key}"], strict=True):
+        if digest in learned:
+            repeated.append(str(path))
+        elif key == "train" and digest != PIPE:
+            learned.add(digest)
+    if repeated:
+        message = (
+            "corpus.%s: %s: has the content of a file in corpus.train: held-out text may have been learned"
+        )
+        log.warning(message, key, some_of(repeated))
 
 
 def _make_tokenizer(run: Pipeline) -> Outputs:

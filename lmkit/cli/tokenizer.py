@@ -111,7 +111,7 @@ def encode(
     from lmkit.tokenizer import Tokenizer
 
     # A text is UTF-8, whatever the locale says of the terminal.
-    texts = [text] if text is not None else io.TextIOWrapper(sys.stdin.buffer, "utf-8", newline="\n")
+    texts = [text] if text is not None else io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="\n")
     ids = Tokenizer.load(tokenizer).encode_iterable(texts)
     try:
         if as_json:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lmkit.data.corpora import json_records, opened
+from lmkit.data.corpora import opened
+from lmkit.data.json_lines import json_records
 from lmkit.data.token_files import TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
-from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, Part, messages_of
 
@@ -48,8 +48,8 @@ def encode_chat(
     ) as writer:
         for path, size in zip(sources, sizes, strict=True):
             with opened(path) as (source, stream):
-                for number, record in json_records(stream, path, CorpusConfig()):
-                    messages = messages_of(record, f"{path}, line {number}")
+                for where, record in json_records(stream, path):
+                    messages = messages_of(record, where)
                     documents = [0]
                     for part, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
                         ids, text = np.array(part, np.int64), tokenizer.decode_bytes(part)

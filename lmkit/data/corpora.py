@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import logging
 import mmap
@@ -12,12 +11,13 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 from lmkit.data.download import download_dataset
+from lmkit.data.json_lines import holds_json, json_records
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.progress import Progress
@@ -28,17 +28,14 @@ from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
 from lmkit.tokenizer.chat import messages_of
-from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, text_file_status, valid_utf8
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text
 
 PathOrPaths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _TAIL_BYTES = 4096  # the end of a file, which is searched for its last mark
-_LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _LINE_BREAK = re.compile(rb"(\r?\n)?")
-_HALF = re.compile("[\ud800-\udfff]")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HELD_OUT_SEED = 1 << 32  # added to the seed of the training part: held-out stories come from another stream
 
 log = logging.getLogger("lmkit")
@@ -85,8 +82,9 @@ def prepare_corpus(
     where they are are not read here: their reader reports invalid UTF-8.
 
     Raises:
-        UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty") or too short to hold out a part
-            ("corpus.too_short"); a JSON object has no such field ("corpus.no_field").
+        UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty"), named twice
+            ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object has no such
+            field ("corpus.no_field").
         LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
             JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
             ("corpus.damaged_gzip").
@@ -104,21 +102,33 @@ def prepare_corpus(
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
             _check_files(key, paths)
         if table.valid:
-            _warn_of_shared(table)
             return CorpusFiles(
                 _plain_text("corpus.train", table.train, table, train, mark, progress),
                 _plain_text("corpus.valid", table.valid, table, valid, mark, progress),
             )
+        check_corpus(table, folder)
         with atomic_path(train) as partial:
             _join("corpus.train", table.train, table, partial, mark, progress)
             _hold_out(partial, valid, table, mark)
     return CorpusFiles((train,), (valid,))
 
 
-def check_room(table: CorpusConfig, folder: Path) -> None:
-    """Refuse generated text that is larger than what is free on the disk of `folder` ("output.too_large")."""
+def check_corpus(table: CorpusConfig, folder: Path) -> None:
+    """Refuse a corpus that `prepare_corpus` could not make, before anything is made.
+
+    Raises:
+        UsageError: generated text is larger than what is free on the disk of `folder` ("output.too_large"); a file
+            is named twice, so that its documents would be learned and held out ("corpus.named_twice").
+    """
     if table.source == "synth":
         refuse_too_large(folder, table.size_mb * (1 + table.valid_fraction) * 1e6)
+    files = set()
+    for path in () if table.valid else table.train:
+        status = path.stat()
+        if (file := (status.st_dev, status.st_ino)) in files:
+            hint = "name it once, or name a held-out file in corpus.valid"
+            raise UsageError("corpus.named_twice", f"corpus.train: {path}: is named twice", hint=hint)
+        files.add(file)
 
 
 @contextmanager
@@ -129,6 +139,7 @@ def plain_text_files(
     errors: ErrorMode = "strict",
     field: str = "text",
     mark: str | None = END_OF_TEXT,
+    separator: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
     """Yield text files for the given files.
@@ -141,6 +152,7 @@ def plain_text_files(
         folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
         field: the key of a JSON object that holds the text.
         mark: ends a document in text files.
+        separator: left out at the end of the text of a JSON object.
 
     Raises:
         UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
@@ -156,7 +168,7 @@ def plain_text_files(
             if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")
                 with naming(f"the text of {path}, in {made}"):
-                    table = CorpusConfig(errors=errors, field=field)
+                    table = CorpusConfig(errors=errors, field=field, separator=separator)
                     _join("sources", [path], table, texts[number], mark, progress)
         yield texts
 
@@ -166,9 +178,9 @@ def _is_converted(path: Path) -> bool:
     return path.suffix.lower() == ".gz" or holds_json(path) or path.is_fifo()
 
 
-def holds_json(path: Path) -> bool:
-    """Return whether the name of a file says that it holds JSON objects, a document each."""
-    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson", ".json"))
+def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
+    """Return what ends a document when files are one text: `separator`, if any of them is a text file, else `end`."""
+    return end if separator is None or (paths and all(map(holds_json, paths))) else separator
 
 
 def _check_files(key: str, paths: Sequence[Path]) -> None:
@@ -209,15 +221,6 @@ def _plain_text(
     with atomic_path(joined) as partial:
         _join(key, paths, table, partial, mark, progress)
     return (joined,)
-
-
-def _warn_of_shared(table: CorpusConfig) -> None:
-    """Warn of files that are read both for training and for evaluation."""
-    shared = [path for path in table.valid if any(path.samefile(other) for other in table.train)]
-    for path in shared:
-        log.warning(
-            "%s: is in corpus.train and in corpus.valid: the held-out loss is of text that was learned", path
-        )
 
 
 def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -> None:
@@ -351,16 +354,21 @@ def _json_documents(
 ) -> Iterator[bytes]:
     """Yield a document with its mark for every JSON object that has text."""
     marked = 0
-    for number, record in json_records(stream, path, table):
-        document = record.get(table.field) if isinstance(record, dict) else None
+    for where, record in json_records(stream, path, table.errors):
+        keys = record if isinstance(record, dict) else {}
+        document = keys.get(table.field)
         if not isinstance(document, str):
-            keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise UsageError(
-                "corpus.no_field",
-                f'{path}, line {number}: no text under "{table.field}" (it has: {keys[:80]})',
-                hint="name the key that holds the text: corpus.field in a recipe, or --field",
-            )
-        data = document.encode()
+            found = f"keys: {', '.join(keys)}" if keys else json.dumps(record)
+            if table.field in keys:
+                found = f"it is {json.dumps(document)}"
+            hint = "name the key that holds the text: corpus.field in a recipe, or --field"
+            if "messages" in keys:
+                hint = (
+                    'conversations are read by recipes, for training and evaluation: corpus.source = "chat"'
+                )
+            message = f'{where}: no text under "{table.field}" ({found[:80]})'
+            raise UsageError("corpus.no_field", message, hint=hint)
+        data = document.encode().removesuffix((table.separator or "").encode())
         marked += end in data.removesuffix(end)
         if data:
             yield data.removesuffix(end) + end  # many write it behind their texts
@@ -370,79 +378,6 @@ def _json_documents(
 
 def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     """Yield a line of JSON for every conversation."""
-    for number, record in json_records(stream, path, table):
-        messages = [message._asdict() for message in messages_of(record, f"{path}, line {number}")]
+    for where, record in json_records(stream, path, table.errors):
+        messages = [message._asdict() for message in messages_of(record, where)]
         yield json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"
-
-
-def json_records(
-    stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig
-) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every line that is not blank; of a file that holds one JSON array, of every
-    item.
-
-    Raises:
-        LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
-            UTF-8; it is an error or becomes U+FFFD, as `errors` says.
-    """
-    if path.name.lower().removesuffix(".gz").endswith(".json"):
-        data = stream.read(_LONGEST_LINE + 1)
-        if len(data) > _LONGEST_LINE:
-            message = f"{path}: larger than {_LONGEST_LINE:,} bytes"
-            raise LmkitError("corpus.long_line", message, hint="write JSON lines, and name the file .jsonl")
-        text = valid_utf8(Chunk(0, 0, len(data), data), path, table.errors).decode().removeprefix("\ufeff")
-        whole = None
-        with suppress(ValueError, RecursionError):
-            whole = json.loads(text)
-        if whole is not None:
-            for number, record in enumerate(whole if isinstance(whole, list) else [whole], 1):
-                where = f"{path}, item {number}"
-                yield (
-                    number,
-                    _without_halves(record, where, table.errors) if _SURROGATE.search(text) else record,
-                )
-            return
-        stream = io.BytesIO(data)  # JSON lines
-    read = number = 0
-    while line := stream.readline(_LONGEST_LINE + 1):
-        number += 1
-        if len(line) > _LONGEST_LINE:
-            raise LmkitError(
-                "corpus.long_line",
-                f"{path}, line {number}: longer than {_LONGEST_LINE:,} bytes",
-                hint="every line must hold one JSON object",
-            )
-        text = valid_utf8(Chunk(0, read, len(line), line), path, table.errors).decode()
-        read += len(line)
-        if number == 1:  # some editors begin a file with a byte order mark
-            text = text.removeprefix("\ufeff")
-        if not text.strip():
-            continue
-        try:
-            record = json.loads(text)
-            if _SURROGATE.search(text):
-                record = _without_halves(record, f"{path}, line {number}", table.errors)
-        except (ValueError, RecursionError) as error:
-            raise LmkitError(
-                "corpus.not_json",
-                f"{path}, line {number}: not JSON ({error})",
-                hint="every line must hold one JSON object",
-            ) from None
-        yield number, record
-
-
-def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
-    """Return the content of a line with U+FFFD in place of surrogates that are in no pair.
-
-    Raises:
-        LmkitError: there are such, and `errors` is "strict".
-    """
-    text = json.dumps(record, ensure_ascii=False)
-    half = _HALF.search(text)
-    if half is None:
-        return record
-    if errors == "strict":
-        raise LmkitError(
-            "text.not_utf8", f"{where}: \\u{ord(half[0]):x} without its other half", hint=REPLACE
-        )
-    return json.loads(_HALF.sub("\ufffd", text))

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, holds_json, plain_text_files
+from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, plain_text_files
+from lmkit.data.json_lines import holds_json
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
@@ -58,12 +59,14 @@ def encode_corpus(
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
         field: the key of a JSON object that holds the text.
-        separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it.
+        separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it. The
+            text of a JSON object is one document; a separator at its end is left out.
         force: overwrite `output`.
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
-        UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `output` exists
+        UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
+            ("corpus.empty_separator"); `output` exists
             ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
             ("output.replaces_source"); there are several documents, and the tokenizer has no end-of-text token
             ("tokenizer.no_end_of_text").
@@ -72,24 +75,34 @@ def encode_corpus(
     output = Path(output)
     paths = as_paths(sources)
     _check_output(output, paths, force=force)
+    if separator == "":
+        hint = "leave it out: a document ends with the end-of-text token, and with its file"
+        raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
     end = tokenizer.marks.end
     if end is None and (separator is not None or len(paths) > 1 or any(map(holds_json, paths))):
         raise no_end_of_text(paths[0])
-    mark = separator or end
+    mark = mark_of(paths, separator, end)
     if tokenizer.missing_bytes:
         _log.warning(
             "the tokenizer has no token for %d bytes of UTF-8: characters with them are lost in %s",
             *(len(tokenizer.missing_bytes), output),
         )
     with plain_text_files(
-        paths, output.parent, errors=errors, field=field, mark=mark, progress=progress
+        paths,
+        output.parent,
+        errors=errors,
+        field=field,
+        mark=mark,
+        separator=separator,
+        progress=progress,
     ) as texts:
         specials = tokenizer.specials
         if end is not None and mark is not None and mark != end:
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        return _Encoding(files, specials, tokenizer, mark).write(output, workers or usable_cpus(), progress)
+        encoding = _Encoding(files, specials, tokenizer, mark, some_of([str(path) for path in paths]))
+        return encoding.write(output, workers or usable_cpus(), progress)
 
 
 class _Encoded(NamedTuple):
@@ -109,12 +122,13 @@ class _Encoding:
     Args:
         specials: the tokenizer's, and `mark`.
         mark: ends a document; None: each file is one document.
+        names: of the files, as the user knows them.
     """
 
     def __init__(
-        self, files: TextFiles, specials: SpecialTokens, tokenizer: Tokenizer, mark: str | None
+        self, files: TextFiles, specials: SpecialTokens, tokenizer: Tokenizer, mark: str | None, names: str
     ) -> None:
-        self._files, self._specials, self._tokenizer = files, specials, tokenizer
+        self._files, self._specials, self._tokenizer, self._names = files, specials, tokenizer, names
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
@@ -155,7 +169,7 @@ class _Encoding:
                 _log.warning(
                     "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
                     'say so: corpus.separator = "%s", or --separator',
-                    *(files.paths[0], unknown_marks, END_OF_TEXT, END_OF_TEXT),
+                    *(self._names, unknown_marks, END_OF_TEXT, END_OF_TEXT),
                 )
             return writer.finish(num_bytes=num_bytes, source_sha256=self._digest.hexdigest())
 

@@ -313,21 +313,22 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
     return TokenFile(tokens, meta, mask, documents, sizes)
 
 
-def _damaged(path: Path, problem: str, *, is_other_json: bool = False) -> LmkitError:
+def _damaged(path: Path, problem: str, *, is_described: bool = True) -> LmkitError:
     """Return the error for a damaged token file, with the command that makes `path` again as its hint.
 
     Args:
-        is_other_json: the description may be a JSON file of somebody else, which this command would not replace.
+        is_described: whether lmkit wrote the description; no hint overwrites ids of somebody else.
     """
     folder = path.parent.parent
     if path == token_file(folder, path.stem) and "encode" in read_record(folder):
         # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
         hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / RECIPE))} makes it again"
-    else:
+    elif is_described:
         encode = f"lmkit data encode TEXT {shlex.quote(str(path))}"
         hint = f"make it again with: {encode} --tokenizer TOKENIZER.json --force"
-        if is_other_json:
-            hint = f"move {sidecar_path(path)} away, which may be another file of yours, and {hint}"
+    else:
+        encode = "lmkit data encode TEXT OTHER.npy --tokenizer TOKENIZER.json"
+        hint = f"encode to another name: {encode}; write ids of your own with lmkit.data.TokenFileWriter"
     return LmkitError("tokens.damaged", problem, hint=hint)
 
 
@@ -356,7 +357,7 @@ def _read_meta(path: Path) -> TokenMeta:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
         problem = f"{sidecar}: {where}: {first['msg']}"
-        raise _damaged(path, problem, is_other_json=_MARK not in content) from None
+        raise _damaged(path, problem, is_described=_MARK in content) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -366,13 +367,11 @@ def _read_object(path: Path) -> dict[str, Any]:
         return read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except FileNotFoundError:
         problem = "missing"
-    except IsADirectoryError:
-        problem = "is a folder"
     except OSError as error:
         problem = reason(error)
     except ValueError as error:
         problem = str(error)
-    raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}")
+    raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}", is_described=False)
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:

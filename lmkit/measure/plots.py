@@ -91,7 +91,7 @@ def _curve(axes: Axes, points: Points, label: str, index: int, **style: Any) -> 
 
 
 def _whisker(axes: Axes, x: float, y: float, whisker: Whisker) -> None:
-    below, above = whisker
+    below, above = (max(0.0, length) for length in whisker)  # of equal samples: a rounding error
     axes.errorbar([x], [y], yerr=[[below], [above]], color="#303030", linewidth=0.9, capsize=2)
 
 

@@ -238,6 +238,7 @@ def time_variants(
     seed: int = 0,
     clock: Clock | None = None,
     after_round: Callable[[dict[str, float]], bool] | None = None,
+    turn: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Timing]:
     """Measure every variant `repeats` times, interleaved.
 
@@ -260,6 +261,7 @@ def time_variants(
         clock: overrides `kind`.
         after_round: called with the samples of each round, name -> ms per call; if it returns true, that was the last
             round (for ranks, in place of `max_seconds`: their clocks would not agree).
+        turn: called with the name of a variant before it is warmed up and before each of its samples, untimed.
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
@@ -280,6 +282,7 @@ def time_variants(
     calls: dict[str, int] = {}
     every: dict[str, int] = {}  # the variant joins rounds 0, every, 2 * every ...
     for name, work in variants.items():
+        turn(name)
         began = time.monotonic()
         for _ in range(warmup):
             for call in (*preparations[name], work):
@@ -302,6 +305,7 @@ def time_variants(
         of_round: dict[str, float] = {}
         for name in order:
             if number % every[name] == 0:
+                turn(name)
                 elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
                 samples[name][number] = of_round[name] = elapsed / calls[name]
         enough = after_round is not None and after_round(of_round)

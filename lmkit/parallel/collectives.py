@@ -101,11 +101,15 @@ class Averager:
         self._has_nccl = "nccl" in str(dist.get_backend_config())
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
-        """Start averaging contiguous tensors of one dtype and device in place, in one call of the backend.
+        """Start averaging contiguous tensors of one device in place, in one call of the backend for each dtype.
 
         NCCL reads and writes them in place; gloo copies them into one buffer and back. gloo has no grouped call for
         CUDA tensors, so it reduces them one by one.
         """
+        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+            dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+            parts = [self.all_reduce([x for x in tensors if x.dtype == dtype]) for dtype in dtypes]
+            return PendingMean([work for part in parts for work in part.works], tensors, parts[0].divide_by)
         one_by_one = len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl)
         num_bytes, calls = sum(tensor.nbytes for tensor in tensors), len(tensors) if one_by_one else 1
         self._traffic.count_all_reduce(num_bytes, self._ranks.world_size, calls)

@@ -84,6 +84,11 @@ class StepWatch:
                 os._exit(1)
 
 
+def is_communication(error: BaseException) -> bool:
+    """Return whether an error says that a collective broke."""
+    return isinstance(error, (RankLost, dist.DistError)) or any(sign in str(error) for sign in GLOO_SIGNS)
+
+
 @contextmanager
 def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
     """Turn a collective that breaks inside into a `RankLost` with this rank, the moment, and the silent ranks."""
@@ -91,8 +96,7 @@ def losses_named(ranks: Ranks, moment: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        is_communication = isinstance(error, dist.DistError) or any(sign in text for sign in GLOO_SIGNS)
-        if ranks.world_size == 1 or not is_communication:
+        if ranks.world_size == 1 or not is_communication(error):
             raise
         timed_out = "imed out" in text or "imeout" in text
         what = f"no answer within {ranks.timeout_s:g} s" if timed_out else "the connection broke"

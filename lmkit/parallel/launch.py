@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.progress import Progress
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.place import RENDEZVOUS_VARIABLE
@@ -161,9 +161,9 @@ class _Rank:
         elif kind == "error":
             self.error = content
         else:
-            sys.stderr.write(f"rank {self.number}:\n{content}")
-            last_line = content.strip().splitlines()[-1]
-            self.error = RankFailed("parallel.rank_failed", last_line, hint="look above for its traceback")
+            line, text = content
+            sys.stderr.write(f"rank {self.number}:\n{text}")
+            self.error = RankFailed("parallel.rank_failed", line, hint="look above for its traceback")
 
     def failed(self, received: Sequence[int]) -> bool:
         """Return whether it ended badly. After a stopping signal, ending by that signal is no failure."""
@@ -234,11 +234,14 @@ def _report_result(reports: Connection, target: Callable[..., Any], args: Sequen
         reports.send(("error", error))
         return error.exit_code
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if not stop.code:  # of a plugin, say: without an error, the parent would take the work for done
+            line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
+            reports.send(("error", RankFailed("parallel.rank_failed", line, hint=hint)))
+        return stop.code if isinstance(stop.code, int) and stop.code else 1
     except KeyboardInterrupt:
         return 130
-    except Exception:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
-        reports.send(("traceback", traceback.format_exc()))
+    except Exception as error:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
+        reports.send(("traceback", (first_line(error), traceback.format_exc())))
         return 1
     return 0
 

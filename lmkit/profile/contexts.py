@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from lmkit.bench.harness import out_of_memory_is_a_row
+from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
@@ -37,7 +37,7 @@ COLUMNS = (
 def table(
     recipes: Sequence[Recipe], *, steps: int, write: Callable[[Mapping[str, bytes | str]], None]
 ) -> tuple[Rows, str]:
-    """Profile recipes; return a row of each, and the table for a terminal. What does not fit is a row.
+    """Profile recipes; return a row of each, and the table for a terminal. What does not fit, or fails, is a row.
 
     Args:
         write: takes files, most of them in folders: after each recipe its own and those of the table so far. So a run
@@ -58,7 +58,7 @@ def table(
             "status": "ok",
         }
         for mode, work in works.items():
-            with out_of_memory_is_a_row(row, work.ranks.device):
+            with failure_is_a_row(row, work.ranks.device):
                 result = run_profile(work)
                 row[f"{mode}_gib"] = peak_row(result.rows)["peak_gib"]
                 row[f"{mode}_computed_gib"] = most_computed(result.rows)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def profile_command(command: Sequence[str], folder: Path) -> NsysRun:
     done = subprocess.run(arguments, env={**os.environ, ENVIRONMENT_VARIABLE: "nvtx"}, stdout=2, check=False)
     report = _finished_report(nsys, output)
     if report is not None:
-        return NsysRun(done.returncode, report, export_report(report))
+        return NsysRun(done.returncode, report, export_report(report, folder))
     if done.returncode == 0:
         hint = "run it with --debug to see nsys's own messages"
         raise LmkitError("nsys.no_report", "nsys wrote no report", hint=hint)
@@ -114,14 +115,14 @@ def _find_importer(nsys: Path) -> Path | None:
         place = Path(os.path.normpath(place.parent / os.readlink(place)))
 
 
-def export_report(report: Path) -> Path:
-    """Export a report to a SQLite file of the same name.
+def export_report(report: Path, folder: Path) -> Path:
+    """Export a report to a SQLite file of the same name in `folder`.
 
     Raises:
         UsageError: nsys is not installed.
         LmkitError: nsys could not read the report.
     """
-    database = report.with_suffix(DATABASE)
+    database = folder / report.with_suffix(DATABASE).name
     nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
     options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}"]
     done = subprocess.run(
@@ -148,7 +149,10 @@ def read_nsys_file(path: Path) -> Trace:
         raise UsageError("trace.wrong_kind", f"{path}: neither .sqlite nor .nsys-rep", hint=GIVE_FILE)
     if not path.is_file():
         raise UsageError("trace.missing", f"{path}: no such file", hint=GIVE_FILE)
-    return read_nsys_database(export_report(path) if path.suffix == REPORT else path)
+    if path.suffix == DATABASE:
+        return read_nsys_database(path)
+    with tempfile.TemporaryDirectory() as folder:  # a database beside the report stays as it is
+        return read_nsys_database(export_report(path, Path(folder)))
 
 
 def read_nsys_database(path: Path) -> Trace:

@@ -39,6 +39,7 @@ class Profiled:
     files: tuple[str, ...]
     summary: dict[str, Any]
     text: str
+    is_fine: bool = True
 
     def __str__(self) -> str:
         return f"{self.text}\n{wrote(self.folder, self.files)}"
@@ -105,7 +106,8 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
         written.update(dict.fromkeys(name for name in _write(files, output) if "/" not in name))
 
     rows, text = table(recipes, steps=steps, write=write)
-    return Profiled(str(output), tuple(written), {"rows": rows}, text)
+    is_fine = all(row["status"] != "failed" for row in rows)
+    return Profiled(str(output), tuple(written), {"rows": rows}, text, is_fine)
 
 
 def _run_under_nsys(

@@ -1,10 +1,14 @@
-"""Which keys of a recipe may change while its run goes on: one rule for `lmkit run` and `lmkit train`."""
+"""Compare recipes, and say which keys may change while a run goes on: one rule for `lmkit run` and `lmkit train`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lmkit.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lmkit.recipe.schema import Recipe
 
 MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
 """Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
@@ -19,6 +23,34 @@ MAY_CHANGE_WITHIN = (
 
 NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")
 """Keys that may change, but have an effect on further steps only."""
+
+
+def differences(
+    old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
+
+    Args:
+        old, new: recipes, or what `read_toml` returned.
+        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
+    """
+    before, after = (
+        flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
+        for tables in (old, new)
+    )
+    return tuple(
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
+    )
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as dotted keys with their values."""
+    keys: dict[str, Any] = {}
+    for key, value in tables.items():
+        keys |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return keys
 
 
 def refused(changes: Iterable[str]) -> list[str]:

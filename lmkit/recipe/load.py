@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
+from lmkit.recipe.changes import flat
 from lmkit.recipe.depth import SIZES, beside_dial, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
 from lmkit.recipe.tables import PRESETS, Table
 from lmkit.recipe.values import Only
+from lmkit.storage import write_atomic
 from lmkit.storage.inputs import open_input
 
 if sys.version_info >= (3, 11):
@@ -203,6 +206,15 @@ def recipe_to_toml(recipe: Recipe) -> str:
     import tomli_w
 
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def save_recipe(recipe: Recipe) -> None:
+    """Write the resolved recipe into its run folder; a file that says the same stays, with its comments."""
+    path, text = recipe.run.path / RECIPE, recipe_to_toml(recipe)
+    with suppress(UsageError):  # there is none, or it is damaged
+        if read_toml(path) == tomllib.loads(text):
+            return
+    write_atomic(path, text)
 
 
 # Overrides and other names
@@ -392,10 +404,7 @@ def _describe(table: str, detail: Any) -> tuple[str, str]:
 
 def _shown(value: object) -> str:
     """Return a value as the user wrote it, cut to a readable length."""
-    if isinstance(value, bool):
-        text = str(value).lower()
-    else:
-        text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
+    text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -404,8 +413,8 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
 
     Not for defaults, which a resolved recipe holds, nor for a key of the file if the command line has the other key.
     """
-    on_command_line = _flat(typed)
-    for dotted in _flat(given):
+    on_command_line = flat(typed)
+    for dotted in flat(given):
         name, _, key = dotted.partition(".")
         table = getattr(recipe, name)
         field = type(table).model_fields.get(key)
@@ -415,30 +424,3 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
             is_meant = dotted in on_command_line or only.switch not in on_command_line
             if is_meant and not only.holds(key, recipe):
                 yield f"{dotted} has no effect; it is used only {only.condition(key)}"
-
-
-def differences(
-    old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
-
-    Args:
-        old, new: recipes, or what `read_toml` returned.
-        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
-    """
-    before, after = (
-        _flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
-        for tables in (old, new)
-    )
-    return tuple(
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
-    )
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -47,7 +47,10 @@ RUN_FILES = (
 _STAGES = ("corpus", "tokenizer", "encode", "train")
 _MARK = "lmkit"
 """Key of the record and of `environment.json` that only lmkit writes: its version."""
-_RESULTS = (RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png")
+_RESULTS = (
+    *(RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png"),
+    *("profile.*", "kineto_trace.*", "memory_*"),  # recordings
+)
 _PATHS = (
     ("corpus", "train"),
     ("corpus", "valid"),
@@ -62,6 +65,11 @@ _PATHS = (
 def token_file(folder: Path, part: str) -> Path:
     """Return the token file of a run for "train" or "valid"."""
     return folder / "tokens" / f"{part}.npy"
+
+
+def tokenizer_in(path: Path) -> Path:
+    """Return the `tokenizer.json` in a folder; a path that is no folder as it is."""
+    return path / TOKENIZER if path.is_dir() else path
 
 
 def read_record(folder: Path) -> dict[str, Any]:

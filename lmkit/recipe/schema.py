@@ -31,8 +31,11 @@ class BenchConfig(Table):
     """`[bench]`: a table for every registered bench, which its file defines; None where the recipe has none."""
 
     def table(self, name: str) -> Any:
-        """Return [bench.NAME]; the defaults of its keys if the recipe has none."""
-        return getattr(self, name, None) or BENCHES.options(name)()
+        """Return [bench.NAME], each item of its arrays once; the defaults of its keys if the recipe has none."""
+        table: Table = getattr(self, name, None) or BENCHES.options(name)()
+        return table.changed(
+            **{key: tuple(dict.fromkeys(value)) for key, value in table if isinstance(value, tuple)}
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle cannot find a class that was made while running.

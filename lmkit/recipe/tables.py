@@ -81,7 +81,7 @@ class CorpusConfig(Table):
     """Seed of the generator."""
     train: tuple[Path, ...] = ()
     """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`) or a pipe,
-    too (`files`, `chat`)."""
+    too (`files`, `chat`). A byte order mark at the beginning is left out."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`, `chat`); if empty, about `valid_fraction` of the text, its last documents."""
     valid_fraction: Annotated[
@@ -95,7 +95,7 @@ class CorpusConfig(Table):
     """The key of a JSON object that holds the text."""
     separator: Annotated[str | None, Field(min_length=1), Only("corpus.source", but=("chat",))] = None
     """What ends a document in text files; default: the tokenizer's end-of-text token, as its file writes it, or
-    `<|endoftext|>` in downloads."""
+    `<|endoftext|>` in downloads. The text of a JSON object is one document."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: stop and name the byte offset, or replace it by U+FFFD."""
 

@@ -67,8 +67,10 @@ class RegisteredName:
         name = self.registry.aliases.get(value, value)
         if name not in self.names:
             known = ", ".join(self.names)
-            near = did_you_mean(value, self.names) or ", and no --plugin FILE registers it"
-            raise UnregisteredName(f'"{value}" is not one of {known}{near}')
+            near = did_you_mean(value, self.names)
+            raise UnregisteredName(
+                f'"{value}" is not one of {known}{near}, and no --plugin FILE registers it'
+            )
         return name
 
 

@@ -35,12 +35,19 @@ def parse_object(text: str) -> dict[str, Any]:
     Raises:
         ValueError: says in a few words what is wrong with the text.
     """
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as error:  # also of numbers of thousands of digits
-        raise ValueError(f"not JSON: {error}") from None
+    content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content
+
+
+def parse_json(text: str) -> Any:
+    """Return what a text holds as JSON. ValueError: as `parse_object`."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except ValueError:  # Python refuses to read thousands of digits
+        raise ValueError("a number has too many digits") from None

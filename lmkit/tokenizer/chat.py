@@ -142,12 +142,14 @@ class ChatTemplate:
     def encode(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
         """Return the tokens of a conversation in parts; joined, they are those of `render`.
 
-        What the assistant says counts, and the token that ends its turn.
+        A special token that a message spells is plain text: only the template begins and ends turns. What the
+        assistant says counts, and the token that ends its turn.
         """
         parts, between = [], self.begin
         for role, content in messages:
             parts.append(Part(_ids(tokenizer, between + self.head(role)), False))
-            words = [*_ids(tokenizer, content.strip()), tokenizer.special_ids[self.end]]
+            text = tokenizer.encode(content.strip(), allowed_special=(), add_special_tokens=False)
+            words = [*text, tokenizer.special_ids[self.end]]
             parts.append(Part(words, role == "assistant"))
             between = self.rest
         return [*parts, Part(_ids(tokenizer, between), False)]

@@ -9,6 +9,7 @@ because normal forms compose the two. A special token is never cut.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import stat
@@ -141,16 +142,20 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
     """Return the chunk as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
 
+    A byte order mark, with which some editors begin a file, is no text and is left out.
+
     Raises:
         LmkitError: the text is not UTF-8 and `errors` is "strict" ("text.not_utf8"); names the byte offset.
     """
-    if is_utf8(chunk.data):
-        return chunk.data
+    bom = len(codecs.BOM_UTF8) if not chunk.offset and chunk.data.startswith(codecs.BOM_UTF8) else 0
+    data = chunk.data[bom:] if bom else chunk.data
+    if is_utf8(data):
+        return data
     try:
-        return chunk.data.decode("utf-8", errors).encode()
+        return data.decode("utf-8", errors).encode()
     except UnicodeDecodeError as error:
         raise LmkitError(
-            "text.not_utf8", f"{path}: invalid UTF-8 at byte {chunk.offset + error.start}", hint=REPLACE
+            "text.not_utf8", f"{path}: invalid UTF-8 at byte {chunk.offset + bom + error.start}", hint=REPLACE
         ) from None
 
 

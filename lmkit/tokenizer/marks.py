@@ -1,7 +1,7 @@
 """Find the special tokens that begin and end a text, in the files of a tokenizer.
 
 A `tokenizer.json` does not name them. Hugging Face folders do, beside it: `tokenizer_config.json` has `bos_token` and
-`eos_token`; `generation_config.json`, or `config.json`, has the ids at which generation stops.
+`eos_token`, and may add tokens; `generation_config.json`, or `config.json`, has the ids at which generation stops.
 """
 
 from __future__ import annotations
@@ -79,18 +79,49 @@ def read_marks(path: Path) -> Marks:
     """
     if path.name != TOKENIZER:
         return Marks()
-    named = _read(path.with_name(TOKENIZER_CONFIG))
+    named = read_config(path)
     generation = _read(path.with_name(GENERATION_CONFIG))
     ids = generation if "eos_token_id" in generation else _read(path.with_name(_CONFIG))
     return Marks(_text(named, "bos_token"), _text(named, "eos_token"), _ids(ids.get("eos_token_id")))
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the `tokenizer_config.json` beside a `tokenizer.json`; {} if there is none."""
+    return _read(path.with_name(TOKENIZER_CONFIG)) if path.name == TOKENIZER else {}
+
+
+def added_by(config: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """Return the `added_tokens_decoder` of a `tokenizer_config.json` in the form of the `added_tokens` of a
+    `tokenizer.json`, each with its `field`, for errors.
+
+    Args:
+        path: of the tokenizer.
+
+    Raises:
+        LmkitError: it is damaged ("tokenizer.damaged_marks").
+    """
+    key = "added_tokens_decoder"
+    try:
+        found = {int(token_id): token for token_id, token in (config.get(key) or {}).items()}
+        return [
+            {
+                **found[i],
+                "content": str(found[i]["content"]),
+                "id": i,
+                "field": f"{TOKENIZER_CONFIG}: {key}.{i}",
+            }
+            for i in sorted(found)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path.with_name(TOKENIZER_CONFIG), f"{key}: {error!r}") from None
+
+
 def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
-    """Write the marks of a tokenizer into the files beside it, unless these say the same already. Other keys stay.
+    """Write the marks of a tokenizer into the files beside it, unless these say the same already.
 
     Raises:
         UsageError: the marks have to be written, and the tokenizer has another name than tokenizer.json
-            ("tokenizer.marks").
+            ("tokenizer.marks"), or such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(read_marks(path), special_ids) == marks:
@@ -103,8 +134,17 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
             hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
         )
-    _update(path.with_name(TOKENIZER_CONFIG), {"bos_token": marks.begin, "eos_token": marks.end})
-    _update(path.with_name(GENERATION_CONFIG), {"eos_token_id": list(marks.stops) or None})
+    files: dict[Path, dict[str, Any]] = {
+        path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
+        path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
+    }
+    for file, content in files.items():
+        if not _read(file).keys() <= content.keys():
+            message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
+            hint = f"write {path.name} into another folder, or move that file away"
+            raise UsageError("tokenizer.replaces_marks", message, hint=hint)
+    for file, content in files.items():
+        write_atomic(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -113,13 +153,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        hint = "copy or download it again; it names the tokens that begin and end a text"
-        raise LmkitError("tokenizer.damaged_marks", f"{path}: {why}", hint=hint) from None
+        raise _damaged(path, reason(error) if isinstance(error, OSError) else error) from None
 
 
-def _update(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps({**_read(path), **content}, indent=1, ensure_ascii=False) + "\n")
+def _damaged(path: Path, why: object) -> LmkitError:
+    hint = "copy or download it again; it names the tokens that begin and end a text"
+    return LmkitError("tokenizer.damaged_marks", f"{path}: {why}", hint=hint)
 
 
 def _text(content: Mapping[str, Any], key: str) -> str | None:

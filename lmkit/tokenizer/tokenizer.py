@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import tokenizer_in
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
 from lmkit.tokenizer import files, tokenizer_json
@@ -337,7 +338,8 @@ class Tokenizer:
         `generation_config.json` beside it do.
 
         Raises:
-            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks").
+            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
+                somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
         write_atomic(path, tokenizer_json.to_json(self))
@@ -352,6 +354,7 @@ class Tokenizer:
         are special tokens. Truncation and padding are ignored, with a warning.
 
         Args:
+            path: the file, or a folder with a file of that name.
             end_of_text: the special token that ends a text, whatever the files say.
 
         Raises:
@@ -359,7 +362,7 @@ class Tokenizer:
                 value that lmkit does not support ("tokenizer.unsupported").
             LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
-        path = Path(path)
+        path = tokenizer_in(Path(path))
         marks = read_marks(path)
         tokenizer = cls._from_file({**tokenizer_json.load_json(path, marks), "marks": marks}, path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import TOKENIZER_CONFIG
 from lmkit.tokenizer.files import CHARACTERS, by_id, damaged, from_name, names_of, parse, read_merges
-from lmkit.tokenizer.marks import NO_MARKS, Marks
+from lmkit.tokenizer.marks import NO_MARKS, Marks, added_by, read_config
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _log = logging.getLogger("lmkit")
 _ONE_FILE = "a tokenizer is one file, tokenizer.json; make it from GPT-2's two with lmkit tokenizer import"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CHANGE_MODEL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # keys that change ids
+_ADD_NO_SPACE = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast")
+"""Classes of transformers that take the words as `tokenizer.json` has them, whatever `add_prefix_space` says."""
 _GPT2_WRITTEN_OUT = PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d")
 
 
@@ -140,11 +142,16 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
-    """Return the arguments of `Tokenizer`. The tokens that begin and end a text are special, as in transformers."""
-    content = parse(path, _ONE_FILE)
+    """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
+    `tokenizer_config.json` beside the file may add tokens or change where they are found."""
+    content, config = parse(path, _ONE_FILE), read_config(path)
+    more = added_by(config, path)
     try:
         model = content["model"]
-        if refused := [f"{field} = {json.dumps(value)[:100]}" for field, value in _unsupported(content)]:
+        content["added_tokens"] = [*content.get("added_tokens", ()), *more]
+        if refused := [
+            f"{field} = {json.dumps(value)[:100]}" for field, value in _unsupported(content, config)
+        ]:
             raise UsageError(
                 "tokenizer.unsupported",
                 f"{path}: not supported: {', '.join(refused)}",
@@ -153,7 +160,7 @@ def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
         names = model["vocab"]
         tokens = {name: name if (token := from_name(name)) is None else token for name in names}
         merges = read_merges(model["merges"], tokens)
-        given = [_added_token(token) for token in content.get("added_tokens", ()) if token["content"]]
+        given = [_added_token(token) for token in content["added_tokens"] if token["content"]]
         added = {token.text: token for token in given}
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
@@ -189,9 +196,11 @@ def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
     }
 
 
-def _unsupported(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields, with their values, for which lmkit does not have the ids of Hugging Face's library."""
+def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields, with their values, for which lmkit does not have the ids of Hugging Face's libraries."""
     model = content["model"]
+    if config.get("add_prefix_space") and config.get("tokenizer_class") not in _ADD_NO_SPACE:
+        yield f"{TOKENIZER_CONFIG}: add_prefix_space", True
     if (kind := model.get("type", "BPE" if "merges" in model else None)) != "BPE":
         yield "model.type", kind
         return
@@ -213,7 +222,7 @@ def _unsupported(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     steps = _steps(content.get("pre_tokenizer"))
     if _pattern_of(steps) is None:
         yield "pre_tokenizer", [_described(step) for step in steps] or None
-    yield from _unsupported_added(content.get("added_tokens", ()), vocab, nfc=bool(normalizers))
+    yield from _unsupported_added(content["added_tokens"], vocab, nfc=bool(normalizers))
 
 
 def _unsupported_added(
@@ -222,18 +231,18 @@ def _unsupported_added(
     """Do what `_unsupported` does for the added tokens."""
     ids, taken, places = dict(vocab), set(vocab.values()), count(len(vocab))
     for i, token in enumerate(added):
-        text = token["content"]
+        text, field = token["content"], token.get("field", f"added_tokens[{i}]")
         if not text:  # is left out
             continue
         # A token that the vocabulary lacks gets the next free id, whatever the file says.
         if text not in ids:
             ids[text] = next(places)
         if token["id"] != ids[text] or (text not in vocab and ids[text] in taken):
-            yield f"added_tokens[{i}].id", token["id"]
+            yield f"{field}.id", token["id"]
         if token.get("single_word"):
-            yield f"added_tokens[{i}].single_word", True
+            yield f"{field}.single_word", True
         if token.get("normalized") and nfc and not unicodedata.is_normalized("NFC", text):
-            yield f"added_tokens[{i}].normalized", True
+            yield f"{field}.normalized", True
 
 
 def _is_merged(unknown: str, merges: Iterable[str | list[str]]) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmkit.data.corpora import json_records, opened
+from lmkit.data.corpora import opened
+from lmkit.data.json_lines import json_records
 from lmkit.errors import UsageError
-from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.judging import ids_before, open_trained, refuse_not_finite, refuse_pipe_of_ranks
 from lmkit.training.likelihood import Scored, log_likelihoods
@@ -161,11 +161,11 @@ def read_questions(file: Path) -> Iterator[Question]:
         UsageError: there is none, or a line is not a question.
         LmkitError: a line is not JSON, or not UTF-8.
     """
-    number = 0
+    where = ""
     with opened(file) as (_, stream):
-        for number, record in json_records(stream, file, CorpusConfig()):
-            yield _question(record, f"{file}, line {number}")
-    if not number:
+        for where, record in json_records(stream, file):
+            yield _question(record, where)
+    if not where:
         raise UsageError("evaluate.no_questions", f"{file}: holds no question", hint=_HINT)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
-from lmkit.recipe.load import differences, load_recipe
+from lmkit.recipe.changes import differences
+from lmkit.recipe.load import load_recipe
 from lmkit.recipe.run_folder import METRICS, RECIPE
 from lmkit.training.metrics import Record, read_metrics
 

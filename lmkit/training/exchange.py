@@ -234,7 +234,7 @@ class ImportResult:
         return (
             f"{self.source} -> {self.folder}\n"
             f"{self.parameters:,} parameters in {self.dtype}; {tokens}\n"
-            f"write text: lmkit generate {self.folder}"
+            f"write text: lmkit generate {self.folder}{' --tokenizer TOKENIZER.json' * (self.tokenizer is None)}"
         )
 
 

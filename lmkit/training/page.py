@@ -14,7 +14,8 @@ from typing import Any
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.decoration import decorate
 from lmkit.measure.plots import loss_curve
-from lmkit.recipe.load import differences, read_toml
+from lmkit.recipe.changes import differences
+from lmkit.recipe.load import read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input

@@ -12,7 +12,8 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.optim.adamw import MASTER
 from lmkit.recipe import changes as rule
-from lmkit.recipe.load import differences, validate
+from lmkit.recipe.changes import differences
+from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import OptimizerConfig

@@ -25,8 +25,8 @@ from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
-from lmkit.recipe.load import recipe_to_toml
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, mark_run, refuse_foreign_files
+from lmkit.recipe.load import save_recipe
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, mark_run, refuse_foreign_files
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
@@ -182,7 +182,7 @@ def _run_rank(
         if ranks.is_first:
             mark_run(recipe.run.path)
             keep_tokenizer(recipe)
-            write_atomic(recipe.run.path / RECIPE, recipe_to_toml(recipe))
+            save_recipe(recipe)
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
             sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)
         try:

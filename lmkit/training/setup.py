@@ -186,6 +186,7 @@ class TrainingStep:
         changes: `parallel` and `make_optimizer` of `step_of`.
 
     Attributes:
+        recipe: as it was given.
         outcome: of the last step that `run` made.
     """
 
@@ -195,6 +196,7 @@ class TrainingStep:
         self, recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None, **changes: Any
     ) -> None:
         torch.manual_seed(recipe.run.seed)
+        self.recipe = recipe
         self.step = step_of(recipe, ranks, **changes)
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self._device = ranks.device

@@ -35,7 +35,9 @@ from attention_targets import (
 from torch import Tensor
 
 from lmkit.attention import attention_function
-from lmkit.bench.attention import Case, Options, Sweep
+from lmkit.bench.attention import Options
+from lmkit.bench.attention_sweep import Sweep
+from lmkit.bench.attention_variants import Case
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits

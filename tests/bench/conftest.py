@@ -60,9 +60,12 @@ def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
     """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
 
-    def run(name: str, journal: Journal | None = None, **keys: Any) -> Any:
+    def run(
+        name: str, journal: Journal | None = None, *, recipe: dict[str, Any] | None = None, **keys: Any
+    ) -> Any:
         # As TOML has it: tuples are arrays, paths are strings.
-        recipe = validate(json.loads(json.dumps({"bench": {name: keys}}, default=str)), origin="test")
+        tables = json.loads(json.dumps((recipe or {}) | {"bench": {name: keys}}, default=str))
+        recipe = validate(tables, origin="test")
         reports: list[tuple[str, int, int]] = []
         context = Context(
             recipe,

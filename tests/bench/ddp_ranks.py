@@ -44,6 +44,10 @@ class Kept:
 
     replace = add
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Of ranks that have not started again."""
+        return []
+
 
 def context_of(bench: str, ranks: Ranks, reports: list[Any], **keys: Any) -> Context:
     tables = {"run": {"name": "tiny"}, "model": MODEL, "bench": {bench: {"steps_per_sample": 1, **keys}}}
@@ -122,7 +126,7 @@ def with_planted(ranks: Ranks) -> dict[str, Any]:
         names = ("one rank", *PLANTED)
         short = context_of("ddp", ranks, [], rounds=1)
         case = case_of(short.recipe, short.options, "ddp")
-        of_optimizer = context_of("optimizer", ranks, [], rounds=1, variants=names[1:])
+        of_optimizer = context_of("optimizer", ranks, [], rounds=4, variants=names[1:])
         return {
             "ddp": ddp.measure(case, names, short, part="ladder"),
             "optimizer": optimizer(of_optimizer),
@@ -134,7 +138,7 @@ def without_room(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
     """On one of the ranks, one process has no room for the training."""
 
     def full(*arguments: Any, **options: Any) -> Any:
-        return None if ranks.rank == 1 else reference(*arguments, **options)
+        return "no room" if ranks.rank == 1 else reference(*arguments, **options)
 
     with mock.patch.object(training_gate, "reference", full):
         return ddp.measure(case, ("naive",), context_of("ddp", ranks, [], rounds=1), part="ladder")

@@ -117,10 +117,51 @@ def remembers(q, k, v, *, causal):
     return _KEPT[key][0]
 
 
+CALLS = []
+
+
+def _calls(q):
+    """Return how often a kernel was called with inputs of this shape."""
+    if CALLS and CALLS[0] != q.shape:
+        CALLS.clear()
+    CALLS.append(q.shape)
+    return len(CALLS)
+
+
+def wrong_later(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 5 else 0.5)
+
+
+def tires(q, k, v, *, causal):
+    if _calls(q) > 4:
+        raise RuntimeError("tired\nlong story")
+    return vectorized(q, k, v, causal=causal)
+
+
+def writes(q, k, v, *, causal):
+    out = vectorized(q, k, v, causal=causal)
+    k.data.mul_(2.0)
+    v.data.zero_()
+    return out
+
+
+def leaves(q, k, v, *, causal):
+    raise SystemExit(0)
+
+
+def refuses_a_value(q, k, v, *, causal):
+    raise ValueError("not this one")
+
+
+def window(q, k, v, *, causal):
+    """Each query sees itself and the key before it."""
+    return masked_up_to(q, k, v, 0) if k.shape[2] < 3 else masked_up_to(q, k[:, :, :2], v[:, :, :2], 0)
+
+
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
 ALL = (
     *(*WRONG, wrong_shape, wide, gradient_dropped, remembers, out_of_memory, unsupported, broken),
-    *(returns_none, looks_up_nothing),
+    *(returns_none, looks_up_nothing, wrong_later, tires, writes, leaves, refuses_a_value),
 )
 
 
@@ -128,8 +169,10 @@ ALL = (
 def registered():
     for function in ALL:
         ATTENTION.register(function.__name__)(function)
+    ATTENTION.register("window", sees_all=False)(window)
     try:
         yield
     finally:
-        for function in ALL:
+        CALLS.clear()
+        for function in (*ALL, window):
             ATTENTION.unregister(function.__name__)

@@ -1,4 +1,4 @@
-"""Strategies that do not average the gradients, or not always."""
+"""Strategies that do not average the gradients, or not always, or fail."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,12 +57,35 @@ class Sums(Planted):
             gradient *= self.ranks.world_size
 
 
+class Stops(Planted):
+    """Right as long as it is checked."""
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return gradients if self._step <= 3 else []
+
+
+class Raises(Planted):
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        raise RuntimeError("broken\nlong story")
+
+
+class Tires(Planted):
+    """Fails while it is timed."""
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        if self._step > 10:
+            raise RuntimeError("tired")
+        return gradients
+
+
 class Right(Planted):
     """What all the others should be."""
 
 
-WRONG = ("every_other", "first_only", "forgets", "sums")
-NAMES = dict(zip((*WRONG, "right"), (EveryOther, FirstOnly, Forgets, Sums, Right), strict=True))
+WRONG = ("every_other", "first_only", "forgets", "sums", "stops")
+FAILED = ("raises", "tires")
+KINDS = (EveryOther, FirstOnly, Forgets, Sums, Stops, Raises, Tires, Right)
+NAMES = dict(zip((*WRONG, *FAILED, "right"), KINDS, strict=True))
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from planted_kernels import FULL, WRONG, wrong_shape
 from raising import raises
 
 from lmkit.attention.vectorized import vectorized
-from lmkit.bench import attention as bench
-from lmkit.bench import attention_gate
-from lmkit.bench.attention import Case, Options, Sweep, build_cases
+from lmkit.bench import attention_gate, attention_sweep
+from lmkit.bench.attention import Options, build_cases
 from lmkit.bench.attention_summary import findings, summarize
-from lmkit.bench.attention_variants import default_kernels, parse_tier
+from lmkit.bench.attention_sweep import Sweep
+from lmkit.bench.attention_variants import Case, default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
@@ -124,16 +124,46 @@ def test_what_is_wrong_is_not_timed(measure, dtype):
 
 
 @pytest.mark.usefixtures("_planted_kernels")
-def test_a_kernel_that_remembers_its_result_is_faster_than_the_machine_can_be(measure):
-    """It is right, and computes nothing while it is timed."""
-    result = measure(tiers=("128",), kernels=("vectorized", "remembers"), baseline="remembers")
+@pytest.mark.parametrize("name", ["remembers", "wrong_later"])
+def test_a_kernel_that_is_right_before_it_is_timed_only_is_wrong(measure, name):
+    """However short the case, and though the timed inputs lie where the checked ones lay."""
+    result = measure(tiers=("8",), kernels=("vectorized", name), baseline=name)
     rows = rows_by(result, "kernel")
-    row = rows["remembers",]
-    assert (row["status"], "matmul rate" in row["detail"]) == ("impossible rate", True)
+    row = rows[name,]
+    assert (row["status"], "after timing" in row["detail"]) == ("wrong result", True)
     assert not {"median_ms", "tflops", "share_of_matmul", "samples_ms"} & row.keys()
-    assert "speedup" not in rows["vectorized",]  # over what cannot be true
-    assert result.table.startswith("128 16 forward remembers: impossible rate: ")
+    assert "speedup" not in rows["vectorized",]  # over what is wrong
+    assert result.table.startswith(f"8 16 forward {name}: wrong result: ")
     assert "vectorized is fastest" in result.files["attention_sweep_report.md"]
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_kernel_that_fails_while_it_is_timed_is_a_row_and_the_others_are_timed(measure):
+    rows = rows_by(measure(tiers=("16",), kernels=("tires", "vectorized")), "kernel")
+    assert (rows["tires",]["status"], "RuntimeError: tired" in rows["tires",]["detail"]) == ("failed", True)
+    assert rows["vectorized",]["median_ms"] > 0
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_kernel_that_writes_into_its_inputs_is_wrong_and_the_others_are_not(measure):
+    rows = rows_by(measure(tiers=("16",), kernels=("writes", "vectorized", "sdpa")), "kernel")
+    assert (rows["writes",]["status"], rows["writes",]["detail"]) == (
+        "wrong result",
+        "writes into its inputs: k, v",
+    )
+    assert [rows[name,]["status"] for name in ("vectorized", "sdpa")] == ["ok", "ok"]
+
+
+@pytest.mark.usefixtures("_planted_kernels")
+def test_attention_that_does_not_see_all_keys_is_timed_and_said_to_be_unchecked(measure):
+    result = measure(tiers=("24",), kernels=("window", "vectorized"))
+    row = rows_by(result, "kernel")["window",]
+    assert row["status"] == "ok"
+    assert row["median_ms"] > 0
+    assert "error_out" not in row
+    assert (
+        f"not checked: 24 16 forward window: {row['unchecked']}" in result.files["attention_sweep_report.md"]
+    )
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -148,7 +178,7 @@ def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
 
 @pytest.mark.usefixtures("_planted_kernels")
 def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
-    faulty = ("broken", "returns_none", "looks_up_nothing", "wide")
+    faulty = ("broken", "returns_none", "looks_up_nothing", "wide", "leaves", "refuses_a_value")
     kernels = ("out_of_memory", "unsupported", *faulty, "vectorized", "sdpa")
     result = measure(tiers=("32", "16"), kernels=kernels)
     rows = rows_by(result, "kernel", "tier")
@@ -157,7 +187,8 @@ def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
         assert rows["unsupported", tier]["status"] == "unsupported"
         found = {name: (rows[name, tier]["status"], rows[name, tier]["detail"].split()) for name in faulty}
         assert found["broken"] == ("failed", ["RuntimeError:", "ptxas", "died"])
-        assert found["looks_up_nothing"][0] == "failed"
+        assert found["leaves"] == ("failed", ["SystemExit:", "0"])
+        assert found["refuses_a_value"][0] == found["looks_up_nothing"][0] == "failed"
         assert found["looks_up_nothing"][1][0] == "KeyError:"
         assert (found["returns_none"][0], "NoneType," in found["returns_none"][1]) == ("wrong result", True)
         assert (found["wide"][0], "torch.float64," in found["wide"][1]) == ("wrong result", True)
@@ -187,15 +218,15 @@ def test_inputs_that_do_not_fit_are_rows_and_the_forward_pass_settles_the_backwa
 
 
 def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_timed(measure, monkeypatch):
-    real_time = bench.time_variants
+    real_time = attention_sweep.time_variants
 
     def crowded(calls, *, prepare, **options):
         if prepare and "reference" in calls:  # backward alone
             raise FULL
         return real_time(calls, prepare=prepare, **options)
 
-    monkeypatch.setattr(bench, "time_variants", crowded)
-    monkeypatch.setattr(bench, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
+    monkeypatch.setattr(attention_sweep, "time_variants", crowded)
+    monkeypatch.setattr(attention_sweep, "track_peak", lambda device: nullcontext(PeakMemory(0, next(peaks))))
     peaks = iter([1, 1, 1, 9])  # bytes: sdpa and reference forward, then with backward
     rows = rows_by(
         measure(tiers=("32",), kernels=("sdpa", "reference"), backward=True), "kernel", "direction"
@@ -207,7 +238,7 @@ def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_t
 
 
 def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(measure, monkeypatch):
-    monkeypatch.setattr(bench, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(attention_sweep, "available_memory", lambda: 10_000)
     rows = rows_by(measure(tiers=("64",), kernels=("vectorized", "sdpa")), "kernel")
     assert rows["vectorized",]["status"] == "out of memory"
     assert rows["sdpa",]["status"] == "ok"
@@ -230,7 +261,7 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measu
     watched = lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)  # noqa: E731
     monkeypatch.setattr(attention_gate, "Gate", watched)
     rows = rows_by(measure(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide")), "tier", "kernel")
-    assert checked == [1100, 1024, 1024, 1101]  # each kernel once
+    assert checked == [1100, 1024, 1024, 1100, 1101, 1101]  # each kernel once; each case again after timing
     assert rows["1100", "sdpa"]["status"] == rows["1101", "sdpa"]["status"] == "ok"
     assert "at 1024:1024, out: " in rows["1101", "mask_too_wide"]["detail"]
 
@@ -242,7 +273,7 @@ def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
             raise FULL
         return q
 
-    monkeypatch.setattr(bench, "build_variant", lambda name, dtype: picky)
+    monkeypatch.setattr(attention_sweep, "build_variant", lambda name, dtype: picky)
     sweep = Sweep(Options(**{**SMALL, "head_dim": 2}), None, device=CPU, seed=0)
     found = sweep._longest_between("vectorized", 4096, 8192)
     assert (found["num_keys"], found["status"]) == (4096, "longest that fits")

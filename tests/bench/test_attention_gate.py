@@ -9,6 +9,7 @@ from planted_kernels import (
     bfloat16_operands,
     cut_operands,
     last_tile_skipped,
+    mask_too_narrow,
     mask_too_wide,
     nearest_operands,
     scaled,
@@ -153,3 +154,42 @@ def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
         assert (
             judge(gate, function, arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)) == []
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "shape", "seed"),
+    [
+        ("bf16", "sink", (16, 16, 16), 817620),
+        ("bf16", "late sink", (5, 5, 64), 494054),
+        ("bf16", "ramp up", (1, 64, 64), 769477),
+        ("bf16", "ramp down", (3, 3, 64), 867542),
+        ("fp16", "ramp down", (16, 64, 16), 11204),
+        ("fp32", "sink", (2, 2, 64), 158088),
+        ("fp32", "logits x 8", (16, 7, 64), 736096),
+    ],
+)
+def test_rows_whose_terms_cancel_are_measured_by_their_terms(dtype, data, shape, seed):
+    """A query that looks at one key has dq = 0: what an honest kernel returns is rounding errors alone."""
+    for causal in (True, False):
+        options = Options(dtype=dtype, data=data, causal=causal, **{**SMALL, "head_dim": shape[2]})
+        inputs = attention_gate.make_inputs(
+            options, *shape, device=torch.device("cpu"), seed=seed, backward=True
+        )
+        gate = Gate(inputs)
+        for name in ("reference", "flash_torch", "sdpa"):
+            arithmetic = arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)
+            assert judge(gate, build_variant(name, dtype), arithmetic) == [], (name, causal)
+        assert judge(gate, scaled)
+        assert shape[0] == 1 or not causal or judge(gate, mask_too_narrow)
+
+
+def test_what_a_kernel_writes_into_its_inputs_is_found_and_put_back():
+    inputs = make_inputs(Options(**SMALL), 8, 8, 16, backward=True)
+    gate, before = Gate(inputs), inputs.v.clone()
+    assert gate.restore() == ""
+    inputs.v.zero_()
+    assert inputs.dout is not None
+    inputs.dout[0] += 1.0
+    assert gate.restore() == "v, dout"
+    assert torch.equal(inputs.v, before)
+    assert gate.restore() == ""

@@ -138,6 +138,9 @@ def test_strategies_that_do_not_average_in_every_step_are_wrong_and_not_timed(me
     assert "step 2" in rows["first_only"]["detail"]
     assert "ln_final" in rows["forgets"]["detail"] or "lm_head" in rows["forgets"]["detail"]
     assert "the norm of the mean gradient: relative error 1 " in rows["sums"]["detail"]  # twice as large
+    assert rows["stops"]["detail"].startswith("after timing: ")
+    for name, line in zip(planted_strategies.FAILED, ("broken", "tired"), strict=True):
+        assert (rows[name]["status"], rows[name]["detail"]) == ("failed", f"RuntimeError: {line}")
     assert rows["right"]["status"] == "ok"
     assert rows["right"]["step_ms"] > 0
 
@@ -388,7 +391,7 @@ def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     monkeypatch.setattr(ddp, "settle", lambda run, ranks, steps: None)
     built: Any = dict.fromkeys(("one rank", "none"), SimpleNamespace(run=None))
-    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, STAYS)
+    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, STAYS, {})
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
     late = [[ddp.Sample(10.0, ahead), ddp.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
@@ -412,7 +415,7 @@ def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, sett
 
     monkeypatch.setattr(ddp, "time_variants", run_in_turn)
     built: Any = {name: SimpleNamespace(run=name) for name in names}
-    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, STAYS)
+    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, STAYS, {})
     assert events == settled
 
 

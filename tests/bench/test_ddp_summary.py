@@ -3,8 +3,8 @@
 import pytest
 
 from lmkit.bench.compare import compare_rows
-from lmkit.bench.ddp import read_step
 from lmkit.bench.ddp_summary import findings, pictures, summarize, summarize_sharding
+from lmkit.bench.ddp_timeline import read_step
 from lmkit.bench.summary import terminal_text
 from lmkit.measure import plots
 from lmkit.measure.statistics import overlap, total

@@ -14,17 +14,8 @@ import torch
 from raising import raises
 
 from lmkit.bench import harness
-from lmkit.bench.context import Context, Journal, RankOutOfMemory
-from lmkit.bench.harness import (
-    Interrupted,
-    add_figures,
-    believed,
-    build_what_fits,
-    check_place,
-    out_of_memory_is_a_row,
-    run_bench,
-    time_what_fits,
-)
+from lmkit.bench.context import Context, Journal, RankGaveUp
+from lmkit.bench.harness import Interrupted, add_figures, believed, check_place, run_bench
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
@@ -35,7 +26,6 @@ from lmkit.recipe.tables import PositiveInt, Table
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock
 
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 WORK: list[Any] = []
 """What the bench of this file does."""
 
@@ -167,7 +157,7 @@ def test_ranks_start_again_while_a_restart_can_learn_something(monkeypatch, tmp_
         starts.append(nproc)
         if len(starts) < 3:
             journal.add([{"start": len(starts)}])
-            raise RankOutOfMemory("bench.rank_out_of_memory", "full")
+            raise RankGaveUp("bench.rank_failed", "full")
         return "measured"
 
     monkeypatch.setattr("lmkit.parallel.launch.spawn_ranks", spawn)
@@ -176,7 +166,7 @@ def test_ranks_start_again_while_a_restart_can_learn_something(monkeypatch, tmp_
     assert starts == [2, 2, 2]
     monkeypatch.setattr(Journal, "add", lambda self, rows: None)
     starts.clear()
-    with pytest.raises(RankOutOfMemory):
+    with pytest.raises(RankGaveUp):
         harness._on_several_ranks(*arguments)
     assert starts == [2]
 
@@ -294,6 +284,7 @@ def test_a_rate_above_the_limit_is_believed_if_the_limit_was_disturbed():
         ({"share_of_matmul": 3.009}, 1),
         ({"ms": math.nan}, 1),
         ({"status": "out of memory", "detail": "no room"}, 0),
+        ({"status": "unsupported", "detail": "not here"}, 0),
     ],
 )
 def test_a_wrong_row_leads_and_ends_with_exit_code_1(planted, tmp_path, terminal, monkeypatch, row, code):
@@ -318,6 +309,13 @@ def test_a_wrong_row_leads_and_ends_with_exit_code_1(planted, tmp_path, terminal
     assert "ms" not in stored[1]
 
 
+def test_a_variant_that_failed_ends_with_exit_code_1(planted, tmp_path, terminal, monkeypatch):
+    rows = [{"planted": 1, "ms": 1.5}, {"planted": 2, "status": "failed", "detail": "RuntimeError: broken"}]
+    monkeypatch.setattr(BENCHES, "load", lambda name, load=BENCHES.load: only_rows(rows, load(name)))
+    words = ["bench", "planted", "--set", "run.device=cpu", "--output", tmp_path / "out"]
+    assert "failed: RuntimeError: broken" in terminal(*words, exit_code=1)
+
+
 def only_rows(rows: list[dict[str, Any]], bench: Any) -> Any:
     """A bench that returns these rows, in the module of another."""
 
@@ -338,41 +336,6 @@ def test_a_picture_that_fails_does_not_fail_a_bench(planted, tmp_path, monkeypat
     assert stored.is_fine
     assert (tmp_path / "planted_results.jsonl").is_file()
     assert "no fonts" in caplog.text
-
-
-def test_out_of_memory_is_a_row_and_other_errors_are_not():
-    row: dict[str, Any] = {"status": "ok"}
-    with out_of_memory_is_a_row(row, "cpu"):
-        raise FULL
-    assert row == {"status": "out of memory", "detail": "CUDA out of memory"}
-
-    def build(name: str, row: dict[str, Any]) -> str | None:
-        if name == "large":
-            raise FULL
-        if name == "lost":
-            raise RuntimeError("the device is lost")
-        return None if name == "refused" else name
-
-    rows: dict[str, dict[str, Any]] = {name: {} for name in ("large", "refused", "small")}
-    assert build_what_fits(rows, build, "cpu") == {"small": "small"}
-    assert [row.get("status") for row in rows.values()] == ["out of memory", None, None]
-    with pytest.raises(RuntimeError, match="lost"):
-        build_what_fits({"lost": {}}, build, "cpu")
-
-
-def test_variants_that_do_not_fit_together_give_way_from_the_largest():
-    rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
-    timed = []
-
-    def time_together(left: dict[str, Any]) -> dict[str, str]:
-        timed.append(list(left))
-        if len(left) > 1:
-            raise FULL
-        return dict.fromkeys(left, "timed")
-
-    assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
-    assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
 
 
 def test_recipes_load_no_torch():

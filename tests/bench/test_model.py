@@ -16,6 +16,7 @@ from lmkit.model.accounting import flops_per_token, forward_flops_per_token
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import PRESETS, ModelConfig, TrainConfig
+from lmkit.registry import OPTIMIZERS
 from lmkit.training import setup
 from lmkit.training.setup import TrainingStep
 
@@ -163,3 +164,37 @@ def test_findings_name_the_best_utilization_of_each_precision():
     assert "step: 20.0% MFU" in best
     assert "fp32" in other
     assert "3 of 3 rows have fewer than 6 samples" in few
+
+
+def test_a_name_that_is_repeated_is_measured_once(run_bench):
+    rows = run_bench(
+        "model", **{**SMALL, "sizes": ("tiny", "tiny"), "modes": ("forward",), "lengths": (8, 8)}
+    ).rows
+    assert len(rows) == 1
+
+
+def test_the_optimizer_of_the_recipe_makes_the_steps_and_its_failure_is_a_row(run_bench, monkeypatch):
+    made = []
+
+    @OPTIMIZERS.register("from_outside")
+    def make(groups, options):
+        made.append(options.lr)
+        return Broken(groups, lr=0.1)
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("broken\nlong story")
+
+    try:
+        result = run_bench(
+            "model", recipe={"optimizer": {"name": "from_outside"}}, **{**SMALL, "modes": ("step",)}
+        )
+    finally:
+        OPTIMIZERS.unregister("from_outside")
+    assert made
+    (row,) = result.rows
+    assert (row["status"], row["detail"], row["optimizer"]) == (
+        "failed",
+        "RuntimeError: broken",
+        "from_outside",
+    )

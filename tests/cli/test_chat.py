@@ -225,6 +225,15 @@ def test_the_template_survives_export_and_import(talk, terminal):
     assert not Path("runs/never").exists()
 
 
+def test_a_tokenizer_may_be_named_by_its_folder(talk, heard, terminal, monkeypatch):
+    for flags in ("", f" --tokenizer {talk}"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
+        terminal(f"chat {talk} --max-new-tokens 3 --temperature 0{flags}")
+    assert heard[0] == heard[1]
+    assert terminal("tokenizer", "encode", talk, "ab") == "97 98\n"
+    terminal.refuses("tokenizer", "encode", talk / "tokens", "ab", code="tokenizer.unreadable")
+
+
 def test_a_hugging_face_folder_answers_as_the_run_it_was_made_of(talk, terminal, heard, monkeypatch):
     terminal(f"export {talk} exported")
     for model in (talk, "exported"):

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from lmkit import registry
 from lmkit.cli.app import COMMANDS, root_command, run_command_line
+from lmkit.registry import BENCHES
 from lmkit.tokenizer import Tokenizer
 
 HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich.console")
@@ -268,3 +270,17 @@ def test_ids_and_text_as_json(terminal, tmp_path, monkeypatch):
     assert json.loads(terminal("tokenizer", "encode", path, "ab", "--json")) == {"ids": [97, 98]}
     decoded = terminal("tokenizer", "decode", path, "97", "255", "10", "--json")
     assert json.loads(decoded) == {"text": "a\ufffd\n"}
+
+
+def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PLUGINS", [])
+    plugin = tmp_path / "leaves.py"
+    plugin.write_text(
+        "import sys\nfrom lmkit.recipe.tables import Table\nfrom lmkit.registry import BENCHES\n"
+        "class Options(Table): ...\n"
+        "@BENCHES.register('leaves')\ndef leaves(context):\n    sys.exit(0)\n"
+    )
+    try:
+        terminal.refuses(f"bench leaves --plugin {plugin} --output out", code="command.ended", exit_code=1)
+    finally:
+        BENCHES.unregister("leaves")

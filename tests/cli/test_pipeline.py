@@ -224,3 +224,42 @@ def test_fault_130_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_pa
     impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
     with raises(UsageError, "output.unwritable", hint="run.folder"):
         states(impossible)
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.txt", "--"), ("a.jsonl", "<|endoftext|>")])
+def test_a_separator_ends_documents_of_text_files_only(name, mark, tmp_path):
+    (tmp_path / name).write_text("")
+    values = ['corpus.source="files"', f'corpus.train=["{tmp_path / name}"]', 'corpus.separator="--"']
+    assert pipeline_of(load_recipe("quickstart", values)).mark == mark
+
+
+@pytest.mark.parametrize("again", ["a.txt", "./a.txt", "link.txt", "hard.txt"])
+def test_a_file_that_is_named_twice_is_refused(again, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one<|endoftext|>two<|endoftext|>")
+    Path("link.txt").symlink_to("a.txt")
+    Path("hard.txt").hardlink_to("a.txt")
+    named = ['corpus.source="files"', f'corpus.train=["a.txt", "{again}"]']
+    error = refused("corpus.named_twice", load_recipe("quickstart", named))
+    assert "corpus.train" in error.message
+    pipeline.plan(load_recipe("quickstart", [*named, 'corpus.valid=["a.txt"]']))
+
+
+@pytest.mark.parametrize(
+    ("key", "files"), [("train", '["corpus.txt", "copy.txt"]'), ("valid", '["other.txt", "copy.txt"]')]
+)
+def test_a_copy_of_a_text_that_is_learned_is_told(key, files, run, terminal):
+    Path("copy.txt").write_bytes(Path("corpus.txt").read_bytes())
+    Path("other.txt").write_text("green fish")
+    terminal("run", "fish.toml", "--set", f"corpus.{key}={files}", "--set", "run.name=new")
+    (warning,) = [line for line in terminal.err.splitlines() if "copy.txt" in line]
+    assert f"corpus.{key}" in warning
+    assert "other.txt" not in warning
+
+
+def test_every_folder_of_seeds_is_checked_before_the_first_run_starts(run, terminal):
+    Path("runs/many/seed-2").mkdir(parents=True)
+    Path("runs/many/seed-2/tokenizer.json").write_text("{}")
+    command = "run fish.toml --seeds 3 --set run.name=many"
+    terminal.refuses(command, code="run.not_a_run_folder", says=["seed-2"])
+    assert [path.name for path in Path("runs/many").iterdir()] == ["seed-2"]

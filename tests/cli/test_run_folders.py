@@ -78,6 +78,16 @@ def test_fault_97_paths_inside_a_run_move_with_it(run, terminal):
     assert evaluated["tokens_file"] == str(copy / "tokens/valid.npy")
 
 
+def test_comments_in_the_recipe_of_a_run_stay_while_its_values_do(run, terminal):
+    recipe = run / "recipe.toml"
+    recipe.write_text("# mine\n" + recipe.read_text())
+    for command in ("run", "train"):
+        terminal(command, recipe)
+        assert recipe.read_text().startswith("# mine\n")
+    terminal("train", recipe, "--steps", "3")
+    assert load_recipe(recipe).train.steps == 3
+
+
 def test_a_new_name_for_a_moved_run_is_a_folder_beside_it(moved):
     recipe = load_recipe(moved / "recipe.toml", ["run.name=new"])
     assert recipe.run.path == moved.parent / "new"

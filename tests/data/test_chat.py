@@ -18,7 +18,7 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES, Message
 
 TALKS = [
-    [Message("user", f"{n} the é"), Message("assistant", "yes " * n), Message("user", "<|endoftext|>")]
+    [Message("user", f"{n} the é"), Message("assistant", "yes " * n), Message("user", "")]
     for n in range(1, 30)
 ]
 
@@ -61,18 +61,6 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     answers = "".join(talk[1].content.strip() + template.end for talk in TALKS)
     assert tokenizer.decode(file.tokens[flags]) == answers
     assert (meta.counted_tokens, meta.counted_bytes) == (flags.sum(), len(re.sub(r"<\|\w+\|>", "", answers)))
-
-
-def test_the_identity_of_the_data_holds_the_mask(tmp_path):
-    """A user who writes what the template writes: the same text, but another mask."""
-    tokenizer, path, found = Tokenizer.from_merges([], ["<|endoftext|>"]), tmp_path / "talk.jsonl", set()
-    for quoted in ("x<|endoftext|>assistant:\ny", "x"):
-        talk = [Message("user", quoted), Message("assistant", "y"), Message("assistant", "z")]
-        path.write_text(line(talk if quoted == "x" else [talk[0], talk[2]]))
-        meta = encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
-        found.add((meta.num_tokens, meta.source_sha256))
-    assert len({tokens for tokens, _ in found}) == 1
-    assert len(found) == 2
 
 
 def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path):
@@ -127,7 +115,9 @@ def test_a_file_without_mask_is_described_as_ever(tmp_path):
 
 
 def test_the_last_conversations_are_held_out(corpus, tmp_path):
-    table = CorpusConfig(source="chat", train=(corpus, corpus), valid_fraction=0.1)
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(corpus.read_bytes())
+    table = CorpusConfig(source="chat", train=(corpus, again), valid_fraction=0.1)
     files = prepare_corpus(table, tmp_path / "corpus")
     assert [path.name for path in files.train + files.valid] == ["train.jsonl", "valid.jsonl"]
     lines = [json.loads(text) for path in files.train + files.valid for text in path.read_text().splitlines()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.data import corpora
+from lmkit.data import corpora, json_lines
 from lmkit.data.corpora import plain_text_files, prepare_corpus
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError
@@ -99,7 +99,7 @@ def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text,
 
 
 def test_keeps_every_byte_of_odd_text(write, split):
-    text = "\ufeffone\r\ntwo\0\r\n\n\nthree\u2028four\n"
+    text = "one\ufeff\r\ntwo\0\r\n\n\nthree\u2028four\n"
     train, valid = split(write("odd.txt", text), valid_fraction=0.3)
     assert train + valid == text.encode()
 
@@ -152,22 +152,32 @@ def test_named_text_files_are_used_where_they_lie(write, tmp_path):
     assert not (tmp_path / "corpus").exists()
 
 
-def test_text_that_is_learned_and_held_out_is_told(write, tmp_path, caplog):
-    train, other = write("a.txt", "train"), write("b.txt", "other")
-    (tmp_path / "link.txt").symlink_to(train)
-    table = CorpusConfig(source="files", train=(train,), valid=(other, tmp_path / "link.txt"))
-    prepare_corpus(table, tmp_path / "corpus")
-    (warning,) = caplog.messages
-    assert "link.txt" in warning
-    assert "corpus.valid" in warning
-
-
 def test_json_lines_become_documents(write, split):
     stories = [f"a\nb {number} é" for number in range(10)]
     lines = "\n".join(json.dumps({"story": story, "other": 1}) for story in stories) + "\n\n"
     train, valid = split(write("x.jsonl", lines), field="story", valid_fraction=0.1)
     assert (train + valid).decode() == "".join(story + MARK for story in stories)
     assert valid.decode() == stories[-1] + MARK
+
+
+def test_conversations_are_told_apart_from_documents(write, split):
+    with raises(UsageError, "corpus.no_field", "x.jsonl, line 1", hint='corpus.source = "chat"'):
+        split(write("x.jsonl", '{"messages": []}'))
+
+
+def test_an_item_of_an_array_is_named(write, split):
+    with raises(UsageError, "corpus.no_field", "x.json, item 2"):
+        split(write("x.json", '[{"text": "a"},\n\n {"body": "b"}]'))
+
+
+def test_a_byte_order_mark_is_no_text_of_a_corpus(write, split):
+    train, valid = split(write("x.txt", b"\xef\xbb\xbfone\ntwo\n"), valid_fraction=0.5)
+    assert train + valid == b"one\ntwo\n"
+
+
+def test_a_separator_at_the_end_of_a_json_text_is_left_out(write, split):
+    train, valid = split(write("x.jsonl", '{"text": "a--b--"}\n' * 2), separator="--", valid_fraction=0.4)
+    assert train == valid == f"a--b{MARK}".encode()
 
 
 def test_fault_131_json_lines_may_begin_with_a_byte_order_mark(write, split):
@@ -197,7 +207,9 @@ def test_fault_140_characters_that_are_not_text_in_json_lines_are_replaced(write
         ('{"text": "a"}\n{"text": \n', "corpus.not_json", "x.jsonl, line 2"),
         ('{"text": "a"}\n' + "[" * 100_000 + "\n", "corpus.not_json", "x.jsonl, line 2"),
         ('{"text": "a"}\n{"body": "b"}\n', "corpus.no_field", 'x.jsonl, line 2: no text under "text"'),
-        ('{"text": 5}\n', "corpus.no_field", "line 1"),
+        ('{"text": 5}\n', "corpus.no_field", 'line 1: no text under "text" (it is 5)'),
+        ('{"text": null, "b": 1}\n', "corpus.no_field", "(it is null)"),
+        ('{"text": ' + "1" * 5000 + "}\n", "corpus.not_json", "x.jsonl, line 1"),
         ('["a"]\n', "corpus.no_field", "line 1"),
         ("\n \n", "corpus.empty", "x.jsonl"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "text.not_utf8", "byte 24"),
@@ -314,7 +326,7 @@ def test_fault_107_sources_of_commands_may_be_compressed_or_pipes(write, pipe, t
 
 def test_fault_107_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
     size = 32 << 20
-    monkeypatch.setattr(corpora, "_LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(json_lines, "_LONGEST_LINE", 1 << 20)
     word = write("bomb.txt.gz", gzip.compress(b"a" * size, 1))
     line = write("bomb.jsonl.gz", gzip.compress(b"[" * size, 1))
     tracemalloc.start()

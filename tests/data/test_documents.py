@@ -69,6 +69,35 @@ def test_a_separator_ends_documents_of_text_files(tmp_path):
     assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
 
 
+def test_a_separator_cuts_no_text_of_json_lines(tmp_path):
+    lines = {"two.jsonl": '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}'}
+    tokens, documents, _ = encoded(tmp_path, lines, framed(), separator="\n\n")
+    assert (tokens, documents) == ([*b"a\n\nb", 257, *b"cd", 257], [0, 5])
+
+
+def test_an_empty_separator_is_refused(tmp_path):
+    with raises(UsageError, "corpus.empty_separator", "--separator"):
+        encoded(tmp_path, {"a.txt": "ab"}, framed(), separator="")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    sources = {
+        "a.txt": "\ufeffab\ufeff",
+        "b.jsonl": '\ufeff{"text": "cd"}',
+        "c.json": '\ufeff[{"text": "ef"}]',
+    }
+    for one_file in (False, True):
+        texts = {"a.txt": sources["a.txt"]} if one_file else sources
+        tokens, _, num_bytes = encoded(tmp_path, texts, framed())
+        assert tokens[:6] == [*"ab\ufeff".encode(), 257]
+        assert num_bytes == 5 if one_file else 9
+
+
+def test_the_file_with_another_tokenizers_mark_is_named(tmp_path, caplog):
+    encoded(tmp_path, {"a.jsonl": f'{{"text": "ab{END}"}}'}, framed())
+    assert "a.jsonl: 1 times" in caplog.text
+
+
 def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
     tokens, documents, _ = encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, framed())
     assert (tokens, documents) == ([*f"ab{END}cd{END}".encode(), 257], [0])

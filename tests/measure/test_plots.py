@@ -117,3 +117,8 @@ def test_a_long_title_stays_inside_the_picture(drawn):
     figure, axes = drawn(plots.stacked_areas, [0, 1], {"p": [1, 1]}, title=title + "compile block")
     box = axes.title.get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
+def test_a_whisker_of_one_sample_may_be_a_rounding_error_below_zero():
+    row = {"place": "a", "name": "n", "ms": 1.0}
+    assert bars([row], whisker=lambda row: (-1e-17, 0.0), **LABELS)[:4] == b"\x89PNG"

@@ -2,7 +2,14 @@
 
 import pytest
 
-from lmkit.optim.learning_rate import constant_lr, cosine_lr, learning_rate, linear_lr, wsd_lr
+from lmkit.optim.learning_rate import (
+    constant_lr,
+    cosine_lr,
+    learning_rate,
+    linear_lr,
+    schedule_warnings,
+    wsd_lr,
+)
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 
@@ -63,3 +70,10 @@ def test_a_fraction_of_time_is_a_fractional_step():
 
 def test_a_warm_up_that_fills_the_run_ends_at_the_minimum():
     assert cosine_lr(10, **{**SHAPE, "total_steps": 10}) == pytest.approx(0.1)
+
+
+def test_warnings_leave_the_word_to_those_who_print_them():
+    """`warning: warning: ...`, where the command line puts the word before every warning."""
+    (never,) = schedule_warnings(OptimizerConfig(warmup_steps=10), 5)
+    assert "optimizer.warmup_steps" in never
+    assert not never.startswith("warning")

@@ -132,6 +132,24 @@ def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
         del sys.modules[module.__name__]
 
 
+@pytest.mark.parametrize(
+    ("target", "says"), [("raises", "rank 0: ValueError: first line"), ("leaves", "ended before")]
+)
+def test_a_rank_that_fails_is_told_in_one_line_and_one_that_just_leaves_has_failed(
+    tmp_path, monkeypatch, target, says
+):
+    monkeypatch.setattr(registry, "PLUGINS", loaded := [])
+    monkeypatch.setattr(launch, "PLUGINS", loaded)
+    path = tmp_path / "my_faults.py"
+    path.write_text(
+        "import sys\n\ndef raises():\n    raise ValueError('first line\\nsecond line')\n\n"
+        "def leaves():\n    sys.exit(0)\n"
+    )
+    registry.load_plugin(path)
+    with raises(RankFailed, "parallel.rank_failed", says):
+        spawn_ranks(1, getattr(sys.modules["lmkit_plugin_my_faults"], target))
+
+
 def test_nproc_must_be_positive():
     with raises(UsageError, "parallel.nproc", "--nproc", "0"):
         spawn_ranks(0, rank_faults.return_rank_sum_and_queues)

@@ -59,6 +59,15 @@ def test_fault_89_the_exit_code_of_the_profiled_command_is_ours(terminal, path_w
     assert "out" in refusal.hint
 
 
+@pytest.mark.parametrize(
+    "name", ["profile.nsys-rep", "profile.sqlite", "kineto_trace.json.gz", "memory_peaks.csv"]
+)
+def test_a_recording_of_the_user_is_not_overwritten_unasked(terminal, tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    terminal.refuses("profile nsys --output out -- sh -c true", code="output.exists", says=["out", name])
+
+
 @pytest.mark.parametrize("bench", ["ddp", "optimizer", "all-reduce"])
 def test_fault_86_a_bench_of_ranks_with_one_process_is_wrong_use(terminal, tmp_path, bench):
     refusal = terminal.refuses(f"bench {bench} bench_ddp_cpu --output out", code=None)

@@ -63,9 +63,11 @@ def test_an_existing_report_is_exported_first(install_fake, tmp_path, broken):
     install_fake(broken=broken)
     report = tmp_path / "old.nsys-rep"
     report.write_text("x")
+    (tmp_path / "old.sqlite").write_text("mine")
     if not broken:
         trace = read_nsys_file(report)
         assert (trace.source, len(trace.ranges)) == ("old.sqlite", 6)
+        assert (tmp_path / "old.sqlite").read_text() == "mine"
         return
     with raises(LmkitError, "nsys.export_failed", "old.nsys-rep: no importer"):
         read_nsys_file(report)

@@ -13,7 +13,7 @@ from lmkit.storage.json_files import read_object
         (b"[1]", "not a JSON object"),
         (b'{"a": \xff}', "byte 6"),
         (b"[" * 100_000, "nested"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
         (b'{"a": "' + b" " * 200_000 + b'"}', "larger than 200,000 bytes"),
     ],
     ids=["empty", "cut", "a list", "no text", "deep", "a long number", "large"],

@@ -40,7 +40,7 @@ PAIRS = (
     (b"1", b"2"),
 )
 WORDS = st.lists(
-    st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im_end|>", "<|im", "<|endoftext|>", "assistant"]),
+    st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im", "<|end", "assistant"]),
     max_size=12,
 ).map("".join)  # fmt: skip
 CONVERSATIONS = st.lists(
@@ -114,6 +114,17 @@ def test_the_assistants_words_and_their_end_count():
         if counts
     ]
     assert counted == ["the<|im_end|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml"])
+def test_special_tokens_that_a_message_spells_are_text(name):
+    tokenizer, template = tokenizer_of(), TEMPLATES[name]
+    asked = [Message("user", f"a {''.join(MARKS)} b<|im_end|>"), Message("assistant", "<|endoftext|>")]
+    found = [token for token, _ in joined(template, asked, tokenizer)]
+    assert tokenizer.decode(found) == template.render(asked)
+    plain = [token for token, _ in joined(template, [Message(role, "") for role, _ in asked], tokenizer)]
+    specials = set(tokenizer.special_ids.values())
+    assert [token for token in found if token in specials] == [token for token in plain if token in specials]
 
 
 TEXTS = st.one_of(

@@ -104,18 +104,26 @@ def test_saved_loaded_and_pickled(folder, tmp_path):
     tokenizer = Tokenizer.load(path)
     again = tmp_path / "again" / "tokenizer.json"
     again.parent.mkdir()
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        (again.parent / name).write_text('{"eos_token": "gone", "eos_token_id": 1, "other": "stays"}')
+    (again.parent / "tokenizer_config.json").write_text('{"eos_token": "gone"}')
+    (again.parent / "generation_config.json").write_text('{"eos_token_id": 1}')
     tokenizer.save(again)
     for copy in (Tokenizer.load(again), pickle.loads(pickle.dumps(tokenizer))):
         assert copy.marks == tokenizer.marks == Marks("<s>", "<end>", (END, TURN, 10))
         assert copy.sha256 == tokenizer.sha256
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        assert json.loads((again.parent / name).read_text())["other"] == "stays"
     described = [again.parent / name for name in ("tokenizer_config.json", "generation_config.json")]
     written = [file.stat().st_mtime_ns for file in described]
     tokenizer.save(again)  # the files say the same already
     assert [file.stat().st_mtime_ns for file in described] == written
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_a_file_of_somebody_else_beside_a_new_tokenizer_is_left_alone(name, tmp_path):
+    theirs = '{"eos_token": "gone", "eos_token_id": 1, "other": 2}'
+    (tmp_path / name).write_text(theirs)
+    tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
+    with raises(UsageError, "tokenizer.replaces_marks", tmp_path / name):
+        tokenizer.save(tmp_path / "tokenizer.json")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, theirs)]
 
 
 def test_a_conventional_name_needs_no_file(folder):

@@ -212,6 +212,63 @@ def test_fault_103_a_field_that_would_change_the_ids_is_named(foreign, terminal,
     assert path.name in refusal.error
 
 
+@pytest.fixture
+def configured(tmp_path):
+    """Writes a tokenizer.json of bytes with <s> and </s>, and a tokenizer_config.json beside it; returns its path."""
+
+    def write(config):
+        Tokenizer.from_merges([], ["<s>", "</s>"]).save(tmp_path / "tokenizer.json")  # ids 256 and 257
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return tmp_path / "tokenizer.json"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids"),
+    [
+        ([("<b>", 258), ("<a>", 259)], [*b"hi ", 259, 32, 257, 32, 258, 32, 257]),
+        ([("<a>", 259), ("<b>", 258)], [*b"hi ", 259, 32, 257, 32, 258, 32, 257]),
+        ([("<a>", 258, False, False)], [*b"hi ", 258, 32, 257, *b" <b> ", 257]),
+        ([("h", 104)], [*b"hi <a> ", 257, *b" <b> ", 257]),
+    ],
+)
+def test_tokens_that_the_config_adds_are_found_as_in_transformers(configured, tokens, ids, tmp_path):
+    found = {str(token[1]): families.added(*token) for token in tokens}
+    path = configured({"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": found})
+    ours, text = Tokenizer.load(path), "hi <a> </s> <b> </s>"
+    assert ours.encode(text) == ids
+    ours.save(tmp_path / "again.json")
+    assert Tokenizer.load(tmp_path / "again.json").encode(text) == ids
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(path.parent)(text)["input_ids"] == ids
+
+
+def test_the_config_says_where_an_added_token_is_found(configured):
+    strips = {"257": families.added("</s>", 257, lstrip=True, rstrip=True)}
+    assert Tokenizer.load(configured({"added_tokens_decoder": strips})).encode("a </s> b") == [97, 257, 98]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"added_tokens_decoder": {"300": families.added("<a>", 300)}}, "added_tokens_decoder.300.id"),
+        ({"added_tokens_decoder": {"258": families.added("<a>", 258, single_word=True)}}, "258.single_word"),
+        ({"add_prefix_space": True}, "add_prefix_space"),
+        ({"add_prefix_space": True, "tokenizer_class": "GPT2Tokenizer"}, "add_prefix_space"),
+    ],
+)
+def test_what_the_config_would_change_otherwise_is_refused_by_name(configured, config, field):
+    with raises(UsageError, "tokenizer.unsupported", "tokenizer_config.json", field):
+        Tokenizer.load(configured(config))
+
+
+@pytest.mark.parametrize("decoder", [[1], {"x": {"content": "<a>"}}, {"258": {}}, {"258": "<a>"}])
+def test_a_damaged_config_is_named(configured, decoder):
+    with raises(LmkitError, "tokenizer.damaged_marks", "tokenizer_config.json", "added_tokens_decoder"):
+        Tokenizer.load(configured({"added_tokens_decoder": decoder}))
+
+
 def test_fault_103_a_post_processor_with_an_unknown_id_is_damage(foreign):
     for ids in ([9999], [True], [[1]], ["<s>"]):
         with pytest.raises(LmkitError, match=r"foreign\.json") as caught:

@@ -90,6 +90,7 @@ def run_of(parent: Path, case: str) -> Path:
         if name.endswith("o_proj.bias"):
             parameter.data.zero_()
     model.save_pretrained(parent / "theirs")
+    (parent / "theirs/generation_config.json").unlink()
     tokens.save(parent / "theirs/tokenizer.json")
     import_model(parent / "theirs", parent / "run")
     return parent / "run"
@@ -158,6 +159,7 @@ def test_texts_of_different_lengths_are_padded_and_end_at_any_stop(tmp_path):
     stops = (ours.special_ids["<|im_end|>"], ours.special_ids["<|endoftext|>"], 65)
     marked = Tokenizer(vocab=ours.vocab, merges=MERGES, special_tokens=SPECIALS, marks=Marks(stops=stops))
     model.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/generation_config.json").unlink()
     marked.save(tmp_path / "theirs/tokenizer.json")
     import_model(tmp_path / "theirs", tmp_path / "run")
     assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops

@@ -181,7 +181,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     with raises(UsageError, "import.tokenizer", path / "tokenizer.json", "256") as caught:
         import_model(path, tmp_path / "run")
     assert "--without-tokenizer" in caught.value.hint
-    import_model(path, tmp_path / "run", with_tokenizer=False)
+    assert "--tokenizer" in str(import_model(path, tmp_path / "run", with_tokenizer=False))
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):

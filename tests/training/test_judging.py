@@ -204,6 +204,7 @@ def test_a_choice_that_the_question_swallows_is_refused(folder):
     asserts."""
     merges = [(b"!", b"\n"), (b"!", b"!\n"), (b" ", b"x")]
     vocab = {i: bytes([i]) for i in range(256)} | {256 + i: a + b for i, (a, b) in enumerate(merges)}
+    (folder / "tokenizer_config.json").unlink()
     Tokenizer(vocab=vocab, merges=merges, special_tokens=[END], pattern="llama3").save(
         folder / "tokenizer.json"
     )
@@ -220,6 +221,7 @@ def test_a_text_stands_behind_the_whole_prefix(folder):
         special_tokens=["<a>", "<b>", END],
         prefix=(256, 257),
     )
+    (folder / "tokenizer_config.json").unlink()
     two.save(folder / "tokenizer.json")
     Path("text.txt").write_text(END.join(["ok", "b" * 20]))
     short, long = evaluate_documents(folder, text=Path("text.txt")).documents
@@ -245,6 +247,7 @@ def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
 
 
 def test_more_ids_than_the_model_has_are_refused(folder, terminal):
+    (folder / "tokenizer_config.json").unlink()
     Tokenizer.from_merges([], [f"<{i}>" for i in range(60)]).save(folder / "tokenizer.json")
     with raises(LmkitError, "weights.more_ids", "315", "300"):
         evaluate_choices(folder, write("questions.jsonl", QUESTIONS))

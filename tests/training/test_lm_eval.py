@@ -110,6 +110,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     path = Path("theirs")
     make_theirs(kind, {"max_position_embeddings": CONTEXT}, scale=0.3).save_pretrained(path)
     tokenizer, names = make()
+    (path / "generation_config.json").unlink()
     tokenizer.save(str(path / "tokenizer.json"))
     ends = names.pop("eos_token_id")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

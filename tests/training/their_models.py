@@ -79,5 +79,6 @@ def their_folder(
     """A Hugging Face folder `theirs`; options are those of `save_pretrained`."""
     path = parent / "theirs"
     make_theirs(kind, changes or {}).save_pretrained(path, **options)
+    (path / "generation_config.json").unlink()  # it names token 2 as the end of a text
     byte_tokenizer().save(path / "tokenizer.json")
     return path

@@ -1,0 +1,104 @@
+"""Errors of variants become rows; those that end every variant do not."""
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from lmkit.bench.context import RankGaveUp
+from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fits
+from lmkit.errors import LmkitError, UsageError
+from lmkit.parallel.failures import RankLost
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "detail"),
+    [
+        (FULL, "out of memory", "CUDA out of memory"),
+        (MemoryError(), "out of memory", "of the host"),
+        (UsageError("a.b", "head_dim 16 is not supported"), "unsupported", "head_dim 16 is not supported"),
+        (NotImplementedError("later"), "unsupported", "NotImplementedError: later"),
+        (
+            RuntimeError("No available kernel. Aborting"),
+            "unsupported",
+            "RuntimeError: No available kernel. Aborting",
+        ),
+        (ValueError("wrong\nlong story"), "failed", "ValueError: wrong"),
+        (LmkitError("a.b", "damaged"), "failed", "LmkitError: damaged"),
+        (KeyError(), "failed", "KeyError"),
+        (SystemExit(0), "failed", "SystemExit: 0"),
+    ],
+)
+def test_an_error_is_a_row(error, status, detail):
+    row: dict[str, Any] = {"status": "ok"}
+    with failure_is_a_row(row, "cpu"):
+        raise error
+    assert row == {"status": status, "detail": detail}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RankLost("parallel.rank_lost", "rank 1 is gone"),
+        DistBackendError("NCCL error"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+        RankGaveUp("bench.rank_failed", "full"),
+        SystemExit(128 + signal.SIGTERM),
+        KeyboardInterrupt(),
+    ],
+)
+def test_what_ends_every_variant_is_raised(error):
+    with pytest.raises(type(error)):
+        build_what_fits({"a": {}}, lambda name, row: _raise(error), "cpu")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_variants_that_fail_are_not_built_and_the_others_are():
+    errors = {"large": FULL, "broken": KeyError("k")}
+
+    def build(name: str, row: dict[str, Any]) -> str | None:
+        if name in errors:
+            raise errors[name]
+        return None if name == "refused" else name
+
+    rows: dict[str, dict[str, Any]] = {name: {} for name in ("large", "broken", "refused", "small")}
+    assert build_what_fits(rows, build, "cpu") == {"small": "small"}
+    assert [row.get("status") for row in rows.values()] == ["out of memory", "failed", None, None]
+
+
+def test_variants_that_do_not_fit_together_give_way_from_the_largest():
+    rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
+    timed = []
+
+    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+        timed.append(list(left))
+        if len(left) > 1:
+            raise FULL
+        return dict.fromkeys(left, "timed")
+
+    assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
+    assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
+    assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
+
+
+def test_a_variant_that_fails_in_its_turn_is_left_out():
+    rows = {name: {"status": "ok"} for name in "abc"}
+
+    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+        for name in left:
+            turns.append(name)
+            if name == "b":
+                raise KeyError("k")
+        return dict.fromkeys(left, "timed")
+
+    found = time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together)
+    assert found == {"a": "timed", "c": "timed"}
+    assert [rows[name]["status"] for name in "abc"] == ["ok", "failed", "ok"]
