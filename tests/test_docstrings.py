@@ -9,7 +9,7 @@ import torch
 EXAMPLES = [
     "attention.dispatch",
     "core.attention",
-    "kernels.decode.reference",
+    "core.sampling",
     "model.accounting",
     "model.layers",
     "model.loss",

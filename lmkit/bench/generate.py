@@ -96,8 +96,8 @@ class OwnWriter:
         kernels: bool | None = None,
         weights: Literal["same", "fp8"] = "same",
     ) -> None:
+        from lmkit.core.sampling import Sampling
         from lmkit.generation import Decoder
-        from lmkit.kernels.decode.reference import Sampling
 
         self.decoder: Decoder = Decoder(
             model,
@@ -108,7 +108,7 @@ class OwnWriter:
             weights=weights,
         )
         self.context, self.temperature, self.kernels, self.weights = context, temperature, kernels, weights
-        for cache in (self.decoder.keys, self.decoder.values):
+        for cache in (self.decoder.cache.keys, self.decoder.cache.values):
             cache.normal_()
         rows = range(batch_size)
         self.decoder.start(rows, [[row % 100] for row in rows], seeds=rows)
@@ -155,7 +155,7 @@ def check(recipe: Any) -> None:
     """Refuse a cache that the timed steps would overflow, and a missing rival, before anything is measured."""
     from importlib.util import find_spec
 
-    from lmkit.kernels.decode.reference import MOST_ROWS
+    from lmkit.kernels.decode.rows import MOST_ROWS
 
     options = recipe.bench_table("generate")
     largest = max(options.contexts)

@@ -17,7 +17,9 @@ __getattr__, __dir__, __all__ = exports(
         "TextStream": "generate",
         "Drawn": "generate",
         "Interrupted": "generate",
-        "write_samples": "samples",
+        "write_samples": "generate",
         "Decoder": "decoder",
+        "KVCache": "decoder",
+        "Sampling": "decoder",
     },
 )

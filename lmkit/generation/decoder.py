@@ -1,13 +1,11 @@
 """Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
 
-A step exists in five forms with the same state. A form is used only if it implements all switches of the model
+A step exists in three forms with the same state. A fast form is used only if it implements all switches of the model
 (`ModelConfig.switches`):
 
-* the model itself (`model_step`), which has all switches;
-* PyTorch's operations (`torch_step`), which implement fewer;
-* a single row on a CPU: NumPy's operations (`single_row_step`), which implement the same;
-* up to 16 rows on a GPU: a list of kernel launches (`kernel_step`), recorded as a CUDA graph;
-* more rows on a GPU: a library's matrix products between fused kernels, recorded as well.
+* to read, and for models with other switches: the model itself with a `KVCache` (`ModelStep`);
+* fast on a CPU: as few calls as possible (`cpu_step`);
+* fast on a GPU: kernels recorded as a CUDA graph (`kernel_step`), from 17 rows on around a library's matrix products.
 
 One graph serves all lengths of a bucket. Programs beyond the end of a row exit at once, but many of them take time,
 so there are several buckets.
@@ -15,7 +13,7 @@ so there are several buckets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,13 +21,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.core.kv_cache import KVCache
+from lmkit.core.sampling import Sampling, draw
 from lmkit.errors import UsageError
+from lmkit.generation.cpu_step import CPUStep
 from lmkit.generation.memory import check_memory
-from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill, Text
-from lmkit.generation.single_row_step import SingleRowStep
-from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import MOST_ROWS, Rows, Rules, Sampling
+from lmkit.kernels.decode.rows import (
+    MOST_ROWS,
+    Rows,
+    Rules,
+    log_probabilities,
+    plain_advance,
+    plain_rules,
+    settings_of,
+)
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -86,7 +92,7 @@ class Decoder:
 
     Attributes:
         state: of the rows; `state.drawn` holds their newest tokens.
-        keys, values: (num_layers, rows, kv_heads, context_length, head_dim)
+        cache: keys and values of all tokens of the rows but the newest.
 
     Raises:
         LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
@@ -117,16 +123,13 @@ class Decoder:
         if self.fp8:
             check_fp8(config, self.device, rows, runs_kernels=runs_kernels)
         check_memory(model, rows, sampling, kernels=runs_kernels, fp8=self.fp8)
-        model.rope.reserve(self.capacity)  # steps hold the table
-        shape = (config.num_layers, rows, config.kv_heads, self.capacity, config.head_dim)
-        # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+        self.cache = KVCache(model, rows)
 
         def numbers(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int64, device=self.device)
 
         self.state = Rows(
-            place=numbers(rows),
+            place=self.cache.lengths,
             text=numbers(rows, self.capacity + 1),
             number=numbers(rows),
             done=numbers(rows) + 1,
@@ -145,20 +148,26 @@ class Decoder:
             ending[torch.tensor(drawable, dtype=torch.int64, device=self.device)] = 1
         penalizes = sampling.repetition_penalty != 1
         seen = torch.zeros(rows if penalizes else 0, len(banned), dtype=torch.int8, device=self.device)
-        self.rules = Rules(banned, seen, sampling.settings(self.device), penalizes, stop, ending)
+        self.rules = Rules(banned, seen, settings_of(sampling, self.device), penalizes, stop, ending)
+        # NumPy's calls take less time than PyTorch's.
+        self._view: Callable[[Tensor], Any] = Tensor.numpy if self.device.type == "cpu" else lambda x: x
+        viewed: Any = {"seen": self._view(seen), "stops": None if ending is None else self._view(ending)}
+        columns: Any = map(self._view, self.state)
+        self._views = Rows(*columns), self.rules._replace(**viewed)
         if runs_kernels:
             from lmkit.generation.kernel_step import KernelStep
 
-            self._step: KernelStep | TorchStep | SingleRowStep | ModelStep = KernelStep(self)
-            self._prefill = Prefill(self, padded=True)
-            return
-        if self.rereads or config.switches - TorchStep.switches:
-            self._step = ModelStep(self)
-        elif rows == 1 and self.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
-            self._step = SingleRowStep(self)
+            self._step: KernelStep | CPUStep | ModelStep = KernelStep(self)
+        elif (
+            self.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.float64)
+            and not self.rereads
+            and config.switches <= CPUStep.switches
+        ):
+            self._step = CPUStep(self)
         else:
-            self._step = TorchStep(self)
-        self._prefill = Prefill(self, padded=False)
+            self._step = ModelStep(self)
+        self._prefill = Prefill(self, padded=runs_kernels)
 
     @cached_property
     def layers(self) -> list[LayerWeights]:
@@ -198,6 +207,15 @@ class Decoder:
         """
         self._step(longest)
 
+    def advance(self, logits: Tensor) -> None:
+        """Draw the next token of every row from its logits, (rows, vocab_size), by PyTorch operations."""
+        logits = plain_rules(logits, self.rules)
+        tokens = draw(logits, self.state.seeds, self.state.number, self.sampling)
+        chosen = log_probabilities(logits, tokens).to(torch.float32) if self.logprobs else None
+        plain_advance(
+            self._view(tokens), *self._views, self.most, None if chosen is None else self._view(chosen)
+        )
+
     def newest(self) -> Newest:
         """Start copying the newest tokens to the host, without waiting."""
         columns = [self.state.drawn, *([self.state.logprobs] if self.logprobs else [])]
@@ -209,6 +227,28 @@ class Decoder:
         event = torch.cuda.Event(blocking=True)  # the host sleeps instead of spinning while it waits
         event.record()
         return Newest(on_host, event)
+
+
+class ModelStep:
+    """The step to read: the model reads the newest token of every row, with the cache."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def begin(self, rows: Tensor, tokens: Tensor) -> None:
+        """Prepare nothing: a step reads its tokens from the rows' texts."""
+
+    def __call__(self, longest: int) -> None:
+        self.decoder.advance(self.logits(longest))
+
+    def logits(self, longest: int) -> Tensor:
+        """Return the logits of every row's next token, (rows, vocab_size)."""
+        model, (place, text, *_) = self.decoder.model, self.decoder.state
+        if not self.decoder.rereads:
+            return model(text.gather(1, place[:, None]), self.decoder.cache)[:, 0]
+        # The cache does not know which keys the attention kernel hides: read whole texts.
+        texts = [ids[: last + 1] for ids, last in zip(text, place.tolist(), strict=True)]
+        return torch.cat([model(ids[None])[:, -1] for ids in texts])
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
 from lmkit.generation.memory import does_not_fit
-from lmkit.kernels.decode.reference import Sampling
 from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.run_folder import TOKENIZER
+from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.tokenizer import Tokenizer
 
@@ -349,6 +351,24 @@ def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:
 def sampling_of(options: GenerateConfig) -> Sampling:
     """Return the `Sampling` that the table `[generate]` describes."""
     return Sampling(**{key: getattr(options, key) for key in Sampling._fields})
+
+
+def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:
+    """Return a text for each prompt of the table [generate], prompt included.
+
+    Casts the model to the table's precision.
+
+    Raises:
+        LmkitError: the logits are not finite, or memory does not suffice.
+    """
+    table = recipe.generate.changed(weights="same")  # fp8 needs the kernels
+    named = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    own = recipe.run.path / TOKENIZER
+    tokenizer = Tokenizer.load(own if named is None or own.exists() else named)
+    model.to(weight_dtype(table, model.lm_head.weight.device))
+    # Without kernels: no CUDA graph beside that of the training step.
+    made = generate(model, tokenizer, table.prompts, table, kernels=False)
+    return [text.prompt + text.text for text in made]
 
 
 class TextStream:

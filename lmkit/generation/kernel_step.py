@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lmkit.kernels.decode.attention import attend_space, prepare_attend
 from lmkit.kernels.decode.products import NOTHING, SLOTS, Matrix, Stream, prepare_product, to_fp8
-from lmkit.kernels.decode.reference import MOST_ROWS
+from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
 from lmkit.kernels.decode.tiles import parts_of, tile_of
 from lmkit.kernels.launch import capability, recording, selected
@@ -101,8 +101,8 @@ class KernelStep:
         decoder = self.decoder
         start, pointers = prepare_attend(
             self.qkv,
-            decoder.keys[layer],
-            decoder.values[layer],
+            decoder.cache.keys[layer],
+            decoder.cache.values[layer],
             decoder.state.place,
             decoder.model.rope.cos_sin,
             self.attended,

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError
 from lmkit.generation.prefill import TOKENS_AT_ONCE
-from lmkit.kernels.decode.reference import MOST_ROWS, Sampling
+from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.measure.memory import available_memory
 from lmkit.model.accounting import count_parameters
 from lmkit.registry import ATTENTION
@@ -49,8 +50,8 @@ def decoder_needs(
         once += reading  # recorded, in a pool of its own
         once += count_parameters(config).multiplying if fp8 else 0
     else:
-        # Logits; weights, sums and what is left of the ids, of which `plain_draw` draws.
-        draw = vocab_size * (element + (8 if sampling.kind == "greedy" else 40))
+        # Logits; weights, sums and what is left of the ids, of which `draw` draws.
+        draw = vocab_size * (element + (8 if sampling.temperature == 0 else 40))
         step = draw + (qkv + hidden + config.d_ff + 8 * width) * element
     if not ATTENTION.facts(config.attention).sees_all:
         once += capacity * vocab_size * element  # logits of a text that is read again

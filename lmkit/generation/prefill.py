@@ -13,7 +13,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import best_kernel
 from lmkit.core.attention import first_in_window
-from lmkit.recipe.tables import ModelConfig
+from lmkit.core.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
@@ -37,24 +36,25 @@ class AllStored(Exception):
     """Raised when the last layer's keys and values are stored, to skip the rest of the model."""
 
 
-@dataclass(frozen=True)
-class RowsOfCache:
-    """The interface of a KV cache that the model calls, for texts that are read from their beginning.
+class PromptCache(KVCache):
+    """Some rows of a cache, for texts that are read from their beginning: the device's best attention kernel needs no
+    mask for them.
 
-    Attributes:
-        keys, values: (num_layers, rows, kv_heads, capacity, head_dim)
+    Args:
         rows: (texts) int64, the row of each text.
         attention: the attention function; takes `first=` if the model has windows.
         store: a kernel that copies into rows; None: PyTorch's operations.
     """
 
-    config: ModelConfig
-
-    keys: Tensor
-    values: Tensor
-    rows: Tensor
-    attention: Callable[..., Tensor]
-    store: Callable[..., None] | None
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Tensor,
+        attention: Callable[..., Tensor],
+        store: Callable[..., None] | None,
+    ) -> None:
+        self.keys, self.values, self.windows = cache.keys, cache.values, cache.windows
+        self.rows, self.attention, self.store = rows, attention, store
 
     def positions(self, seq: int) -> Tensor:
         """Return 0 ... seq - 1, (1, seq)."""
@@ -75,10 +75,9 @@ class RowsOfCache:
             values[self.rows, :, :seq] = v.to(values.dtype)
         if layer == len(self.keys) - 1:
             raise AllStored
-        first = first_in_window(self.config.window(layer), seq, q.device)
-        if first is None:
-            return self.attention(q, k, v, causal=True)
-        return self.attention(q, k, v, causal=True, first=first)
+        first = first_in_window(self.windows[layer], seq, q.device)
+        options = {} if first is None else {"first": first}
+        return self.attention(q, k, v, causal=True, **options)
 
 
 class Text(NamedTuple):
@@ -195,9 +194,7 @@ class Prefill:
         state.seeds[row], state.number[row], state.done[row] = seed, number, done
         state.text[row, : ids.shape[1]] = ids
         if ids.shape[1] > 1 and not decoder.rereads:
-            cache = RowsOfCache(
-                decoder.model.config, decoder.keys, decoder.values, row, self.attention, self.store
-            )
+            cache = PromptCache(decoder.cache, row, self.attention, self.store)
             with suppress(AllStored):
                 decoder.model.hidden_states(ids[:, :-1], cache)
         decoder._step.begin(row, ids.gather(1, last[:, None])[:, 0])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core.attention import first_in_document, first_in_window, latest
+from lmkit.core.kv_cache import KVCache
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
@@ -28,19 +29,6 @@ from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
 from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
-
-
-class ModelCache(Protocol):
-    """What the model asks of a KV cache, see `lmkit.generation.prefill.RowsOfCache`."""
-
-    def positions(self, seq: int) -> Tensor:
-        """Return the positions of the next `seq` tokens of each row, (batch, seq) or (1, seq)."""
-        ...
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v (batch, kv_heads, seq, head_dim); return the attention of q (batch, heads, seq, head_dim) to
-        everything stored, shaped as q."""
-        ...
 
 
 class Given(NamedTuple):
@@ -221,7 +209,7 @@ class Layers(nn.ModuleList):
         x: Tensor,
         given: Given,
         operations: Operations,
-        kv_cache: ModelCache | None = None,
+        kv_cache: KVCache | None = None,
         keeps: Sequence[Keep] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model).
@@ -303,7 +291,7 @@ class TransformerLM(nn.Module):
         self.operations = choose_operations(self.config.operations, self.lm_head.weight)
         return self
 
-    def hidden_states(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
+    def hidden_states(self, ids: Tensor, kv_cache: KVCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
         With `separate_documents`, a document begins at an id that is given as its complement, ~id.
@@ -354,7 +342,7 @@ class TransformerLM(nn.Module):
         )
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
-    def forward(self, ids: Tensor, kv_cache: ModelCache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, kv_cache: KVCache | None = None) -> Tensor:
         """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).
 
         Args:

@@ -2,9 +2,9 @@
 
 import torch
 
+from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.generation.decoder import layer_weights
-from lmkit.kernels.decode.reference import Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 

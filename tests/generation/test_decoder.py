@@ -5,15 +5,13 @@ import torch
 from live_memory import LiveMemory
 from raising import raises
 
+from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, memory
-from lmkit.generation.decoder import can_run_kernels
+from lmkit.generation.cpu_step import CPUStep
+from lmkit.generation.decoder import ModelStep, can_run_kernels
 from lmkit.generation.memory import decoder_needs
-from lmkit.generation.model_step import ModelStep
 from lmkit.generation.prefill import Prefill
-from lmkit.generation.single_row_step import SingleRowStep
-from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import Sampling
 
 GREEDY, ENDLESS = Sampling(temperature=0.0), 1000
 
@@ -72,10 +70,9 @@ def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
 def test_a_step_lists_the_switches_that_it_knows(make_model):
     """The switches above are all there are, but for the biases; the test above runs each by the step taken here."""
     assert make_model(**SWITCHES).config.switches == set(SWITCHES)
-    for rows, step in ((1, SingleRowStep), (2, TorchStep)):
-        for key, value in SWITCHES.items():
-            decoder = Decoder(make_model(**{key: value}), rows, sampling=GREEDY, most=ENDLESS)
-            assert isinstance(decoder._step, step if key in TorchStep.switches else ModelStep)
+    for key, value in SWITCHES.items():
+        decoder = Decoder(make_model(**{key: value}), 2, sampling=GREEDY, most=ENDLESS)
+        assert isinstance(decoder._step, CPUStep if key in CPUStep.switches else ModelStep)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -125,12 +122,13 @@ def test_logits_in_other_dtypes(make_model, dtype):
     decoder.start([1], [text], seeds=[0])
     with torch.inference_mode():
         logits = decoder._step.logits(9)[1]
-    assert decoder.keys.dtype == decoder.values.dtype == logits.dtype == dtype
+    assert decoder.cache.keys.dtype == decoder.cache.values.dtype == logits.dtype == dtype
     # bfloat16 has 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
     allowed = 0.05 if dtype == torch.bfloat16 else 1e-5
     assert (logits.double() - exact).norm() < allowed * exact.norm()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -142,23 +140,23 @@ def test_logits_in_other_dtypes(make_model, dtype):
     ],
     ids=str,
 )
-def test_a_single_row_writes_what_the_plain_step_writes(make_model, sampling):
+def test_the_fast_step_writes_what_the_model_writes(make_model, sampling, rows):
     """Also the state that it leaves, and where it ends: after 12 tokens, or at one of two tokens."""
     model = make_model(context_length=32, num_kv_heads=2)
     options = {"sampling": sampling, "vocab_size": 250, "never": [3, 5], "logprobs": True}
-    for seed in range(10):
-        single, plain = (Decoder(model, 1, stops=(7, 11), most=12, **options) for _ in range(2))
-        assert isinstance(single._step, SingleRowStep)
-        plain._step = TorchStep(plain)
-        for decoder in (single, plain):
-            decoder.start([0], [[1, 2, 9]], seeds=[seed])
-            for length in range(3, 17):
+    for seed in range(0, 10, rows):
+        fast, plain = (Decoder(model, rows, stops=(7, 11), most=12, **options) for _ in range(2))
+        assert isinstance(fast._step, CPUStep)
+        plain._step = ModelStep(plain)
+        for decoder in (fast, plain):
+            decoder.start(range(rows), [[1, 2, 9], [4] * 5][:rows], seeds=range(seed, seed + rows))
+            for length in range(5, 19):
                 decoder.step(length)
-        assert single.state.done[0] == 1
-        for mine, theirs in zip(single.state[:-1], plain.state[:-1], strict=True):
+        assert fast.state.done.all()
+        for mine, theirs in zip(fast.state[:-1], plain.state[:-1], strict=True):
             assert torch.equal(mine, theirs)
-        torch.testing.assert_close(single.state.logprobs, plain.state.logprobs)
-        assert torch.equal(single.rules.seen, plain.rules.seen)
+        torch.testing.assert_close(fast.state.logprobs, plain.state.logprobs)
+        assert torch.equal(fast.rules.seen, plain.rules.seen)
 
 
 def test_a_prompt_is_read_up_to_the_last_layers_keys(make_model):

@@ -8,11 +8,11 @@ import torch
 from raising import raises
 
 from lmkit.attention import attention
+from lmkit.core import sampling as core
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
+from lmkit.generation.cpu_step import CPUStep
 from lmkit.generation.generate import sampling_of
-from lmkit.generation.torch_step import TorchStep
-from lmkit.kernels.decode.reference import plain_draw
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def plain_loop(model, prompt, options, seed, stops=()):
 
 
 def draw(logits, seed, number, options):
-    return plain_draw(logits, torch.tensor([seed]), torch.tensor([number]), sampling_of(options)).item()
+    return core.draw(logits, torch.tensor([seed]), torch.tensor([number]), sampling_of(options)).item()
 
 
 def rows(model, prompts, options, stops=()):
@@ -154,7 +154,7 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model, monkeypatch)
     options = sampling(new=30, seed=1)
     stop = rows(model, prompts, options)[0][6]
     expected = [plain_loop(model, prompt, options, 1 + i, (stop,)) for i, prompt in enumerate(prompts)]
-    original, spoilt = TorchStep.logits, []
+    original, spoilt = CPUStep.logits, []
 
     def logits(step, longest):
         made = original(step, longest)
@@ -163,7 +163,7 @@ def test_a_row_that_stops_early_leaves_the_others_alone(make_model, monkeypatch)
             spoilt.append(longest)
         return made
 
-    monkeypatch.setattr(TorchStep, "logits", logits)
+    monkeypatch.setattr(CPUStep, "logits", logits)
     got = rows(model, prompts, options, (stop,))
     assert got == expected
     assert spoilt

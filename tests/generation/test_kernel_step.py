@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from live_memory import LiveMemory
 
+from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.generation.memory import decoder_needs, kernel_step_needs
-from lmkit.kernels.decode.reference import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decoder_checks")

@@ -14,11 +14,11 @@ from raising import raises
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError
 from lmkit.generation import GenerateConfig, generate, generate_tokens
 from lmkit.generation.generate import Interrupted
 from lmkit.generation.memory import decoder_needs
-from lmkit.kernels.decode.reference import Sampling
 from lmkit.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))

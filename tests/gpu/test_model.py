@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
-from lmkit.kernels.decode.reference import Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.fused import Fused
 from lmkit.model.operations import PLAIN
@@ -133,7 +133,7 @@ def test_prefill_and_decode():
         decoder = Decoder(each, 1, sampling=Sampling(0.0), most=9, kernels=False)
         decoder.start([0], [ids], seeds=[0])
         with torch.inference_mode():
-            logits.append((decoder.keys, decoder.values, decoder._step.logits(20)))
+            logits.append((decoder.cache.keys, decoder.cache.values, decoder._step.logits(20)))
     for mine, theirs in zip(*logits, strict=True):
         assert (mine.float() - theirs.float()).norm() < 0.03 * theirs.float().norm()  # roundings to 8 bits
 

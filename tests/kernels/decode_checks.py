@@ -14,9 +14,10 @@ from step_cases import tuned
 from torch import Tensor
 
 from lmkit.attention import attention_function
-from lmkit.kernels.decode import attention, cache, products, reference, tiles
+from lmkit.core.sampling import Sampling
+from lmkit.kernels.decode import attention, cache, products, tiles
 from lmkit.kernels.decode.products import Matrix, Stream, to_fp8
-from lmkit.kernels.decode.reference import Rules, Sampling
+from lmkit.kernels.decode.rows import Rules, plain_rules, settings_of
 from lmkit.model.operations import PLAIN, rms_norm
 from lmkit.model.rope import apply_rope
 
@@ -91,7 +92,7 @@ def rules_of(rows: int, vocab_size: int, device: str, penalty: float = 1.0) -> R
     """Every seventh id is banned, every third has been seen by row 0, every fourth by row 1..."""
     ids = torch.arange(vocab_size)
     seen = torch.stack([ids % (3 + row) == 0 for row in range(rows)]).to(device, torch.int8)
-    settings = Sampling(repetition_penalty=penalty).settings(device)
+    settings = settings_of(Sampling(repetition_penalty=penalty), device)
     banned = (ids % 7 == 6).to(device, torch.int8)
     return Rules(banned, seen, settings, penalty != 1)
 
@@ -160,7 +161,7 @@ def plain_results(case: Product, dtype: torch.dtype, device: str, wide: torch.dt
     if case.then == "swiglu":
         return {"out": PLAIN.swiglu(y)}
     if case.then == "logits":
-        logits = reference.plain_rules(y, rules_of(case.rows, case.outputs, device, penalty=1.3))
+        logits = plain_rules(y, rules_of(case.rows, case.outputs, device, penalty=1.3))
         return {"out": logits}
     if case.then != "residual":
         return {"out": y}

@@ -10,9 +10,10 @@ import torch
 from decode_checks import best_of, launch, nothing, rules_of, tuned
 from torch import Tensor
 
-from lmkit.kernels.decode import reference, sampling
+from lmkit.core.sampling import Sampling, draw
+from lmkit.kernels.decode import sampling
 from lmkit.kernels.decode.products import Stream
-from lmkit.kernels.decode.reference import Rows, Rules, Sampling
+from lmkit.kernels.decode.rows import Rows, Rules, log_probabilities, plain_advance, plain_rules, settings_of
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -42,7 +43,7 @@ def batch(sampling_: Sampling, device: str, rows: int = 6, vocab_size: int = VOC
     """Row 1 is done, row 2 has one token left."""
     logits = tuned(rows, vocab_size, device=device) * 1.5
     rules = rules_of(rows, vocab_size, device, sampling_.repetition_penalty)
-    rules = rules._replace(settings=sampling_.settings(device))
+    rules = rules._replace(settings=settings_of(sampling_, device))
     logits.masked_fill_(rules.banned != 0, -torch.inf)
 
     def numbers(*values: int) -> Tensor:
@@ -81,6 +82,13 @@ def run_advance(given: Advance, sampling_: Sampling, most: int = 100) -> Stream:
     return stream
 
 
+def plain_step(given: Advance, sampling_: Sampling, most: int = 100) -> None:
+    """Do as `run_advance` by PyTorch operations."""
+    tokens = draw(given.logits, given.rows.seeds, given.rows.number, sampling_)
+    chosen = log_probabilities(given.logits, tokens)
+    plain_advance(tokens, given.rows, given.rules, most, chosen)
+
+
 def check_advance(name: str, device: str) -> None:
     """Tokens and all that is noted equal the plain form's; the embedding begins the next stream."""
     sampling_ = SAMPLINGS[name]
@@ -88,7 +96,7 @@ def check_advance(name: str, device: str) -> None:
     for _ in range(3):
         before = mine.rows.done.clone()
         stream = run_advance(mine, sampling_, 10)
-        reference.plain_advance(plain.logits, plain.rows, sampling_, plain.rules, most=10, logprobs=True)
+        plain_step(plain, sampling_, 10)
         for field, got, other in zip(Rows._fields, mine.rows, plain.rows, strict=True):
             if field == "logprobs":  # logarithms and sums of float32
                 torch.testing.assert_close(got, other, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -172,7 +180,7 @@ def check_a_draw_depends_on_seed_and_number_alone(device: str) -> None:
 def check_rules_change_the_logits_of_a_library(device: str) -> None:
     for penalty in (1.0, 1.3):
         logits, rules = tuned(2, 5000, device=device), rules_of(2, 5000, device, penalty)
-        expected, best = reference.plain_rules(logits.clone(), rules), nothing(2, device)
+        expected, best = plain_rules(logits.clone(), rules), nothing(2, device)
         launch(sampling.prepare_rules(logits, best, rules))
         torch.testing.assert_close(logits, expected)
         assert torch.equal(best.amax(-1, keepdim=True), best_of(logits))
@@ -197,9 +205,7 @@ def check_logits_that_are_not_finite_end_in_minus_one(device: str) -> None:
         plain = batch(SAMPLINGS[name], device)
         plain.logits.copy_(given.logits)
         run_advance(given, SAMPLINGS[name])
-        reference.plain_advance(
-            plain.logits, plain.rows, SAMPLINGS[name], plain.rules, most=100, logprobs=False
-        )
+        plain_step(plain, SAMPLINGS[name])
         for rows in (given.rows, plain.rows):
             assert rows.drawn[[0, 3]].tolist() == [-1, -1]
             assert rows.done[[0, 3, 4]].tolist() == [1, 1, 0]

@@ -11,9 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget
 
+from lmkit.core.sampling import Sampling
 from lmkit.kernels.decode import attention, products, sampling
 from lmkit.kernels.decode.products import Fp8Matrix, Matrix, Stream
-from lmkit.kernels.decode.reference import Rows, Rules, Sampling
+from lmkit.kernels.decode.rows import Rows, Rules, kind_of
 
 KERNELS = (
     *(products.single_row_kernel, products.few_rows_kernel),
@@ -116,7 +117,7 @@ def prepare_all(
         state = Rows(place, array(rows, capacity + 1, dtype=torch.int64), *[place] * 4, logits[:, 0])
         sampling.prepare_advance(
             logits, best, state, rules, head, gain, stream, 48, sampling=way, most=9,
-            logprobs=way.kind == "all", pdl=pdl,
+            logprobs=kind_of(way) == "all", pdl=pdl,
         )  # fmt: skip
     return [
         (kernel.__name__, compiled.asm["ptx"])

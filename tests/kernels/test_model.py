@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
-from lmkit.kernels.decode.reference import Sampling
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.operations import PLAIN
 
@@ -88,7 +88,7 @@ def test_a_key_value_cache():
         decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9, kernels=False)
         decoder.start([0], [IDS[0, :6].tolist()], seeds=[0])
         with torch.inference_mode():
-            logits.append([decoder.keys, decoder.values, decoder._step.logits(6)])
+            logits.append([decoder.cache.keys, decoder.cache.values, decoder._step.logits(6)])
     for mine, other in zip(*logits, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 

@@ -99,14 +99,13 @@ def test_a_step_on_the_host_is_not_captured():
     assert not hasattr(HostAdamW(weights()), "captured")
 
 
-def test_a_plan_counts_no_state_on_the_gpu_and_predicts_no_time():
+def test_a_plan_counts_no_state_on_the_gpu():
     ours, theirs = (
         plan(load_recipe("llama_1b", [f"optimizer.name={name}"]), CARDS["H200"])
         for name in ("adamw_host", "adamw")
     )
     assert ours.memory.optimizer == 0
     assert theirs.memory.peak - ours.memory.peak == pytest.approx(theirs.memory.optimizer, rel=0.01)
-    assert ours.seconds is None
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

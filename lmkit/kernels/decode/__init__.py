@@ -1,6 +1,6 @@
 """The kernels of a decode step: add a token to each of a few texts, at nearly the memory's bandwidth.
 
-* `reference`: the state of the rows; sampling by PyTorch operations, to read and for CPUs;
+* `rows`: the state of the rows and the rules of drawing;
 * `products`: the matrices, also in fp8, with RMSNorm, residual sum, SwiGLU and the rules of logits fused in;
 * `tiles`: how the matrices are cut into programs;
 * `attention`: RoPE, the cache's new key and value, attention to all old ones;

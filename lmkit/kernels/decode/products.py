@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.decode.reference import MOST_ROWS, Rules
+from lmkit.kernels.decode.rows import MOST_ROWS, Rules
 from lmkit.kernels.decode.tiles import PART, tile_of
 from lmkit.kernels.fp8 import cast_rows, plain_cast_rows
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
@@ -296,7 +296,7 @@ def logit_of(key):
 
 @triton.jit
 def penalized(logits, settings_pointer):
-    """Return logits of tokens that the text already holds, penalized as in `plain_rules`."""
+    """Return logits of tokens that the text already holds, penalized as in `penalize`."""
     penalty = tl.load(settings_pointer + 4).to(tl.float32)
     return tl.where(logits > 0, logits / penalty, logits * penalty)
 

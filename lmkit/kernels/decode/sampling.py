@@ -1,14 +1,6 @@
 """Draw the next token of each row: temperature, top-k, top-p, min-p, greedy.
 
-Weights are integers, w = floor(2^40 exp((z - max z) / temperature)): their sums are exact, so no order of summation
-can change a draw. A draw takes 64 random bits r and finds the token in whose interval r total / 2^64 falls.
-
-Top-k, top-p and min-p need no sort. Draw from all tokens. If the token is in the set, it is the result; if not, draw
-again among the likelier tokens (ties go by id). Each set is a prefix of the tokens ordered by likelihood, so every
-token of the set is drawn with its exact probability.
-
-Random bits are Philox4x32-10 (Salmon et al. 2011) of the row's seed, the number of the token and the number of the
-draw. They do not depend on the batch or on earlier tokens.
+`lmkit.core.sampling` says how, and draws the same tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lmkit.core.sampling import Sampling
 from lmkit.kernels.decode.products import NOTHING, SLOTS, Stream, keys_of, logit_of, penalized
-from lmkit.kernels.decode.reference import Rows, Rules, Sampling
+from lmkit.kernels.decode.rows import Rows, Rules, kind_of
 from lmkit.kernels.launch import Start, count_tiles, prepare_launch
 
 LARGEST_WEIGHT = tl.constexpr(1 << 40)
@@ -30,7 +23,7 @@ BLOCK = 8192  # logits per iteration
 def advance_kernel(
     logits_pointer,  # (rows, vocab_size) float32, with the rules applied
     best_pointer,  # (rows, SLOTS) int64, largest keys of logits, see `keys_of`; NOTHING between steps
-    settings_pointer,  # see `Sampling.settings`
+    settings_pointer,  # see `settings_of`
     place_pointer,
     text_pointer,
     number_pointer,
@@ -160,7 +153,7 @@ def draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Draw a token of one row, as the top of this file describes."""
+    """Draw a token of one row, as `lmkit.core.sampling` does."""
     scale = (tl.load(settings_pointer) * 1.4426950408889634).to(tl.float32)
     i = tl.arange(0, BLOCK)
     blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
@@ -301,7 +294,7 @@ def prepare_advance(
     )
     numbers = (vocab_size, rows.text.stride(0), rules.stop, most, num_parts)
     constants = {
-        "KIND": sampling.kind,
+        "KIND": kind_of(sampling),
         "LOGPROBS": logprobs,
         "PENALTY": rules.penalizes,
         "STOPS": rules.stops is not None,
@@ -310,7 +303,7 @@ def prepare_advance(
         "BLOCK": block,
         "BLOCKS": count_tiles(vocab_size, block),
         "PDL": pdl,
-        "num_warps": 4 if sampling.kind == "greedy" and not logprobs else 16,
+        "num_warps": 4 if sampling.temperature == 0 and not logprobs else 16,
         **({"launch_pdl": True} if pdl else {}),
     }
     start = prepare_launch(advance_kernel, (len(logits), 1), tensors, numbers, constants)
