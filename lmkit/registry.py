@@ -68,6 +68,11 @@ class Entry(Generic[F]):
     facts: F
     loaded: Any = None
 
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Its name and its aliases."""
+        return (self.name, *self.facts.aliases)
+
 
 class Registry(Generic[F]):
     """Named objects of one kind.
@@ -95,27 +100,35 @@ class Registry(Generic[F]):
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
         """Register the decorated function or class under `name`.
 
-        Inside lmkit all arguments are literals: they are read from the source, too.
+        Inside lmkit all arguments are literals: they are read from the source, too. A function or class that a module
+        defines anew replaces its first definition.
 
         Args:
             facts: fields of the registry's dataclass.
 
         Raises:
-            UsageError: another object has this name.
+            UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
+                that separates variants ("registry.wrong_name").
         """
 
         def keep(thing: Registered) -> Registered:
-            entry = self._entries.get(name)
-            if entry is not None and entry.module != thing.__module__:
+            entry = Entry(name, thing.__module__, thing.__name__, self._facts(**facts), thing)
+            if {":", "+"} & set(name):
                 raise UsageError(
-                    "registry.name_taken",
-                    f"{thing.__module__}: there is {self.noun} {name!r} already, in {entry.module}",
-                    hint="register it under another name",
+                    "registry.wrong_name",
+                    f"{entry.module}: {self.noun} {name!r}: a name has neither : nor +",
+                    hint="they stand before the variants of a name",
                 )
-            if entry is None:
-                entry = Entry(name, thing.__module__, thing.__name__, self._facts(**facts))
-                self._entries[name] = entry
-            entry.loaded = thing
+            spelled = {spelling: other for other in self._entries.values() for spelling in other.spellings}
+            for spelling in entry.spellings:
+                other = spelled.get(spelling, entry)
+                if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
+                    raise UsageError(
+                        "registry.name_taken",
+                        f"{entry.module}: there is {self.noun} {spelling!r} already, in {other.module}",
+                        hint="register it under another name",
+                    )
+            self._entries[name] = entry
             return thing
 
         return keep
@@ -214,6 +227,8 @@ def load_plugin(path: Path) -> None:
     if not path.is_file():
         raise UsageError("plugin.missing", f"--plugin {path}: no such file", hint="name a Python file")
     name = f"lmkit_plugin_{path.stem}"
+    if name in sys.modules:  # of a file of the same name in another folder
+        name += f"_{len(PLUGINS)}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         message, hint = f"--plugin {path}: not a Python file", "its name has to end in .py"

@@ -140,9 +140,16 @@ def limits_sentence(limits: Mapping[str, Any]) -> str:
 
 
 def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
-    """Measure matmul rates for `dtypes` and the copy bandwidth; under a second on a GPU, a few on a CPU."""
+    """Measure matmul rates for `dtypes` and the copy bandwidth; under a second on a GPU, a few on a CPU.
+
+    On a CPU the rate of a 16-bit dtype is at least that of float32, in which a kernel may multiply: products of
+    16 bits are slow where a CPU has no instructions for them.
+    """
     dtypes = tuple(dtypes)
     rates = {dtype: measure_matmul_peak(device, dtype) for dtype in dtypes}
+    if str(device) == "cpu" and (narrow := {"bf16", "fp16"} & rates.keys()):
+        wide = rates["fp32"] if "fp32" in rates else measure_matmul_peak(device, "fp32")
+        rates |= {dtype: max(rates[dtype], wide) for dtype in narrow}
     return Limits(
         device_name(device), rates, measure_copy_bandwidth(device), partial(measure_limits, device, dtypes)
     )

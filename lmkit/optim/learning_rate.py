@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
+from lmkit.errors import UsageError
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
 
@@ -32,7 +34,14 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         position: float = step + 1  # the update that is about to be made
         if fraction is not None and position >= table.warmup_steps:
             position = max(position, fraction * steps)
-        return schedule(position)
+        found = schedule(position)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise UsageError(
+                "optimizer.wrong_rate",
+                f"optimizer.schedule: {table.schedule} gives the learning rate {found!r} at step {position:g}",
+                hint="a schedule returns a finite number",
+            )
+        return found
 
     return rate
 

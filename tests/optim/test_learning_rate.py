@@ -1,8 +1,12 @@
 """Schedules at the points that define them."""
 
+import math
+
 import pytest
+from raising import raises
 
 from lmkit.core.schedule import constant_lr, cosine_lr, linear_lr, wsd_lr
+from lmkit.errors import UsageError
 from lmkit.optim.learning_rate import learning_rate, schedule_warnings
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
@@ -71,3 +75,13 @@ def test_warnings_leave_the_word_to_those_who_print_them():
     (never,) = schedule_warnings(OptimizerConfig(warmup_steps=10), 5)
     assert "optimizer.warmup_steps" in never
     assert not never.startswith("warning")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, "0.1", None])
+def test_a_rate_that_is_no_finite_number_is_refused(wrong):
+    SCHEDULES.register("odd")(lambda step, **settings: wrong)
+    try:
+        with raises(UsageError, "optimizer.wrong_rate", "odd", "step 1"):
+            learning_rate(OptimizerConfig(schedule="odd"), 10)(0, None)
+    finally:
+        SCHEDULES.unregister("odd")
