@@ -421,3 +421,11 @@ def test_any_content_is_loaded_or_refused_in_one_line(raw):
         assert "\n" not in error.message
     else:
         assert isinstance(recipe, Recipe)
+
+
+def test_recipes_of_stored_results_are_read():
+    """So that `lmkit rerun` makes the figures again."""
+    stored = sorted((Path(__file__).resolve().parents[2] / "artifacts").glob("*/*/recipe.toml"))
+    assert len(stored) > 10
+    for path in stored:
+        load_recipe(str(path), benches=True)
