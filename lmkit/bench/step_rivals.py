@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import BatchSource
-from lmkit.model.rope import RotaryEmbedding
+from lmkit.core.rope import RotaryEmbedding
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
 

@@ -1,4 +1,5 @@
-"""The Transformer language model: `transformer` and `layers` are all of it, with `operations`, `rope` and `loss`.
+"""The Transformer language model: `transformer` and `layers` are all of it, with `operations`, `core.rope`
+and `core.loss`.
 
 from lmkit.model import ModelConfig, TransformerLM
 
@@ -26,10 +27,10 @@ __getattr__, __dir__, __all__ = exports(
         "softmax": "layers",
         "Operations": "operations",
         "choose_operations": "operations",
-        "RotaryEmbedding": "rope",
-        "apply_rope": "rope",
-        "cross_entropy": "loss",
-        "linear_cross_entropy": "loss",
+        "RotaryEmbedding": "lmkit.core.rope",
+        "apply_rope": "lmkit.core.rope",
+        "cross_entropy": "lmkit.core.loss",
+        "linear_cross_entropy": "lmkit.core.loss",
         "ModelConfig": "accounting",
         "PRESETS": "accounting",
         "preset_config": "accounting",

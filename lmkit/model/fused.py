@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lmkit.attention.joined import heads_of
+from lmkit.core.loss import SliceGradient
 from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy
 from lmkit.kernels.embedding import embedding
@@ -14,7 +15,6 @@ from lmkit.kernels.rope import rope_
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.kernels.versions import INTERPRETED
-from lmkit.model.loss import SliceGradient
 from lmkit.model.memory import tokens_per_slice
 from lmkit.model.operations import Operations
 from lmkit.registry import OPERATIONS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.model.loss import SliceLoss
+from lmkit.core.loss import SliceLoss
 from lmkit.model.operations import PLAIN, Operations, rms_norm
 
 Device = torch.device | str | None

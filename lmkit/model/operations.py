@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.core.autograd import differentiable_once
+from lmkit.core.loss import SliceGradient, linear_cross_entropy
+from lmkit.core.rope import apply_rope
 from lmkit.errors import UsageError
-from lmkit.model.loss import SliceGradient, linear_cross_entropy
-from lmkit.model.rope import apply_rope
+from lmkit.model.memory import tokens_per_slice
 from lmkit.registry import OPERATIONS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -77,8 +78,9 @@ class Operations:
     def linear_cross_entropy(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> Tensor:
-        """Return the mean cross-entropy of hidden weight^T, see `lmkit.model.loss`."""
-        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss)
+        """Return the mean cross-entropy of hidden weight^T, see `lmkit.core.loss`."""
+        rows = tokens_per_slice(len(weight), hidden.device.type)
+        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss, rows=rows)
 
 
 PLAIN = Operations()

@@ -13,6 +13,7 @@ from lmkit.attention import attention_function, joined_function
 from lmkit.core.attention import first_in_document, first_in_window, latest
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.ranges import range_
+from lmkit.core.rope import RotaryEmbedding, scale_frequencies
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.layers import (
     AddRMSNorm,
@@ -26,7 +27,6 @@ from lmkit.model.layers import (
 )
 from lmkit.model.memory import Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
-from lmkit.model.rope import RotaryEmbedding, scale_frequencies
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
 

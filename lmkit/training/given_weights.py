@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lmkit.core.rope import plain_frequencies, scale_frequencies
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import (
@@ -27,7 +28,6 @@ from lmkit.model.hugging_face import (
     to_pairs,
     weight_names,
 )
-from lmkit.model.rope import plain_frequencies, scale_frequencies
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.tables import ModelConfig

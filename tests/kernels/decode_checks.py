@@ -14,12 +14,12 @@ from step_cases import tuned
 from torch import Tensor
 
 from lmkit.attention import attention_function
+from lmkit.core.rope import apply_rope
 from lmkit.core.sampling import Sampling
 from lmkit.kernels.decode import attention, cache, products, tiles
 from lmkit.kernels.decode.products import Matrix, Stream, to_fp8
 from lmkit.kernels.decode.rows import Rules, plain_rules, settings_of
 from lmkit.model.operations import PLAIN, rms_norm
-from lmkit.model.rope import apply_rope
 
 EPS = 1e-5
 

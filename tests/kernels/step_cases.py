@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.core.loss import linear_cross_entropy
+from lmkit.core.rope import apply_rope
 from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
-from lmkit.model.loss import linear_cross_entropy
 from lmkit.model.operations import PLAIN
-from lmkit.model.rope import apply_rope
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 

@@ -15,8 +15,8 @@ from attention_oracle import error_of
 from step_cases import CASES, Case, Function, plain_norm, targets_of, tuned
 from torch import Tensor
 
+from lmkit.core.loss import linear_cross_entropy
 from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
-from lmkit.model.loss import linear_cross_entropy
 from lmkit.model.operations import PLAIN
 
 

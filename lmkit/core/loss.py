@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lmkit.core.autograd import differentiable_once
-from lmkit.model.memory import tokens_per_slice
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A `SliceLoss`, perhaps compiled."""
+SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Logits that are held at a time. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +61,12 @@ class SliceLoss(nn.Module):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, slice_loss: SliceGradient | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    slice_loss: SliceGradient | None = None,
+    rows: int | None = None,
 ) -> Tensor:
     """Return the mean over the tokens that count of -log softmax(hidden weight^T)[target], in nats, as a float32 (or
     wider) scalar.
@@ -77,17 +83,20 @@ def linear_cross_entropy(
         weight: (vocab_size, d_model)
         targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
         slice_loss: None makes a `SliceLoss`.
+        rows: tokens of a slice; None: as many as have `SLICE_ELEMENTS` logits.
     """
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
     hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token
-    return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss())[0]
+    elements = SLICE_ELEMENTS.get(hidden.device.type, SLICE_ELEMENTS["cuda"])
+    rows = rows or max(1, elements // len(weight))
+    return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss(), rows)[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient, rows: int
     ) -> tuple[Tensor, Tensor]:
         device_type = hidden.device.type
         autocast = torch.is_autocast_enabled(device_type)
@@ -101,7 +110,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts = (targets >= 0).unsqueeze(1)  # (tokens, 1)
         counted = counts.sum().clamp(min=1)
 
-        rows = tokens_per_slice(len(w), device_type)
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(h), rows):
                 part = slice(start, start + rows)
@@ -132,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     )
     def backward(
         ctx: Any, saved: Any, grad: Tensor, _: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_weight, _, counted = saved  # (tokens, d_model), (vocab_size, d_model), ...
         hidden_dtype, weight_dtype = ctx.dtypes
         scale = grad / counted
@@ -140,4 +148,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden.to(hidden_dtype) * scale
         if grad_weight is not None:
             grad_weight = (grad_weight * scale).to(weight_dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from lmkit.recipe.tables import ModelConfig
 
 AT_FIRST = 1 << 17
 """Positions of a table before it grows: 64 MiB with 128 channels."""
 
 
-def scale_frequencies(config: ModelConfig, frequencies: Tensor) -> Tensor:
+def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
     """Slow rotations down as `rope_scaling` says; radians per position in and out, any shape.
 
     "linear" divides all of them by `rope_factor` (Chen et al. 2023, "Extending Context Window of Large Language
     Models via Position Interpolation"). "llama3" leaves a share of each as it is, which grows from 0 to 1 with the
     number of turns in the original context (Llama 3.1; `apply_scaling` of its reference code).
+
+    Args:
+        config: has the keys `rope_scaling`, `rope_factor`, `rope_low_freq_factor`, `rope_high_freq_factor` and
+            `rope_original_context` of a recipe's table [model].
     """
     if config.rope_scaling == "none":
         return frequencies

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lmkit.model import cross_entropy, linear_cross_entropy, memory
-from lmkit.model.loss import SliceLoss
+from lmkit.core import loss as loss_module
+from lmkit.core.loss import SliceLoss, cross_entropy, linear_cross_entropy
 
 
 @pytest.fixture(params=[1, 64, 1 << 20], ids=["one token a slice", "some tokens", "all at once"])
 def slice_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(memory.SLICE_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(loss_module.SLICE_ELEMENTS, "cpu", request.param)
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_a_single_token_needs_no_other_axis():
 
 def test_the_sum_over_many_slices_loses_nothing_in_bfloat16(monkeypatch):
     """1024 slices of one token: a bfloat16 sum would stand still once it is 256 times what is added."""
-    monkeypatch.setitem(memory.SLICE_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(loss_module.SLICE_ELEMENTS, "cpu", 1)
     hidden = torch.ones(1024, 2)
     weight = torch.zeros(3, 2, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
