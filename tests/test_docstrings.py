@@ -9,6 +9,7 @@ import torch
 EXAMPLES = [
     "attention.dispatch",
     "core.attention",
+    "core.bpe",
     "core.sampling",
     "model.accounting",
     "model.layers",

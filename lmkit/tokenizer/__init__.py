@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lmkit import lazy
 
 if TYPE_CHECKING:
-    from lmkit.tokenizer.bpe import learn_merges as learn_merges
+    from lmkit.core.bpe import learn_merges as learn_merges
     from lmkit.tokenizer.inspection import inspect_tokenizer as inspect_tokenizer
     from lmkit.tokenizer.pretokenize import END_OF_TEXT as END_OF_TEXT
     from lmkit.tokenizer.pretokenize import PATTERN as PATTERN
@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "Tokenizer": "tokenizer",
         "train_tokenizer": "training",
         "inspect_tokenizer": "inspection",
-        "learn_merges": "bpe",
+        "learn_merges": "lmkit.core.bpe",
         "split_words": "pretokenize",
         "PATTERN": "pretokenize",
         "END_OF_TEXT": "pretokenize",

@@ -26,8 +26,8 @@ from typing import TypeVar
 import numpy as np
 
 from lmkit.storage.compiled import load_compiled
-from lmkit.tokenizer.bpe import MergeTable, PythonCounter, PythonEncoder, WordCounts
 from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, character_classes
+from lmkit.tokenizer.python_engine import MergeTable, PythonCounter, PythonEncoder, WordCounts
 
 CHUNK_BYTES = 1 << 18
 """Bytes of text to encode or count at a time: a chunk stays in the cache, and no thread waits long for another."""

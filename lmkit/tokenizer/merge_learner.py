@@ -1,4 +1,4 @@
-"""Learn merges from word counts with array operations: the fast form of `bpe.learn_merges`.
+"""Learn merges from word counts with array operations: the fast form of `core.bpe.learn_merges`.
 
 Three ideas:
 
@@ -29,9 +29,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmkit.core.bpe import Pair
 from lmkit.errors import LmkitError
 from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.bpe import Pair, WordCounts
+from lmkit.tokenizer.python_engine import WordCounts
 
 _NO_TOKEN = MAX_VOCABULARY  # the token of separators and of slots that a merge has emptied
 _TOKEN_BITS = 20
@@ -74,7 +75,7 @@ def learn_merges_fast(
     *,
     max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus; see `bpe.learn_merges`, which returns the same.
+    """Learn merges from the distinct words of a corpus; see `core.bpe.learn_merges`, which returns the same.
 
     Args:
         progress: called with (merges learned, merges wanted) after each step.

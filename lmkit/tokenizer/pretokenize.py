@@ -19,10 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import regex
 
+from lmkit.core.bpe import PATTERN as PATTERN
 from lmkit.recipe.vocabulary import END_OF_TEXT as END_OF_TEXT
-
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""GPT-2's pattern (Radford et al. 2019, `encoder.py`), in the equivalent form that tiktoken uses."""
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

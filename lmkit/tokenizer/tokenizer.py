@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import tokenizer_in
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
 from lmkit.tokenizer import files, tokenizer_json
-from lmkit.tokenizer.bpe import MergeTable, Pair, PythonEncoder
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, NormalizingEncoder, is_utf8, new_encoder
 from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
+from lmkit.tokenizer.python_engine import MergeTable, PythonEncoder
 
 _STREAM_BYTES = 1 << 16
 _BYTES_OF_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]

@@ -14,12 +14,12 @@ from lmkit.measure.memory import available_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import size_of
 from lmkit.recipe.vocabulary import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.bpe import WordCounts
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import WordCounter, new_counter, share_out
 from lmkit.tokenizer.files import to_bytes
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import SpecialTokens
+from lmkit.tokenizer.python_engine import WordCounts
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")
@@ -40,7 +40,7 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train byte-level BPE on text files.
 
-    The algorithm is `bpe.learn_merges`. Nothing is merged across the words of GPT-2's pattern or across special
+    The algorithm is `core.bpe.learn_merges`. Nothing is merged across the words of GPT-2's pattern or across special
     tokens. Whitespace is text like any other. Ids: the 256 bytes, the merges in order, then the special tokens in the
     order given. The result does not depend on `workers`.
 

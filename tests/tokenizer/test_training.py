@@ -11,7 +11,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
-from lmkit.tokenizer.bpe import PythonCounter
+from lmkit.tokenizer.python_engine import PythonCounter
 
 
 @pytest.fixture

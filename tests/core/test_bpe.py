@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from lmkit.tokenizer.bpe import MergeTable, learn_merges
+from lmkit.core.bpe import learn_merges
+from lmkit.tokenizer.python_engine import MergeTable
 
 
 def test_the_example_of_the_paper_worked_by_hand():

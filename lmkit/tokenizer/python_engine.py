@@ -1,13 +1,10 @@
-"""Byte-pair encoding in plain Python: count words, learn merges from the counts, and encode text with them.
+"""Count words and encode texts in Python: what `words.c` does, on a machine without a C compiler.
 
-This file is the algorithm to read (Sennrich et al. 2016, algorithm 1, on bytes as in GPT-2). The fast forms are
-`merge_learner.py`, which learns the same merges, and `words.c`, which counts and encodes. Tests compare the two
-forms. On a machine without a C compiler `PythonCounter` and `PythonEncoder` do the work of `words.c`.
+`lmkit.core.bpe` has the algorithm to read. Tests compare the forms.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 from array import array
 from collections import Counter
@@ -17,75 +14,25 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES
+from lmkit.core import bpe
+from lmkit.core.bpe import NEVER
 from lmkit.tokenizer.pretokenize import SpecialTokens, split_words, word_finder
 
-Pair = tuple[bytes, bytes]
-
-_NEVER = 1 << 62  # the rank of a pair that is not merged
 _LONG_WORD = 64  # bytes; for a longer word a heap is faster than looking at every pair for each merge
 _MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
 _LONGEST_REMEMBERED = 1 << 12  # characters
 
 
-def learn_merges(
-    words: Mapping[bytes, int], num_merges: int, *, max_token_bytes: int = MAX_TOKEN_BYTES
-) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus and their counts.
-
-    Repeat: count every pair of neighbouring tokens, take the most frequent pair (of equally frequent pairs the
-    greatest, compared as bytes), and merge it in every word. A pair of more than `max_token_bytes` bytes is not
-    merged. Return fewer than `num_merges` merges if no pair is left.
-
-    >>> learn_merges({b"aaab": 2, b"ab": 1}, 2)
-    [(b'a', b'a'), (b'a', b'b')]
-    """
-    splits = {word: [bytes([byte]) for byte in word] for word in words}
-    merges: list[Pair] = []
-    while len(merges) < num_merges:
-        counts: Counter[Pair] = Counter()
-        for word, tokens in splits.items():
-            for left, right in pairwise(tokens):
-                if len(left + right) <= max_token_bytes:
-                    counts[left, right] += words[word]
-        if not counts:
-            break
-        best = max(counts, key=lambda pair: (counts[pair], pair))
-        merges.append(best)
-        for tokens in splits.values():
-            merge_pair(tokens, best)
-    return merges
-
-
-def merge_pair(tokens: list[bytes], pair: Pair) -> None:
-    """Replace every occurrence of `pair` by one token, from left to right, in place.
-
-    >>> tokens = [b"a", b"a", b"a", b"b"]
-    >>> merge_pair(tokens, (b"a", b"a"))
-    >>> tokens
-    [b'aa', b'a', b'b']
-    """
-    i = 0
-    while i < len(tokens) - 1:
-        if (tokens[i], tokens[i + 1]) == pair:
-            tokens[i : i + 2] = [pair[0] + pair[1]]
-        i += 1
-
-
-class MergeTable:
-    """The merges of a tokenizer by token id; encodes single words.
+class MergeTable(bpe.MergeTable):
+    """`lmkit.core.bpe.MergeTable`, also of tokenizers from elsewhere, and fast for long words.
 
     Args:
         byte_ids: the token id of each of the 256 bytes; -1 for a byte that is left out, -2 - i if a run of such
             bytes is the token i.
-        merges: (left id, right id, id of the merged token) in the order in which the merges were learned. The
-            position of a merge is its rank.
+        merges: as of the core's.
         pattern: finds words, see `PATTERNS`.
         whole: words that are tokens without any merge -> id.
         nfc: whether texts are put into Unicode's normal form C first.
-
-    >>> MergeTable(range(256), [(ord("h"), ord("e"), 256), (256, ord("l"), 257)]).encode_word(b"hello")
-    [257, 108, 111]
     """
 
     def __init__(
@@ -97,42 +44,29 @@ class MergeTable:
         whole: Mapping[bytes, int] | None = None,
         nfc: bool = False,
     ) -> None:
-        self.byte_ids = list(byte_ids)
+        super().__init__(byte_ids, merges)
         self._lacks_bytes = min(self.byte_ids) < 0
-        self.merges = list(merges)
         self.pattern = pattern
         self.whole = whole or {}
         self.nfc = nfc
 
-    @functools.cached_property
-    def _ranks(self) -> dict[tuple[int, int], int]:
-        # Reversed: a pair that a file lists twice keeps its first rank.
-        return {(left, right): rank for rank, (left, right, _) in reversed(list(enumerate(self.merges)))}
-
     def encode_word(self, word: bytes) -> list[int]:
-        """Return the token ids of one word: merge the pair of lowest rank, the leftmost first, until none is left."""
+        """Return the token ids of one word."""
         if (whole := self.whole.get(word)) is not None:
             return [whole]
         ids = [self.byte_ids[byte] for byte in word]
         if self._lacks_bytes:
             runs = [(i, before) for before, i in pairwise([0, *ids])]
             ids = [i if i >= 0 else -2 - i for i, before in runs if i >= 0 or i < -1 <= before]
-        if len(ids) > _LONG_WORD:
-            return self._encode_long(ids)
-        while len(ids) > 1:
-            rank, i = min((self._ranks.get(pair, _NEVER), i) for i, pair in enumerate(pairwise(ids)))
-            if rank == _NEVER:
-                break
-            ids[i : i + 2] = [self.merges[rank][2]]
-        return ids
+        return self._encode_long(ids) if len(ids) > _LONG_WORD else self.merge(ids)
 
     def _encode_long(self, ids: list[int]) -> list[int]:
         """Do the same in n log n steps: a linked list of tokens, and a heap of (rank, place of the left token)."""
         end = len(ids)
         following = list(range(1, end + 1))
         previous = list(range(-1, end - 1))
-        rank_at = [self._ranks.get(pair, _NEVER) for pair in pairwise(ids)] + [_NEVER]
-        heap = [(rank, i) for i, rank in enumerate(rank_at) if rank != _NEVER]
+        rank_at = [self.ranks.get(pair, NEVER) for pair in pairwise(ids)] + [NEVER]
+        heap = [(rank, i) for i, rank in enumerate(rank_at) if rank != NEVER]
         heapq.heapify(heap)
         while heap:
             rank, i = heapq.heappop(heap)
@@ -140,7 +74,7 @@ class MergeTable:
                 continue
             second = following[i]
             ids[i], ids[second] = self.merges[rank][2], -1
-            rank_at[second] = _NEVER
+            rank_at[second] = NEVER
             following[i] = following[second]
             if following[i] < end:
                 previous[following[i]] = i
@@ -148,13 +82,10 @@ class MergeTable:
                 if left < 0:
                     continue
                 right = following[left]
-                rank_at[left] = self._ranks.get((ids[left], ids[right]), _NEVER) if right < end else _NEVER
-                if rank_at[left] != _NEVER:
+                rank_at[left] = self.ranks.get((ids[left], ids[right]), NEVER) if right < end else NEVER
+                if rank_at[left] != NEVER:
                     heapq.heappush(heap, (rank_at[left], left))
         return [token for token in ids if token >= 0]
-
-
-# ---- texts
 
 
 @dataclass(frozen=True)
