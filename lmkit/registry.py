@@ -303,7 +303,7 @@ class OperationsFacts(Facts):
 
 @dataclass(frozen=True)
 class StrategyFacts(Facts):
-    """A strategy of gradient synchronisation, see `lmkit.parallel.protocol`.
+    """A strategy of gradient synchronisation, see `lmkit.parallel.strategy`.
 
     Attributes:
         uses: the keys of [parallel] that make a difference to it.

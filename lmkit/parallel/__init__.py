@@ -8,7 +8,7 @@ In an existing process group, or in a single process:
     model = FSDP(model, compute_dtype=torch.bfloat16)     # shards parameters and gradients, too
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-`lmkit.parallel.protocol` describes the interface of strategies that the trainer uses.
+`lmkit.parallel.strategy` describes the interface of strategies that the trainer uses.
 """
 
 from lmkit.lazy import exports
@@ -18,12 +18,11 @@ __getattr__, __dir__, __all__ = exports(
     {
         "DataParallel": "data_parallel",
         "FSDP": "fsdp_module",
-        "GradientSync": "protocol",
-        "ParallelConfig": "protocol",
+        "ParallelConfig": "strategy",
         "Ranks": "ranks",
         "ShardedOptimizer": "zero1_optimizer",
-        "Strategy": "protocol",
-        "build_strategy": "protocol",
+        "Strategy": "strategy",
+        "build_strategy": "strategy",
         "gather_full_parameters": "fsdp_module",
         "process_group": "ranks",
         "spawn_ranks": "launch",

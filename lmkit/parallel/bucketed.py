@@ -1,7 +1,6 @@
-"""`bucketed`: fill buckets in the order in which gradients become ready, and all-reduce a bucket when it is full.
+"""`overlap` and `bucketed`: all-reduce gradients inside the backward pass, one by one or a bucket at a time.
 
-Reductions overlap the backward pass. `lmkit.parallel.buckets` has the mechanism; this file decides what is launched
-and what waits for it.
+`lmkit.core.buckets` has the mechanism; this file decides how large buckets are, and what waits for the last one.
 """
 
 from __future__ import annotations
@@ -12,95 +11,108 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmkit.core.buckets import MIB, fill_buckets
 from lmkit.core.clipping import gradient_norm
-from lmkit.parallel.buckets import MIB, BucketHooks, ReducingBucket, order_of_first_rank, plan_buckets
-from lmkit.parallel.collectives import reduce_dtype_for
-from lmkit.parallel.protocol import MakeOptimizer, Strategy, present_gradients
-from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ParallelConfig
+from lmkit.parallel.buckets import WatchedBuckets
+from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
 from lmkit.registry import STRATEGIES
 
+LAST_BUCKET_BYTES = 1 * MIB
+"""Size of the last bucket. No backward pass is left to overlap its reduction, so it is kept small."""
 LATE_BYTES = 32 * MIB
 """Smallest last bucket, in bytes, for which the optimizer's step is split (`LateStep`). The reduction of a smaller
 bucket takes less time than a second pass of the optimizer."""
+
+
+def plan_buckets(
+    in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
+) -> list[list[nn.Parameter]]:
+    """Fill buckets as `fill_buckets` does; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
+
+    def bytes_of(parameter: nn.Parameter) -> int:
+        return parameter.numel() * reduce_dtype_for(parameter.dtype, reduce_dtype).itemsize
+
+    cut = max(0, len(in_ready_order) - 1)
+    while cut > 0 and sum(map(bytes_of, in_ready_order[cut - 1 :])) <= LAST_BUCKET_BYTES:
+        cut -= 1
+    body, end = in_ready_order[:cut], in_ready_order[cut:]
+    return [*fill_buckets(body, capacity, bytes_of), *fill_buckets(end, capacity, bytes_of)]
+
+
+class AveragedBuckets(WatchedBuckets):
+    """Buckets that are averaged in `reduce_dtype`, with one flag for each parameter that this rank used.
+
+    Attributes:
+        unused: indices of the parameters that this rank did not use.
+        used: after `wait`, the share of the ranks that used each parameter.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], capacity: int, averager: Averager, reduce_dtype: str
+    ) -> None:
+        super().__init__(parameters, capacity)
+        self.unused: Sequence[int] = ()
+        self._averager = averager
+        self._reduce_dtype = reduce_dtype
+
+    def plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return plan_buckets(in_ready_order, self.capacity, self._reduce_dtype)
+
+    def launch(self, index: int) -> None:
+        bucket, extra = self.buckets[index], []
+        reduce_dtype = reduce_dtype_for(bucket[0].dtype, self._reduce_dtype)
+        if index == len(self.buckets) - 1:  # sending the flags with the last bucket saves a call
+            self.used = torch.ones(len(self.parameters), dtype=reduce_dtype, device=bucket[0].device)
+            if self.unused:
+                self.used[self.unused] = 0
+            extra = [self.used]
+        self.pending.append(average_bucket(bucket, self._averager, reduce_dtype, extra=extra))
 
 
 @STRATEGIES.register(
     "bucketed", order=5, aliases=("flashddp", "Bucketed Overlapping DDP"), uses=("bucket_mb", "reduce_dtype")
 )
 class BucketedSync(Strategy):
-    """Average about `bucket_mb` of gradients per call, in `reduce_dtype`.
+    """Average about `bucket_mb` of gradients per call, in `reduce_dtype`, when they are ready.
 
-    The first backward pass shows the order in which gradients become ready. Rank 0's order then holds on all ranks.
-    In the first step nothing is launched before: sums over more than two ranks depend on the buckets, and a resumed
-    run has to make the steps of a run that was not interrupted.
+    In the first step nothing is launched before `finish`: sums over more than two ranks depend on the buckets, and a
+    resumed run has to make the steps of a run that was not interrupted.
     """
 
-    _hooks: BucketHooks
-
-    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
-        super().__init__(ranks, config)
-        self._flying: list[ReducingBucket] = []
-        self._unused: list[int] = []  # indices of the parameters that this rank did not use
-        self._order_is_settled = False
+    _hooks: AveragedBuckets
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._use_buckets([self.parameters], launch=lambda index: None)
+        self._hooks = AveragedBuckets(
+            self.parameters, self._capacity(), self._averager, self.config.reduce_dtype
+        )
 
-    def _plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return the buckets in the order in which they are launched."""
-        return plan_buckets(in_ready_order, int(self.config.bucket_mb * MIB), self.config.reduce_dtype)
-
-    def _use_buckets(self, buckets: list[list[nn.Parameter]], launch: Callable[[int], None]) -> None:
-        self._buckets = buckets
-        self._last_bytes = sum(parameter.nbytes for parameter in buckets[-1]) if buckets else 0
-        self._hooks = BucketHooks(buckets, launch, self._forget, lambda: self._is_accumulating)
-
-    def _launch(self, index: int) -> None:
-        bucket = self._buckets[index]
-        reduce_dtype = reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype)
-        extra = []
-        if index == len(self._buckets) - 1:
-            # One flag for each parameter that this rank used. Sending them with the last bucket saves a call.
-            self._used = torch.ones(len(self.parameters), dtype=reduce_dtype, device=bucket[0].device)
-            if self._unused:
-                self._used[self._unused] = 0
-            extra = [self._used]
-        self._flying.append(ReducingBucket(bucket, self._averager, reduce_dtype=reduce_dtype, extra=extra))
+    def _capacity(self) -> int:
+        return int(self.config.bucket_mb * MIB)
 
     def _without_gradient(self) -> list[int]:
         return [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        is_first = not self._order_is_settled
-        if is_first:
-            self._settle_order()
-        self._unused = list(unused)
-        self._hooks.launch_rest()
-        self._unused = []
-        everything = wait or unused or is_first or self._last_bytes < LATE_BYTES
-        self._wait_for_flying(leave=0 if everything else 1)
+        hooks = self._hooks
+        everything = wait or unused or hooks.in_ready_order is None
+        hooks.unused = unused
+        hooks.launch_rest()
+        hooks.unused = ()
+        everything = everything or sum(p.nbytes for p in self._last_bucket()) < LATE_BYTES
+        hooks.wait(leave=0 if everything else 1)
         if not unused:
             return []
-        share = self._used.tolist()  # share of the ranks that used each parameter; makes the host wait
+        share = hooks.used.tolist()  # makes the host wait
         return [index for index in unused if share[index] == 0]
-
-    def _settle_order(self) -> None:
-        """Plan the buckets in the order of rank 0's gradients; parameters without one there come last."""
-        in_ready_order = order_of_first_rank(self._hooks.order, self.parameters[::-1], self.ranks)
-        self._hooks.close()
-        self._use_buckets(self._plan(in_ready_order), self._launch)
-        if not self._ever_accumulated:
-            self._hooks.watch_ends(in_ready_order)
-        self._order_is_settled = True
 
     # `finish(wait=False)` leaves the last bucket in flight. Clipping and the optimizer wait before they read it.
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(make, groups)
         if self.ranks.world_size > 1:
-            LateStep(optimizer, self._late_parameters, self._wait_for_flying)
+            LateStep(optimizer, self._late_parameters, self._hooks.wait)
         return optimizer
 
     def _gradient_norm(self) -> torch.Tensor:
@@ -109,28 +121,30 @@ class BucketedSync(Strategy):
         norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
         if not late:
             return norm
-        self._wait_for_flying()
+        self._hooks.wait()
         return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
 
     def _late_parameters(self) -> list[nn.Parameter]:
-        return self._buckets[-1] if self._flying else []
+        return self._last_bucket() if self._hooks is not None and self._hooks.pending else []
 
-    def _wait_for_flying(self, leave: int = 0) -> None:
-        while len(self._flying) > leave:
-            self._flying.pop(0).wait()
+    def _last_bucket(self) -> list[nn.Parameter]:
+        return self._hooks.buckets[-1] if self._hooks.buckets else []
 
     def reset(self) -> None:
+        if self._hooks is None:  # one rank
+            return
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
-            self._flying.clear()  # events of a capture that failed cannot be waited for
-        self._forget()
-        if self._hooks is not None:  # more than one rank
-            self._hooks.reset()
+            self._hooks.pending.clear()  # events of a capture that failed cannot be waited for
+        self._hooks.reset()
 
-    def _forget(self) -> None:
-        for bucket in self._flying:
-            bucket.abandon()
-        self._flying.clear()
+
+@STRATEGIES.register("overlap", order=4, aliases=("individual",), uses=("reduce_dtype",))
+class OverlapSync(BucketedSync):
+    """`bucketed` with one parameter per bucket."""
+
+    def _capacity(self) -> int:
+        return 0
 
 
 class LateStep:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
+from lmkit.core.buckets import PendingMean, Work, gradients_of
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 
@@ -17,12 +20,6 @@ T = TypeVar("T")
 # torch 2.13 renamed these two and warns about the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Work(Protocol):
-    """An asynchronous collective. On GPUs `wait` holds the current stream, not the host."""
-
-    def wait(self) -> object: ...
 
 
 @dataclass
@@ -63,26 +60,6 @@ class Traffic:
 def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are reduced; the option "bf16" changes only fp32."""
     return torch.bfloat16 if option == "bf16" and dtype == torch.float32 else dtype
-
-
-@dataclass
-class PendingMean:
-    """A reduction in flight; `wait` makes `results` the mean over the ranks and returns them."""
-
-    works: Sequence[Work]
-    results: list[torch.Tensor]
-    divide_by: int = 1
-
-    def wait(self) -> list[torch.Tensor]:
-        self.abandon()
-        if self.divide_by != 1:
-            torch._foreach_div_(self.results, self.divide_by)
-        return self.results
-
-    def abandon(self) -> None:
-        """Wait for the reduction and discard its result."""
-        for work in self.works:
-            work.wait()
 
 
 class Averager:
@@ -149,6 +126,39 @@ class Averager:
         if self._has_nccl and flat.device.type == "cuda":
             return dist.ReduceOp.AVG, 1
         return dist.ReduceOp.SUM, self._ranks.world_size
+
+
+def average_bucket(
+    parameters: Sequence[nn.Parameter],
+    averager: Averager,
+    reduce_dtype: torch.dtype,
+    *,
+    pack: bool = False,
+    extra: Sequence[torch.Tensor] = (),
+) -> PendingMean:
+    """Start averaging the gradients of `parameters` (one device and dtype, none of them None) with one all-reduce.
+
+    One grouped call of the backend averages them in place, without a flat tensor. Only gradients that are reduced in
+    another dtype are packed into a flat tensor and copied back.
+
+    Args:
+        pack: always pack. `parameter.grad` becomes a view of the flat tensor, and nothing is copied back.
+        extra: further tensors of `reduce_dtype` to average in the same call.
+    """
+    gradients = gradients_of(parameters)
+    first = gradients[0]
+    if not pack and reduce_dtype == first.dtype:
+        return averager.all_reduce([*gradients, *extra])
+    flat = torch.empty(sum(g.numel() for g in gradients), dtype=reduce_dtype, device=first.device)
+    views = list(_unflatten_dense_tensors(flat, gradients))
+    torch._foreach_copy_(views, gradients)
+    pending = averager.all_reduce([flat, *extra])
+    if reduce_dtype != first.dtype:
+        pending.copies = gradients, views
+    else:
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+    return pending
 
 
 def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: Traffic) -> list[int]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmkit.core.buckets import on_gradient
 from lmkit.errors import UsageError
-from lmkit.parallel.buckets import at_end_of_pass, on_gradient
-from lmkit.parallel.protocol import build_strategy, trainable_parameters
+from lmkit.parallel.buckets import at_end_of_pass
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import build_strategy, trainable_parameters
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 

@@ -22,22 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.buckets import on_gradient
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
-from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, on_gradient, runs_backward
+from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.fsdp_links import Links, link, reads_peers
 from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
 from lmkit.parallel.fsdp_shards import FlatParameters, draw_into, leave_meta
-from lmkit.parallel.protocol import (
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
     broadcast_tensors,
     check_same_model,
     trainable_parameters,
 )
-from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from lmkit.core.buckets import Work
 from lmkit.model.memory import SLOT_BYTES
-from lmkit.parallel.collectives import Averager, Traffic, Work, is_captured
+from lmkit.parallel.collectives import Averager, Traffic, is_captured
 from lmkit.parallel.gather import PeerMemory, aligned
 from lmkit.parallel.ranks import Ranks
 

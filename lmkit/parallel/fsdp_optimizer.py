@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lmkit.parallel.fsdp_shards import FlatParameters
-from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import MakeOptimizer
 from lmkit.parallel.zero1_optimizer import parts_of_maps
 from lmkit.parallel.zero1_shards import ShardLayout, StateDict, consolidate, state_for
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.buckets import PendingMean, Work
 from lmkit.model.layers import pieces
 from lmkit.optim.muon import MatrixShard, maps_of
-from lmkit.parallel.collectives import Averager, PendingMean, Work
+from lmkit.parallel.collectives import Averager
 from lmkit.parallel.fsdp_gather import ShardGather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1_shards import BucketLayout, pack, shard_size_of

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from lmkit.core.buckets import Work
 from lmkit.errors import LmkitError
 from lmkit.measure.allocator import without_expandable_segments
 from lmkit.measure.memory import is_out_of_memory
-from lmkit.parallel.collectives import Averager, Traffic, Work
+from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
 
 ALIGNMENT = 512

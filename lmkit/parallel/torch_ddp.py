@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lmkit.errors import UsageError
-from lmkit.parallel.protocol import Strategy, check_same_model, trainable_parameters
+from lmkit.parallel.strategy import Strategy, check_same_model, trainable_parameters
 from lmkit.registry import STRATEGIES
 
 # torch 2.13 renamed the option and warns about the old name. The buffers of our models are constants.

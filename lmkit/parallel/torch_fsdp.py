@@ -17,7 +17,7 @@ from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.transformer import Layers
 from lmkit.parallel.fsdp_shards import draw, leave_meta
-from lmkit.parallel.protocol import (
+from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
     broadcast_model,

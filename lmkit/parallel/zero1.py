@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmkit.core.buckets import MIB
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.model.names import parameter_names
-from lmkit.parallel.buckets import MIB, BucketHooks, order_of_first_rank
+from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import (
     PeerGather,
@@ -25,8 +26,8 @@ from lmkit.parallel.gather import (
     aligned,
     can_share_memory,
 )
-from lmkit.parallel.protocol import MakeOptimizer, Strategy, present_gradients
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
 from lmkit.parallel.zero1_optimizer import Zero1Optimizer
 from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, plan_shards
 from lmkit.recipe.tables import ParallelConfig
@@ -50,12 +51,11 @@ class Zero1(Strategy):
     group do not change. A parameter that no rank used keeps its value and state; its bucket's step counter counts on.
     """
 
-    _hooks: BucketHooks
+    _hooks: ScatteredBuckets
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
         self._buckets: list[ShardedBucket] = []
-        self._order_is_settled = False
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self._model = super().attach(model, fingerprint=fingerprint)
@@ -90,12 +90,9 @@ class Zero1(Strategy):
         # Parameter -> its bucket and its position in the bucket, in the order of the parameters' indices.
         self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         self._index_of = {parameter: index for index, parameter in enumerate(self._places)}
-        self._hooks = BucketHooks(
-            [bucket.parameters for bucket in self._buckets],
-            lambda index: self._buckets[index].reduce(),
-            self._forget,
-            lambda: self._is_accumulating,
-        )
+        self._hooks = ScatteredBuckets(self._buckets)
+        if self._is_accumulating:
+            self._hooks.pause()
         lazy = LazyWeights(self._model, self._buckets)
         self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gather)
         self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
@@ -130,11 +127,6 @@ class Zero1(Strategy):
         for parameter in without:
             parameter.grad = torch.zeros_like(parameter)
         self._hooks.launch_rest()
-        if not self._order_is_settled:
-            self._order_is_settled = True
-            in_ready_order = order_of_first_rank(self._hooks.order, parameters, self.ranks)
-            if not self._ever_accumulated:
-                self._hooks.watch_ends(in_ready_order)
         unused = [self._index_of[parameter] for parameter in without]
         if self.ranks.world_size > 1:
             unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
@@ -172,12 +164,27 @@ class Zero1(Strategy):
             torch.cuda.synchronize(self.ranks.device)
             for bucket in self._buckets:
                 bucket.forget_in_flight()  # events of a capture that failed cannot be waited for
-        self._forget()
         if self._hooks is not None:  # the optimizer is built
             self._hooks.reset()
 
-    def _forget(self) -> None:
-        for bucket in self._buckets:
+
+class ScatteredBuckets(WatchedBuckets):
+    """Buckets that are reduced to shards. They are planned before the first pass."""
+
+    def __init__(self, sharded: Sequence[ShardedBucket]) -> None:
+        super().__init__(parameter for bucket in sharded for parameter in bucket.parameters)
+        self._sharded = sharded
+        self._use([bucket.parameters for bucket in sharded])
+        self._start_over()
+
+    def plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return self.buckets
+
+    def launch(self, index: int) -> None:
+        self._sharded[index].reduce()
+
+    def abandon(self) -> None:
+        for bucket in self._sharded:
             bucket.drop_reduced()
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmkit.core.buckets import MIB
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.buckets import MIB
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.gather import WeightGather
-from lmkit.parallel.protocol import MakeOptimizer
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import MakeOptimizer
 from lmkit.parallel.zero1_shards import (
     ShardedBucket,
     ShardLayout,

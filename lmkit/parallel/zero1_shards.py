@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
+from lmkit.core.buckets import PendingMean, Work, fill_buckets, gradients_of
 from lmkit.optim.muon import MatrixShard, maps_of
-from lmkit.parallel.buckets import bytes_of, fill_buckets, gradients_of
-from lmkit.parallel.collectives import Averager, PendingMean, Work
+from lmkit.parallel.collectives import Averager, reduce_dtype_for
 from lmkit.parallel.gather import WeightGather
 from lmkit.parallel.ranks import Ranks
 
@@ -103,14 +103,18 @@ def plan_shards(
             last parameter becomes ready first.
         capacity: bytes of a bucket, counted in the dtype of `weights`.
     """
+
+    def bytes_of(parameter: nn.Parameter) -> int:
+        return parameter.numel() * reduce_dtype_for(parameter.dtype, weights).itemsize
+
     position = {parameter: index for index, parameter in enumerate(names)}
     planned: list[tuple[int, list[nn.Parameter]]] = []
     for index, group in enumerate(groups):
         trainable = [parameter for parameter in group if parameter.requires_grad]
         in_ready_order = sorted(trainable, key=lambda parameter: -position[parameter])
-        for bucket in fill_buckets(in_ready_order, capacity, weights):
+        for bucket in fill_buckets(in_ready_order, capacity, bytes_of):
             *others, last = bucket
-            if others and bytes_of(last, weights) >= capacity:
+            if others and bytes_of(last) >= capacity:
                 planned.append((index, others))
                 bucket = [last]  # a parameter that fills a bucket alone (an embedding) needs no packing
             planned.append((index, bucket))

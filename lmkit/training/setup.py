@@ -26,8 +26,8 @@ from lmkit.model.layers import linear_maps
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.parallel.place import read_place
-from lmkit.parallel.protocol import MakeOptimizer, build_strategy
 from lmkit.parallel.ranks import Ranks, local_device
+from lmkit.parallel.strategy import MakeOptimizer, build_strategy
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, STRATEGIES

@@ -13,8 +13,8 @@ from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import largest_on_any_rank, sum_over_ranks
-from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import Strategy
 from lmkit.training.graph import StepGraph
 from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast
@@ -46,7 +46,7 @@ class Step:
 
     Args:
         model: the plain model.
-        call: what `GradientSync.attach` returned for it: `call.loss(ids, targets)` is the mean loss.
+        call: what `Strategy.attach` returned for it: `call.loss(ids, targets)` is the mean loss.
         precision: how the model computes; see `lmkit.training.precision`.
         grad_clip: largest norm of the gradient; 0 does not clip.
         masked: some targets do not count (they are below zero). Each that counts then has the same weight, in
@@ -69,7 +69,7 @@ class Step:
         model: TransformerLM,
         call: TrainableModel,
         optimizer: torch.optim.Optimizer,
-        sync: GradientSync,
+        sync: Strategy,
         ranks: Ranks,
         *,
         precision: str,

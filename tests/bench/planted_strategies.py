@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lmkit.parallel.protocol import Strategy
+from lmkit.parallel.strategy import Strategy
 from lmkit.registry import STRATEGIES
 
 

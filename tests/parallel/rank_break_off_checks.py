@@ -25,8 +25,8 @@ from rank_model import (
 from torch import nn
 
 from lmkit.errors import LmkitError
-from lmkit.parallel.protocol import GradientSync
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import Strategy
 from lmkit.recipe.tables import ParallelConfig
 
 
@@ -41,7 +41,7 @@ def breaks_off(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def four_vectors(strategy: str, ranks: Ranks) -> tuple[nn.ParameterList, GradientSync]:
+def four_vectors(strategy: str, ranks: Ranks) -> tuple[nn.ParameterList, Strategy]:
     """A model of four parameters, and the strategy with two of them in each bucket."""
     model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
     model.to(ranks.device)

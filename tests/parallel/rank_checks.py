@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import rank_api_checks  # noqa: F401 (adds its checks)
 import rank_break_off_checks  # noqa: F401
+import rank_core_checks  # noqa: F401
 import rank_first_step_checks  # noqa: F401
 import rank_fsdp_api_checks  # noqa: F401 (and those of rank_fsdp_checks)
 import rank_fsdp_gather_checks  # noqa: F401
@@ -46,8 +47,8 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import bucketed
 from lmkit.parallel.collectives import agree, largest_on_any_rank, on_any_rank
-from lmkit.parallel.protocol import broadcast_model, check_same_model
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
+from lmkit.parallel.strategy import broadcast_model, check_same_model
 from lmkit.recipe.tables import ParallelConfig
 
 

@@ -15,8 +15,8 @@ from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel import FSDP, Ranks, gather_full_parameters
-from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import process_group
+from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.setup import build_step
 

@@ -16,8 +16,8 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel import fsdp_gather
 from lmkit.parallel.fsdp_gather import PeerShardGather
 from lmkit.parallel.fsdp_shards import FlatParameters
-from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ParallelConfig
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.collectives import Averager
-from lmkit.parallel.protocol import GradientSync, build_strategy
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.recipe.tables import ParallelConfig
 
 VOCABULARY, WIDTH = 13, 6
@@ -155,7 +155,7 @@ def joined_run(
     return norms
 
 
-def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -> GradientSync:
+def build(strategy: str, ranks: Ranks, config: ParallelConfig = SMALL_BUCKETS) -> Strategy:
     own = {"find_unused_parameters": True} if strategy == "torch_ddp" else config.options
     return build_strategy(config.model_copy(update={"strategy": strategy, "options": own}), ranks)
 
@@ -168,7 +168,7 @@ def start(strategy: str, model: nn.Module, ranks: Ranks, make: Callable = adamw,
 
 
 def one_step(
-    sync: GradientSync,
+    sync: Strategy,
     call: Any,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,

@@ -35,8 +35,8 @@ from lmkit.errors import LmkitError
 from lmkit.parallel import fsdp_gather, fsdp_links, zero1
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
-from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.parallel.strategy import build_strategy
 
 
 class Run:

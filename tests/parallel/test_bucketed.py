@@ -1,10 +1,31 @@
-"""An optimizer's step in two parts, on one process: late gradients arrive when they are waited for."""
+"""The size of the last bucket, and an optimizer's step in two parts, when some gradients are late."""
 
 import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel.bucketed import LateStep
+from lmkit.parallel import bucketed
+from lmkit.parallel.bucketed import LateStep, plan_buckets
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((50, 50, 50, 5, 5), [[50, 50, 50], [5, 5]]),
+        ((50, 50, 50), [[50, 50], [50]]),  # the very last alone
+        ((5, 5), [[5, 5]]),
+        ((), []),
+    ],
+)
+def test_the_last_bucket_is_small(monkeypatch, sizes, expected):
+    monkeypatch.setattr(bucketed, "LAST_BUCKET_BYTES", 4 * 12)
+    planned = plan_buckets([nn.Parameter(torch.zeros(size)) for size in sizes], 4 * 1000)
+    assert [[parameter.numel() for parameter in bucket] for bucket in planned] == expected
+
+
+def test_a_bucket_is_counted_in_the_dtype_in_which_it_is_reduced():
+    given = [nn.Parameter(torch.zeros(size)) for size in (10, 20, 30, 2**20)]
+    assert list(map(len, plan_buckets(given, 2 * 30, "bf16"))) == [2, 1, 1]
 
 
 @pytest.fixture

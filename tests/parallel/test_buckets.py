@@ -1,4 +1,4 @@
-"""How parameters share buckets, and when buckets are launched inside a backward pass. No ranks needed."""
+"""When buckets are launched inside a backward pass. No ranks needed."""
 
 import gc
 import weakref
@@ -12,50 +12,32 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lmkit.errors import LmkitError
-from lmkit.parallel import buckets as mechanism
-from lmkit.parallel.buckets import BucketHooks, fill_buckets, plan_buckets
+from lmkit.parallel.buckets import WatchedBuckets
 
 
-def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+def parameters(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
 
 
-def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
-    return [[parameter.numel() for parameter in bucket] for bucket in buckets]
+class Given(WatchedBuckets):
+    """Given buckets; `launched` is called with the index of each that is launched."""
+
+    def __init__(self, buckets: list[list[nn.Parameter]], launched: Callable[[int], None]) -> None:
+        super().__init__(parameter for bucket in buckets for parameter in bucket)
+        self._use(buckets)
+        self._start_over()
+        self.launch = launched
+        self.settle()
+        self.watch()
+
+    def plan(self, in_ready_order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return self.buckets
 
 
-@pytest.mark.parametrize(("capacity", "reduce_dtype"), [(4 * 30, "fp32"), (2 * 30, "bf16")])
-def test_the_parameter_that_reaches_the_capacity_closes_its_bucket(capacity, reduce_dtype):
-    given = parameters(10, 20, 30, 5, 100, 7)
-    assert sizes_of(fill_buckets(given, capacity, reduce_dtype)) == [[10, 20], [30], [5, 100], [7]]
-
-
-def test_dtypes_never_share_a_bucket():
-    """And buckets are in the order in which they become complete."""
-    wide, narrow = parameters(4, 4, 4), parameters(4, 4, dtype=torch.bfloat16)
-    mixed = [wide[0], narrow[0], wide[1], narrow[1], wide[2]]
-    found = [[next(i for i, p in enumerate(mixed) if p is q) for q in x] for x in fill_buckets(mixed, 4 * 8)]
-    assert found == [[0, 2], [1, 3], [4]]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((50, 50, 50, 5, 5), [[50, 50, 50], [5, 5]]),
-        ((50, 50, 50), [[50, 50], [50]]),  # the very last alone
-        ((5, 5), [[5, 5]]),
-        ((), []),
-    ],
-)
-def test_the_last_bucket_is_small(monkeypatch, sizes, expected):
-    monkeypatch.setattr(mechanism, "LAST_BUCKET_BYTES", 4 * 12)
-    assert sizes_of(plan_buckets(parameters(*sizes), 4 * 1000)) == expected
-
-
-def hooked(members: list[int], launch: Callable[[int], None]) -> tuple[list[list[nn.Parameter]], BucketHooks]:
+def hooked(members: list[int], launch: Callable[[int], None]) -> tuple[list[list[nn.Parameter]], Given]:
     """Buckets with so many parameters each, and their hooks."""
     buckets = [parameters(*[1] * count) for count in members]
-    return buckets, BucketHooks(buckets, launch, lambda: None, lambda: False)
+    return buckets, Given(buckets, launch)
 
 
 @pytest.mark.parametrize(("order", "launched"), [((2, 1, 1, 0), [0, 1, 2]), ((1, 1, 2), []), ((0, 2), [0])])
@@ -88,6 +70,11 @@ def test_a_launch_that_raises_is_not_repeated():
     assert launched == [0, 1]
 
 
+def weak(method: Callable) -> Callable:
+    reference = weakref.WeakMethod(method)
+    return lambda *arguments: reference()(*arguments)
+
+
 class Chain:
     """loss = product of four numbers; gradients become ready from the last parameter to the first."""
 
@@ -97,8 +84,8 @@ class Chain:
         self.buckets = [[c, d], [a, b]]
         self.launches: list[tuple[int, list[float]]] = []
         self.abandoned = 0
-        self.paused = False
-        self.watch = BucketHooks(self.buckets, self._launch, self._abandon, lambda: self.paused)
+        self.watch = Given(self.buckets, weak(self._launch))
+        self.watch.abandon = weak(self._abandon)
 
     def _launch(self, index: int) -> None:
         self.launches.append((index, [float(parameter.grad) for parameter in self.buckets[index]]))
@@ -128,10 +115,16 @@ class Chain:
 
 def settled_chain() -> Chain:
     chain = Chain()
-    chain.step()
-    chain.watch.watch_ends(list(chain.watch.order))
+    chain.backward()
+    settle(chain.watch, list(chain.watch.order))
+    chain.watch.launch_rest()
     chain.zero_grad()
     return chain
+
+
+def settle(watch: Given, in_ready_order: list[nn.Parameter]) -> None:
+    watch.in_ready_order = in_ready_order
+    watch.watch_ends()
 
 
 # d loss / d parameter is the product of the others.
@@ -153,7 +146,7 @@ def test_full_buckets_are_launched_inside_the_pass(chain, settled):
         run.backward()
         assert run.launches == [FIRST, SECOND]
         assert run.hooks() == hooks
-    assert chain.watch.order == chain.parameters[::-1]
+    assert list(chain.watch.order) == chain.parameters[::-1]
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (0, 2, 1, 3)])
@@ -186,10 +179,10 @@ def test_a_parameter_without_gradient_holds_its_bucket_and_all_after_it(settled)
 
 
 def test_paused_nothing_is_launched(chain):
-    chain.paused = True
+    chain.watch.is_paused = True
     chain.backward()
     assert chain.launches == []
-    chain.paused = False
+    chain.watch.is_paused = False
     chain.backward()
     assert chain.launches == [(0, [84.0, 60.0]), (1, [210.0, 140.0])]
 
@@ -220,31 +213,32 @@ def test_a_pass_inside_the_pass_is_part_of_it(make):
 def test_the_order_is_that_of_one_pass_however_many_there_were(chain):
     for order in [(0, 1, 2, 3)] * 3 + [(1, 0, 3, 2)]:
         chain.zero_grad()
-        chain.step(order)
+        chain.watch.reset()
+        chain.backward(order)
     a, b, c, d = chain.parameters
-    assert chain.watch.order == [c, d, a, b]
+    assert list(chain.watch.order) == [c, d, a, b]
     chain.watch.reset()
-    assert chain.watch.order == []
+    assert not chain.watch.order
 
 
 def test_hooks_replace_one_another(settled):
     a, b, c, d = settled.parameters
-    settled.watch.watch_ends([c, d, a, b])
+    settle(settled.watch, [c, d, a, b])
     assert settled.hooks() == 3
-    settled.watch.watch_all()
+    settled.watch.watch()
     assert settled.watch.watches_all
     assert settled.hooks() == 4
     settled.backward((1, 0, 3, 2))
     assert settled.launches == [FIRST, SECOND]
     settled.watch.close()
-    single = BucketHooks([[d], [c], [b], [a]], print, print, lambda: False)
-    single.watch_ends([d, c, b, a])  # d begins the pass and ends a bucket
+    single = Given([[d], [c], [b], [a]], print)
+    settle(single, [d, c, b, a])  # d begins the pass and ends a bucket
     assert settled.hooks() == 4
 
 
 def test_without_parameters_there_is_nothing_to_watch():
     _, watch = hooked([], print)
-    watch.watch_ends([])
+    settle(watch, [])
     watch.launch_rest()
     assert watch.without_gradient() == []
 

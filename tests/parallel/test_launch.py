@@ -19,8 +19,8 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.launch import RankFailed, spawn_ranks
-from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ParallelConfig
 
 # Only to end a test that hangs: how long ranks take to start depends on the machine.

@@ -10,8 +10,8 @@ from torch import nn
 from lmkit.errors import UsageError
 from lmkit.parallel import DataParallel, ShardedOptimizer
 from lmkit.parallel.launch import spawn_ranks
-from lmkit.parallel.protocol import build_strategy
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel.bucketed import BucketedSync
-from lmkit.parallel.buckets import ReducingBucket
-from lmkit.parallel.collectives import PendingMean
-from lmkit.parallel.overlap import OverlapSync
+from lmkit.core.buckets import PendingMean
+from lmkit.parallel.bucketed import AveragedBuckets, BucketedSync, OverlapSync
+from lmkit.parallel.collectives import average_bucket
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import LazyWeights, Zero1
 from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
@@ -55,6 +54,13 @@ def under_way(layer: nn.Linear) -> tuple[ShardedBucket, Any]:
     return bucket, backend
 
 
+def averaged(parameters: list[nn.Parameter], backend: Backend, times: int) -> AveragedBuckets:
+    """Buckets with so many reductions of the parameters in flight."""
+    buckets = AveragedBuckets(parameters, 0, backend, "fp32")  # type: ignore[arg-type]
+    buckets.pending = [average_bucket(parameters, backend, torch.float32) for _ in range(times)]  # type: ignore[arg-type]
+    return buckets
+
+
 @pytest.fixture
 def parts():
     """(model, its one bucket, the backend), with weights on their way."""
@@ -91,12 +97,10 @@ def test_gradients_that_are_not_wanted_are_waited_for(parts):
 
     replicated = OverlapSync(RANKS, ParallelConfig())
     model[0].weight.grad = torch.ones(4, 4)
-    replicated._flying = [
-        ReducingBucket([model[0].weight], backend, reduce_dtype=torch.float32) for _ in range(2)
-    ]
+    replicated._hooks = averaged([model[0].weight], backend, times=2)
     replicated.reset()
     assert backend.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
-    assert replicated._flying == []
+    assert replicated._hooks.pending == []
 
 
 def test_a_layer_that_the_last_pass_did_not_call_is_waited_for_right_after_the_step(parts):
@@ -138,7 +142,7 @@ def test_after_a_capture_that_failed_nothing_waits_for_its_events(strategy, monk
         start_gather([bucket], backend)
         sync._buckets = [bucket]
     else:
-        sync._flying = [ReducingBucket([layer.weight], backend, reduce_dtype=torch.float32)]
+        sync._hooks = averaged([layer.weight], backend, times=1)
     backend.events.clear()
     sync.reset()
     sync.reset()  # it has forgotten all

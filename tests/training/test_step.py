@@ -9,7 +9,7 @@ import torch
 from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.none import NoSync
+from lmkit.parallel.plain import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale

@@ -1,4 +1,4 @@
-"""The interface of a gradient-synchronisation strategy, the base class of lmkit's own, and how one is found by name.
+"""The class of gradient-synchronisation strategies, and how one is found by name.
 
 A training step on every rank, whatever the strategy:
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -29,7 +29,7 @@ from torch import nn
 
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.buckets import BucketHooks
+from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import strategy_mistakes
@@ -42,8 +42,35 @@ if TYPE_CHECKING:
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-class GradientSync(Protocol):
-    """Train one model on all ranks. Not thread-safe; one instance serves one model.
+def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
+    """Make a strategy from its name (or an alias), or from a recipe's [parallel] table.
+
+        build_strategy("bucketed", ranks)
+        build_strategy(ParallelConfig(strategy="bucketed", bucket_mb=25), ranks)
+
+    Raises:
+        UsageError: no such strategy, or a key or option that it does not use.
+    """
+    if isinstance(strategy, str):
+        strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
+    if mistakes := list(strategy_mistakes(strategy)):
+        raise UsageError(
+            "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
+        )
+    made: Strategy = STRATEGIES.load(strategy.strategy)(ranks, strategy)
+    return made
+
+
+class Strategy:
+    """Train one model on all ranks. Subclasses reduce the gradients. Not thread-safe; one instance serves one model.
+
+    CONTRIBUTING.md shows a strategy outside this package, in a file that `--plugin FILE` loads in every rank.
+
+    A parameter that this rank did not use contributes zeros. If no rank used it, its `grad` is None afterwards, as
+    with PyTorch's DDP.
+
+    Args:
+        config: the [parallel] table; the strategy's registration names the keys that it uses.
 
     Attributes:
         traffic: counts the calls and bytes sent; see `Traffic`.
@@ -51,11 +78,27 @@ class GradientSync(Protocol):
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
     """
 
-    traffic: Traffic
-    gather: str | None
+    _hooks: WatchedBuckets | None = None
+    """The hooks of strategies that communicate inside the backward pass."""
+
+    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
+        self.ranks = ranks
+        self.config = config
+        self.traffic = Traffic()
+        self.parameters: list[nn.Parameter] = []
+        self.gather: str | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._is_accumulating = False
 
     def not_captured(self) -> str:
         """Return why no CUDA graph captures a step; empty if one may."""
+        facts = STRATEGIES.facts(self.config.strategy)
+        if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
+            return "the ranks do not communicate by NCCL"
+        if facts.is_captured:
+            return ""
+        why = "is PyTorch's" if facts.rival else "makes steps that differ"
+        return f"{self.config.strategy} {why}"
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         """Compare the ranks' models, take rank 0's values, install hooks; return the module to call.
@@ -68,21 +111,43 @@ class GradientSync(Protocol):
             LmkitError: on every rank, if models (names, ties, shapes, dtypes, frozen parameters) or fingerprints
                 differ between ranks.
         """
+        self.parameters = trainable_parameters(model)
+        if self.ranks.world_size > 1:
+            check_same_model(model, self.ranks, fingerprint)
+            broadcast_model(model)
+            self._averager = Averager(self.ranks, self.traffic)
+            self._install()
+        return model
 
     def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
         """Take rank 0's values of tensors that belong to the model, as `attach` does with its parameters."""
+        for value in values if self.ranks.world_size > 1 else ():
+            dist.broadcast(value, src=0)
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer for these parameter groups. A strategy that shards passes `make` this rank's shards."""
+        self._optimizer = make(list(groups))
+        return self._optimizer
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass.
 
         Every backward pass of a step but the last belongs inside. Strategies that communicate during the backward
         pass (`overlap`, `bucketed`, `zero1`) raise an LmkitError if the next pass begins, or `no_sync` is entered,
         before `finish` or `reset` was called.
         """
+        if self._hooks is not None:
+            self._hooks.pause()
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+            if self._hooks is not None:
+                self._hooks.is_paused = before
 
+    @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Average the gradients over the ranks. Call it after the last backward pass of a step.
 
@@ -92,7 +157,15 @@ class GradientSync(Protocol):
             wait: if False, the last gradients may still be in flight; `clip_gradients` and the optimizer's step wait
                 for them. Use False only if nothing else reads the gradients.
         """
+        if self.ranks.world_size == 1:
+            return
+        unused = self._without_gradient()
+        for index in unused:
+            self.parameters[index].grad = torch.zeros_like(self.parameters[index])
+        for index in self._reduce(unused, wait=wait):
+            self.parameters[index].grad = None
 
+    @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.
 
@@ -104,6 +177,9 @@ class GradientSync(Protocol):
         Returns:
             A scalar on the device, equal on every rank. The host does not wait for it.
         """
+        norm = self._gradient_norm()
+        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
+        return norm
 
     def wait_for_weights(self) -> None:
         """Make all weights whole. Call it before anything but the model's call, `loss` and `state_dict` reads them.
@@ -136,130 +212,7 @@ class GradientSync(Protocol):
         Call it instead of `finish`, on all ranks and after the same passes; the next step then starts clean.
         """
 
-
-@runtime_checkable
-class ShardedState(Protocol):
-    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods."""
-
-    shard_layout: ShardLayout
-    """Which elements of which parameters each rank holds."""
-    inner: torch.optim.Optimizer
-    """The optimizer of this rank's shards."""
-    param_groups: list[dict[str, Any]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank saved under the same layout."""
-
-    def load_resharded(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load what all ranks of a run saved, whatever its world size."""
-
-    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the fp32 masters of bf16 weights from whole weights, by name."""
-
-
-def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> GradientSync:
-    """Make a strategy from its name (or an alias), or from a recipe's [parallel] table.
-
-        build_strategy("bucketed", ranks)
-        build_strategy(ParallelConfig(strategy="bucketed", bucket_mb=25), ranks)
-
-    Raises:
-        UsageError: no such strategy, or a key or option that it does not use.
-    """
-    if isinstance(strategy, str):
-        strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
-    if mistakes := list(strategy_mistakes(strategy)):
-        raise UsageError(
-            "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
-        )
-    made: GradientSync = STRATEGIES.load(strategy.strategy)(ranks, strategy)
-    return made
-
-
-class Strategy(GradientSync):
-    """Base class: compare and broadcast the model, accumulate, handle unused parameters, clip. Subclasses reduce.
-
-    CONTRIBUTING.md shows a strategy outside this package, in a file that `--plugin FILE` loads in every rank.
-
-    A parameter that this rank did not use contributes zeros. If no rank used it, its `grad` is None afterwards, as
-    with PyTorch's DDP.
-
-    Args:
-        config: the [parallel] table; the strategy's registration names the keys that it uses.
-    """
-
-    _hooks: BucketHooks | None = None
-    """The hooks of strategies that communicate inside the backward pass."""
-
-    def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
-        self.ranks = ranks
-        self.config = config
-        self.traffic = Traffic()
-        self.parameters: list[nn.Parameter] = []
-        self.gather: str | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._is_accumulating = False
-        self._ever_accumulated = False
-
-    def not_captured(self) -> str:
-        facts = STRATEGIES.facts(self.config.strategy)
-        if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
-            return "the ranks do not communicate by NCCL"
-        if facts.is_captured:
-            return ""
-        why = "is PyTorch's" if facts.rival else "makes steps that differ"
-        return f"{self.config.strategy} {why}"
-
-    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self.parameters = trainable_parameters(model)
-        if self.ranks.world_size > 1:
-            check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model)
-            self._averager = Averager(self.ranks, self.traffic)
-            self._install()
-        return model
-
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        for value in values if self.ranks.world_size > 1 else ():
-            dist.broadcast(value, src=0)
-
-    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-        self._optimizer = make(list(groups))
-        return self._optimizer
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._ever_accumulated = True
-        if self._hooks is not None:
-            self._hooks.check_finished()
-            if not self._hooks.watches_all:
-                self._hooks.watch_all()
-        before, self._is_accumulating = self._is_accumulating, True
-        try:
-            yield
-        finally:
-            self._is_accumulating = before
-
-    @torch.no_grad()
-    def finish(self, *, wait: bool = True) -> None:
-        if self.ranks.world_size == 1:
-            return
-        unused = self._without_gradient()
-        for index in unused:
-            self.parameters[index].grad = torch.zeros_like(self.parameters[index])
-        for index in self._reduce(unused, wait=wait):
-            self.parameters[index].grad = None
-
-    @torch.no_grad()
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        norm = self._gradient_norm()
-        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
-        return norm
-
-    def end_step(self) -> None: ...
+    # What subclasses define
 
     def _install(self) -> None:
         """Install hooks, if the strategy needs any. Called with more than one rank only."""
@@ -282,6 +235,29 @@ class Strategy(GradientSync):
 
     def _gradient_norm(self) -> torch.Tensor:
         return gradient_norm(present_gradients(self.parameters))
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods."""
+
+    shard_layout: ShardLayout
+    """Which elements of which parameters each rank holds."""
+    inner: torch.optim.Optimizer
+    """The optimizer of this rank's shards."""
+    param_groups: list[dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank saved under the same layout."""
+
+    def load_resharded(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load what all ranks of a run saved, whatever its world size."""
+
+    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load the fp32 masters of bf16 weights from whole weights, by name."""
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
