@@ -83,10 +83,17 @@ class Registry(Generic[F]):
         package: the folder below `lmkit` whose files register objects.
         facts: a dataclass; its fields are the keyword arguments of `register`.
         core: objects of `lmkit.core`, which knows no registry.
+        further: further such folders.
     """
 
     def __init__(
-        self, variable: str, noun: str, package: str, facts: type[F], core: Sequence[Entry[F]] = ()
+        self,
+        variable: str,
+        noun: str,
+        package: str,
+        facts: type[F],
+        core: Sequence[Entry[F]] = (),
+        further: Sequence[str] = (),
     ) -> None:
         self.noun = noun
         self._core = core
@@ -94,7 +101,7 @@ class Registry(Generic[F]):
         self._decorated = re.compile(
             rf"^@{variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)", re.MULTILINE | re.DOTALL
         )
-        self._package = package
+        self._folders = package, *further
         self._facts = facts
 
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
@@ -200,12 +207,12 @@ class Registry(Generic[F]):
     @cached_property
     def _entries(self) -> dict[str, Entry[F]]:
         found = list(self._core)
-        for path in sorted((_PACKAGE / self._package).glob("*.py")):
+        for path in (p for folder in self._folders for p in sorted((_PACKAGE / folder).glob("*.py"))):
             for arguments, attribute in self._decorated.findall(path.read_text("utf-8")):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
                 facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-                module = f"lmkit.{self._package}.{path.stem}"
+                module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 name = ast.literal_eval(call.args[0])
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
         return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
@@ -421,7 +428,7 @@ ATTENTION = Registry(
     ),
 )
 OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFacts)
-STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts)
+STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts, further=("bench/rivals",))
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
 BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
 SCHEDULES = Registry(

@@ -16,14 +16,14 @@ from lmkit.lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "DataParallel": "data_parallel",
-        "FSDP": "fsdp_module",
+        "DataParallel": "modules",
+        "FSDP": "modules",
         "ParallelConfig": "strategy",
         "Ranks": "ranks",
         "ShardedOptimizer": "zero1_optimizer",
         "Strategy": "strategy",
         "build_strategy": "strategy",
-        "gather_full_parameters": "fsdp_module",
+        "gather_full_parameters": "modules",
         "process_group": "ranks",
         "spawn_ranks": "launch",
     },

@@ -76,6 +76,7 @@ class Strategy:
         traffic: counts the calls and bytes sent; see `Traffic`.
         gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
+        is_accumulating: whether the passes that run are inside `no_sync`.
     """
 
     _hooks: WatchedBuckets | None = None
@@ -88,7 +89,7 @@ class Strategy:
         self.parameters: list[nn.Parameter] = []
         self.gather: str | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._is_accumulating = False
+        self.is_accumulating = False
 
     def not_captured(self) -> str:
         """Return why no CUDA graph captures a step; empty if one may."""
@@ -139,11 +140,11 @@ class Strategy:
         """
         if self._hooks is not None:
             self._hooks.pause()
-        before, self._is_accumulating = self._is_accumulating, True
+        before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
         finally:
-            self._is_accumulating = before
+            self.is_accumulating = before
             if self._hooks is not None:
                 self._hooks.is_paused = before
 

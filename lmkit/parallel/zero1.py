@@ -91,7 +91,7 @@ class Zero1(Strategy):
         self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         self._index_of = {parameter: index for index, parameter in enumerate(self._places)}
         self._hooks = ScatteredBuckets(self._buckets)
-        if self._is_accumulating:
+        if self.is_accumulating:
             self._hooks.pause()
         lazy = LazyWeights(self._model, self._buckets)
         self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gather)

@@ -67,7 +67,7 @@ class TorchDDP(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+        with super().no_sync(), nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
 
     def finish(self, *, wait: bool = True) -> None:

@@ -1,0 +1,1 @@
+"""PyTorch's own strategies with the interface of lmkit's, for comparison."""

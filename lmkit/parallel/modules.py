@@ -1,0 +1,186 @@
+"""Modules for a training loop of your own, in the existing process group: `DataParallel` and `FSDP`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from lmkit.core.buckets import on_gradient
+from lmkit.errors import UsageError
+from lmkit.parallel.buckets import at_end_of_pass, runs_backward
+from lmkit.parallel.fsdp import Fsdp
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import build_strategy, trainable_parameters
+from lmkit.recipe.tables import ParallelConfig
+from lmkit.registry import STRATEGIES
+
+
+class DataParallel(nn.Module):
+    """Wrap a module so that its gradients are the mean over the ranks when a backward pass ends.
+
+        model = DataParallel(model)                       # every rank takes rank 0's parameters and buffers
+        loss_function(model(inputs), targets).backward()  # each rank with its own part of the batch
+        optimizer.step()
+
+    Works with gloo and NCCL, on CPUs and GPUs. Without a process group it changes nothing. Create the optimizer from
+    `model.parameters()` as usual; `ShardedOptimizer` shards its state. Buffers are broadcast once, at the start.
+
+    Args:
+        module: must have the same names, ties, shapes, dtypes and frozen parameters on every rank.
+        strategy: a name of `lmkit.registry.STRATEGIES` that does not shard.
+        options: keys of [parallel] that the strategy uses (`bucket_mb`, `reduce_dtype`), or its own options.
+
+    Attributes:
+        module: the wrapped module.
+
+    Raises:
+        UsageError: no such strategy, an option that it does not have, or a strategy that shards.
+        LmkitError: the modules differ between ranks.
+    """
+
+    def __init__(self, module: nn.Module, strategy: str = "bucketed", **options: Any) -> None:
+        super().__init__()
+        name = STRATEGIES.canonical(strategy)
+        if STRATEGIES.facts(name).shards:
+            raise UsageError(
+                "parallel.strategy_shards",
+                f"DataParallel: {name} shards more than gradients",
+                hint="use DataParallel with ShardedOptimizer, or build_strategy",
+            )
+        table = {key: options.pop(key) for key in list(options) if key in ParallelConfig.model_fields}
+        ranks = Ranks.current()
+        self._sync = build_strategy(ParallelConfig(strategy=name, **table, options=options), ranks)
+        self.module = module
+        # Not registered as a submodule: the strategy may wrap the module once more.
+        self.__dict__["_call"] = self._sync.attach(module)
+        self._is_finished = False  # whether the end of a backward pass has averaged the gradients
+        self._is_running = False  # whether a backward pass runs that will average them
+        self._ending: Callable[[], object] = lambda: None
+        if ranks.world_size > 1:
+            for parameter in trainable_parameters(module):
+                on_gradient(parameter, self._on_gradient)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_finished = False
+        if self._is_running and not runs_backward():  # the last pass raised
+            self._sync.reset()
+            self._is_running = False
+        return self._call(*args, **kwargs)  # type: ignore[operator]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass."""
+        return self._sync.no_sync()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Average the gradients, unless the end of the backward pass has done it.
+
+        A rank whose backward pass reached no parameter must call it: the other ranks wait for its part.
+        """
+        if not self._is_finished:
+            self._sync.finish()
+        self._is_finished = False
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._sync.is_accumulating or (self._is_running and self._ending() is not None):
+            return
+
+        def ends() -> None:
+            self._sync.finish()
+            self._is_finished, self._is_running = True, False
+
+        self._is_running, self._ending = True, at_end_of_pass(ends)
+
+
+class FSDP(nn.Module):
+    """Wrap a module so that every rank holds a share of its parameters, gradients and optimizer state.
+
+        model = FSDP(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loss_function(model(inputs), targets).backward()   # each rank with its own part of the batch
+        optimizer.step()
+
+    `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
+    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers in
+    the same order; see `lmkit.parallel.fsdp` for what a layer is. `state_dict` returns the whole module's weights on
+    the CPU; `load_state_dict` takes whole weights.
+
+    Args:
+        module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
+        compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
+        reshard_after_forward: free a layer's weights between its forward and its backward pass.
+
+    Attributes:
+        module: the wrapped module.
+
+    Raises:
+        LmkitError: the modules differ between ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__()
+        config = ParallelConfig(strategy="fsdp", options={"reshard_after_forward": reshard_after_forward})
+        self._sync = _FinishedByThePass(Ranks.current(), config)
+        self._sync.compute_dtype = compute_dtype
+        self._compute_dtype = compute_dtype
+        self._sync.attach(module)
+        self.module = module
+        self._slices = self._sync.slices
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync.notice_the_step()
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(self._compute_dtype) if is_wide and self._compute_dtype is not None else value
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's elements of every parameter that trains; of small ones it may have none."""
+        for name, parameter in self.module.named_parameters(prefix=prefix):
+            if parameter in self._slices:
+                yield name, self._slices[parameter]
+
+
+def gather_full_parameters(model: FSDP) -> dict[str, torch.Tensor]:
+    """Return the whole parameters by name, on every rank, in the dtype that they had before. Collective."""
+    return model._sync.whole_weights()
+
+
+class _FinishedByThePass(Fsdp):
+    """`fsdp` for any optimizer: the end of a backward pass puts the gradients into the slices' `grad`."""
+
+    saves_everywhere = True
+
+    @property
+    def slices(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Parameter -> this rank's elements; without any a new parameter without elements."""
+        return {
+            parameter: flat.slices.get(parameter, nn.Parameter(flat.shard.new_empty(0)))
+            for flat in self._flats
+            if flat.trains
+            for parameter in flat.parameters
+        }
+
+    def notice_the_step(self) -> None:
+        """Free gathered weights, which the step may have made stale, and gradients that were set to None."""
+        self.refresh()
+        for flat in self._flats:
+            flat.notice_released()
+
+    def _end_pass(self) -> None:
+        super()._end_pass()
+        self.finish()
