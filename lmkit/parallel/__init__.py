@@ -20,7 +20,7 @@ __getattr__, __dir__, __all__ = exports(
         "FSDP": "modules",
         "ParallelConfig": "strategy",
         "Ranks": "ranks",
-        "ShardedOptimizer": "zero1_optimizer",
+        "ShardedOptimizer": "modules",
         "Strategy": "strategy",
         "build_strategy": "strategy",
         "gather_full_parameters": "modules",

@@ -28,18 +28,17 @@ from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
-from lmkit.parallel.fsdp_links import Links, link, reads_peers
-from lmkit.parallel.fsdp_optimizer import FsdpOptimizer
-from lmkit.parallel.fsdp_shards import FlatParameters, draw_into, leave_meta
+from lmkit.parallel.fsdp_shards import FreedShards, FsdpOptimizer, draw_into, leave_meta
+from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
     broadcast_tensors,
     check_same_model,
+    forward_units,
     trainable_parameters,
 )
-from lmkit.parallel.zero1 import forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -99,13 +98,13 @@ class Fsdp(Strategy):
                 hint="use the number of GPUs of a machine, or 0 for all ranks",
             )
         self._within = replace(ranks, rank=ranks.rank % count, world_size=count)
-        self._flats: list[FlatParameters] = []
-        self._flats_of: dict[nn.Module, list[FlatParameters]] = {}
+        self._flats: list[FreedShards] = []
+        self._flats_of: dict[nn.Module, list[FreedShards]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
         self._after: dict[nn.Module, nn.Module] = {}  # layer -> the layer called after it last time
         self._used: set[nn.Parameter] = set()  # got a gradient on this rank since `finish`
-        self._reducing: list[FlatParameters] = []
-        self._order: list[FlatParameters] = []  # the order of reductions
+        self._reducing: list[FreedShards] = []
+        self._order: list[FreedShards] = []  # the order of reductions
         self._pass: int | None = None
 
     def not_captured(self) -> str:
@@ -167,7 +166,7 @@ class Fsdp(Strategy):
             compute_dtype = reduce_dtype_for(dtype, self.config.weights)
             if dtype == torch.float32 and self.compute_dtype is not None:
                 compute_dtype = self.compute_dtype
-            flat = FlatParameters(
+            flat = FreedShards(
                 parameters,
                 [names[parameter] for parameter in parameters],
                 self._within,
@@ -259,11 +258,11 @@ class Fsdp(Strategy):
             if name.startswith(prefix) and (plain := plain_name(name.removeprefix(prefix))) in weights:
                 state_dict[name] = weights[plain]
 
-    def _lend(self, flats: Iterable[FlatParameters]) -> None:
+    def _lend(self, flats: Iterable[FreedShards]) -> None:
         for flat in flats:
             flat.lend(flat.gather_state())
 
-    def _take_back(self, flats: Iterable[FlatParameters]) -> None:
+    def _take_back(self, flats: Iterable[FreedShards]) -> None:
         for flat in flats:
             flat.take_back(of_first=False)
             if flat.kept:
@@ -310,8 +309,8 @@ class Fsdp(Strategy):
             return
         self._pass = torch._C._current_graph_task_id()
         self._cursor = len(self._calls)
-        self._gathered: set[FlatParameters] = set()
-        self._arrived: Counter[FlatParameters] = Counter()
+        self._gathered: set[FreedShards] = set()
+        self._arrived: Counter[FreedShards] = Counter()
         self._next = 0
         if self._calls or not self._order:  # else a graph is passed once more
             called = [flat for layer in reversed(self._calls) for flat in self._flats_of[layer]]
@@ -353,7 +352,7 @@ class Fsdp(Strategy):
         self._arrived[self._flat_of[parameter]] += 1
         self._reduce_while(lambda flat: self._arrived[flat] == len(flat.parameters))
 
-    def _reduce_while(self, is_ready: Callable[[FlatParameters], bool]) -> None:
+    def _reduce_while(self, is_ready: Callable[[FreedShards], bool]) -> None:
         while self._next < len(self._order) and is_ready(self._order[self._next]):
             flat = self._order[self._next]
             self._next += 1
@@ -423,9 +422,11 @@ class Fsdp(Strategy):
             for flat in self._flats:
                 flat.forget_in_flight()  # events of a capture that failed cannot be waited for
         for flat in self._flats:
-            flat.drop_gradients()
+            flat.drop_reduced()
             if not flat.kept:
                 flat.hide()
+        for parameter in self.parameters:
+            parameter.grad = None
         self._reducing.clear()
         self._used.clear()
         self._calls.clear()

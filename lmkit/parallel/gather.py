@@ -1,22 +1,29 @@
-"""Gather the weights that other ranks updated: by the backend, or by reading the memory of their GPUs."""
+"""Gather weights: by the backend, or by reading the memory of other ranks' GPUs; and between which ranks."""
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.torch_version import TorchVersion
 
 from lmkit.core.buckets import Work
 from lmkit.errors import LmkitError
 from lmkit.measure.allocator import without_expandable_segments
 from lmkit.measure.memory import is_out_of_memory
-from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.model.memory import PEER_LAYER_BYTES, SLOT_BYTES
+from lmkit.parallel.collectives import Averager, Traffic, is_captured, reduce_dtype_for
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import forward_units
 
 ALIGNMENT = 512
 """Alignment of CUDA's allocators, in bytes."""
@@ -26,8 +33,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _USE_COLLECTIVES = 'set parallel.gather = "collective"'
 
 
-class WeightGather:
-    """Gather with one all-gather per tensor."""
+class Gather:
+    """Gather with one all-gather per tensor. `zero1` allocates and refills weights, `fsdp` fills them from shards."""
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
@@ -36,25 +43,40 @@ class WeightGather:
         """Return a zeroed flat tensor (num_elements,). The world size divides it into equal parts."""
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
-    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+    def refill(self, flats: Sequence[torch.Tensor]) -> list[Work]:
         """Start collecting the other ranks' parts of tensors from `allocate`. Collective.
 
         Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
         """
         return [self._averager.all_gather(flat) for flat in flats]
 
+    def reserve(self, num_bytes: int) -> None:
+        """Prepare for shards of at most `num_bytes`, in the dtype of the gathered weights. Collective."""
 
-class PeerGather(WeightGather):
+    def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start filling `whole` (world_size * n,) with all ranks' shards (n,), by an all-gather. Collective."""
+        self._averager.own_part(whole).copy_(shard)
+        return self._averager.all_gather(whole)
+
+    start = collect
+    """Fill `whole` as `collect` does, by the fastest way. Collective."""
+
+    def end_step(self) -> None:
+        """Let a graph gather next. Collective."""
+
+
+class PeerGather(Gather):
     """Read the other ranks' parts from the memory of their GPUs, on a separate stream.
 
     Copies take no SMs from the matrix products of the forward pass, as NCCL's kernels would.
 
     A rank may read only after every rank has written; a reduction of four bytes makes sure of it. A rank may write
     again only after every rank has read. Each rank reads a bucket's weights before it reduces the bucket's next
-    gradients (`ShardedBucket.reduce`), and no rank updates a shard before that reduction has ended.
+    gradients (`KeptShards.reduce`), and no rank updates a shard before that reduction has ended.
     """
 
-    def __init__(self, memory: PeerMemory, ranks: Ranks, traffic: Traffic) -> None:
+    def __init__(self, averager: Averager, memory: PeerMemory, ranks: Ranks, traffic: Traffic) -> None:
+        super().__init__(averager)
         self._memory = memory
         self._ranks = ranks
         self._traffic = traffic
@@ -78,7 +100,7 @@ class PeerGather(WeightGather):
         self._copies[own] = [(own.chunk(world_size)[r], seen[r].chunk(world_size)[r]) for r in others]
         return own
 
-    def start(self, flats: Sequence[torch.Tensor]) -> list[Work]:
+    def refill(self, flats: Sequence[torch.Tensor]) -> list[Work]:
         self._traffic.count_all_reduce(self._written.nbytes, self._ranks.world_size)
         all_written = dist.all_reduce(self._written, async_op=True)
         arrivals: list[Work] = []
@@ -90,6 +112,167 @@ class PeerGather(WeightGather):
                     copy.copy_(part, non_blocking=True)
                 arrivals.append(all_written if self._stream is None else self._stream.record_event())
         return arrivals
+
+
+class PeerShardGather(Gather):
+    """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
+
+    Copies take no SMs from concurrent kernels; NCCL's kernels do. But a barrier occupies part of an SM while it
+    waits, so NCCL gathers large layers (`PEER_LAYER_BYTES`). Each rank first casts its shard to the dtype of the
+    gathered weights, piece by piece, into two slots in turn that all ranks can read. A barrier after each piece shows
+    that every rank has written its piece, and that every rank has read the piece before, whose slot is then free.
+    """
+
+    def __init__(self, averager: Averager, ranks: Ranks, traffic: Traffic) -> None:
+        super().__init__(averager)
+        self._ranks = ranks
+        self._traffic = traffic
+        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        # Whether a graph captures -> the next slot. A capture may fail on one rank only; its turns count apart.
+        self._turns = {False: 0, True: 0}
+        self._is_ended = True
+        # Kept, because making views takes longer than copying.
+        self._pieces: dict[tuple[torch.Tensor, int], list[SlotCopies]] = {}
+
+    def reserve(self, num_bytes: int) -> None:
+        size = min(aligned(num_bytes), SLOT_BYTES)
+        self._memory = PeerMemory(2 * size, self._ranks)
+        self._slots = [[memory[turn * size :][:size] for memory in self._memory.of_rank] for turn in range(2)]
+
+    @torch.no_grad()
+    def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
+        self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
+        captured = is_captured(whole.device)
+        self._is_ended &= captured
+        key = whole, self._turns[captured]
+        if key not in self._pieces:
+            self._pieces[key] = list(self._cut(whole, self._turns[captured], shard))
+        pieces = self._pieces[key]
+        self._turns[captured] = (self._turns[captured] + len(pieces)) % 2
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for piece in pieces:
+                piece.slot.copy_(piece.mine)
+                piece.own.copy_(piece.mine)
+                self._memory.barrier()
+                for part, slot in piece.others:
+                    part.copy_(slot, non_blocking=True)
+            return _Done() if self._stream is None else self._stream.record_event()
+
+    def end_step(self) -> None:
+        """Wait until every rank has read the last piece that was gathered without a graph: the first in a graph may
+        take the same slot. Collective."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._memory.barrier()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _cut(self, whole: torch.Tensor, turn: int, shard: torch.Tensor) -> Iterator[SlotCopies]:
+        """Yield pieces as large as a slot, for both slots in turn."""
+        world_size, rank = self._ranks.world_size, self._ranks.rank
+        parts = whole.chunk(world_size)
+        length = self._slots[0][0].nbytes // whole.itemsize
+        for number, begin in enumerate(range(0, len(shard), length)):
+            end = min(begin + length, len(shard))
+            slots = [
+                slot[: (end - begin) * whole.itemsize].view(whole.dtype)
+                for slot in self._slots[(turn + number) % 2]
+            ]
+            others = [(rank + step) % world_size for step in range(1, world_size)]
+            yield SlotCopies(
+                shard[begin:end],
+                slots[rank],
+                parts[rank][begin:end],
+                [(parts[other][begin:end], slots[other]) for other in others],
+            )
+
+
+class SlotCopies(NamedTuple):
+    """A piece of this rank's shard, its slot, and its place in the whole; the place and slot of every other rank.
+
+    The other ranks are listed from the next one on, so that no two ranks read from the same rank at a time.
+    """
+
+    mine: torch.Tensor
+    slot: torch.Tensor
+    own: torch.Tensor
+    others: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Done:
+    """A finished copy: on a CPU, copies are synchronous."""
+
+    def wait(self) -> None: ...
+
+
+class Links(NamedTuple):
+    """The links that `FreedShards` takes. All are None if this rank is alone."""
+
+    gathers: Gather | None = None
+    reductions: Averager | None = None
+    replicas: Averager | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share a copy of the model; None: all."""
+        return None if self.reductions is None else self.reductions.group
+
+
+def reads_peers(model: nn.Module, ranks: Ranks, weights: str) -> bool:
+    """Return whether copies from the memory of other GPUs are possible, and faster than the backend. Collective.
+
+    Args:
+        weights: `parallel.weights`, the dtype of gathered weights.
+    """
+    size = sum(p.numel() * reduce_dtype_for(p.dtype, weights).itemsize for p in model.parameters())
+    small = size <= PEER_LAYER_BYTES * len(list(forward_units(model)))
+    one_device = {parameter.device for parameter in model.parameters()} == {ranks.device}
+    return small and can_share_memory(ranks) and one_device
+
+
+def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:
+    """Return the links by which this rank communicates. Collective.
+
+    Args:
+        within: this rank's place among the `within.world_size` consecutive ranks that share its copy of the model.
+        reads_peers: gather by reading the memory of other GPUs; only where all ranks share one copy.
+    """
+    groups = _groups(dist.group.WORLD, within.world_size, ranks.timeout_s)
+    replicas = None
+    if within.world_size < ranks.world_size:
+        copies = ranks.world_size // within.world_size
+        across = replace(within, rank=ranks.rank // within.world_size, world_size=copies)
+        replicas = Averager(across, traffic, groups["replicas"])
+    averager = Averager(within, traffic, groups["gathers"])
+    gathers = PeerShardGather(averager, ranks, traffic) if reads_peers else Gather(averager)
+    return Links(gathers, Averager(within, traffic, groups["reductions"]), replicas)
+
+
+@functools.lru_cache(maxsize=1)
+def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str, Any]:
+    """Return this rank's process groups. Collective.
+
+    The `count` ranks that share a copy of the model have two groups; the ranks that keep the same shard have one.
+    """
+    ranks = list(range(world.size()))
+    copies = [ranks[start : start + count] for start in range(0, len(ranks), count)]
+    members = {"reductions": copies}
+    found: dict[str, Any] = {"gathers": None}  # the default group
+    if len(copies) > 1:
+        members |= {"gathers": copies, "replicas": [ranks[index::count] for index in range(count)]}
+    for name, groups in members.items():
+        for group in groups:
+            # Every rank takes part in making each group.
+            made = dist.new_group(group, timeout=timedelta(seconds=timeout_s))
+            if world.rank() in group:
+                found[name] = made
+    return found
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""Modules for a training loop of your own, in the existing process group: `DataParallel` and `FSDP`."""
+"""For a training loop of your own, in the existing process group: `DataParallel`, `ShardedOptimizer` and `FSDP`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lmkit.core.buckets import on_gradient
+from lmkit.core.buckets import MIB, on_gradient
 from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
+from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.fsdp import Fsdp
+from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import build_strategy, trainable_parameters
+from lmkit.parallel.zero1_shards import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -96,6 +99,108 @@ class DataParallel(nn.Module):
         self._is_running, self._ending = True, at_end_of_pass(ends)
 
 
+class ShardedOptimizer(Zero1Optimizer):
+    """Shard the state of any element-wise optimizer over the ranks of the existing process group.
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        loss.backward()        # the gradients must be averaged: with `DataParallel`, or PyTorch's DDP
+        optimizer.step()       # afterwards every rank has all updated parameters
+
+    The parameters move into flat buckets (`parameter.data` becomes a view), so create it after the model is on its
+    device. Each rank updates 1/W of all elements and gathers the others. Frozen parameters, and parameters without a
+    gradient, keep their values. A bucket's parameters share one step counter, so the bias correction of a parameter
+    also counts steps that did not use it.
+
+    Args:
+        params: parameters or parameter groups.
+        optimizer_class: a class of `torch.optim`, or `lmkit.optim.AdamW`.
+        options: its keyword arguments.
+
+    Raises:
+        ValueError: a parameter is in two groups, or the optimizer looks at whole matrices.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
+        if (name := getattr(optimizer_class, "__name__", "")) in _NOT_ELEMENTWISE:
+            raise ValueError(f"{name} does not update every element by itself: it cannot step shards")
+        self._ranks = Ranks.current()
+        self._given: list[list[nn.Parameter]] = []
+        alone = self._ranks.world_size == 1
+        self._gathers = None if alone else Gather(Averager(self._ranks, Traffic()))
+        listed = list(params)
+        groups = [{"params": listed}] if not listed or isinstance(listed[0], torch.Tensor) else listed
+        buckets = [bucket for group in groups for bucket in self._shard(group["params"])]
+        given = [{**group, "params": mine} for group, mine in zip(groups, self._given, strict=True)]
+        super().__init__(
+            lambda shards: optimizer_class(shards, **options), given, buckets, self._ranks, self._gathers
+        )
+        self.param_groups = [
+            {**inner, "params": mine}
+            for inner, mine in zip(self.inner.param_groups, self._given, strict=True)
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard the parameters of another group, too."""
+        if not hasattr(self, "_step_parts"):  # torch.optim.Optimizer's constructor calls it
+            super().add_param_group(param_group)
+            return
+        buckets = self._shard(param_group["params"])
+        self.inner.add_param_group({**param_group, "params": [bucket.shard for bucket in buckets]})
+        self.param_groups.append({**self.inner.param_groups[-1], "params": self._given[-1]})
+        self._own(buckets, dict.fromkeys(self._given[-1], len(self._given) - 1))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters, on all ranks. Gradients must be equal on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
+        for bucket in self._flats:
+            missing = [position for position, p in enumerate(bucket.parameters) if p.grad is None]
+            if len(missing) < len(bucket.parameters):
+                bucket.take_own_gradients()
+                self.keep += [(bucket, bucket.own_part(position)[0]) for position in missing]
+        self._step()
+        for bucket in self._flats:
+            bucket.wait_gathered()
+        return loss
+
+    @torch.no_grad()
+    def _shard(self, given: Any) -> list[KeptShards]:
+        """Move a group's parameters into buckets; remember the group."""
+        parameters = [given] if isinstance(given, nn.Parameter) else list(dict.fromkeys(given))
+        if not {parameter for group in self._given for parameter in group}.isdisjoint(parameters):
+            raise ValueError("a parameter is in more than one parameter group")
+        number = len(self._given)
+        self._given.append(parameters)
+        names = {p: {f"{number}.{index}": p.shape} for index, p in enumerate(parameters)}
+        planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
+        return [
+            KeptShards(
+                bucket,
+                [names[parameter] for parameter in bucket],
+                self._ranks,
+                weight_dtype=bucket[0].dtype,
+                gathers=self._gathers,
+                reductions=None,
+                reduce_dtype=bucket[0].dtype,
+            )
+            for _, bucket in planned
+        ]
+
+
+_BUCKET_BYTES = 50 * MIB
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
 class FSDP(nn.Module):
     """Wrap a module so that every rank holds a share of its parameters, gradients and optimizer state.
 
@@ -135,7 +240,9 @@ class FSDP(nn.Module):
         self._compute_dtype = compute_dtype
         self._sync.attach(module)
         self.module = module
-        self._slices = self._sync.slices
+        self._slices: dict[nn.Parameter, Any] = {
+            p.parameters[0]: p.part for flat in self._sync._flats for p in flat.pieces
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._sync.notice_the_step()
@@ -164,16 +271,6 @@ class _FinishedByThePass(Fsdp):
     """`fsdp` for any optimizer: the end of a backward pass puts the gradients into the slices' `grad`."""
 
     saves_everywhere = True
-
-    @property
-    def slices(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Parameter -> this rank's elements; without any a new parameter without elements."""
-        return {
-            parameter: flat.slices.get(parameter, nn.Parameter(flat.shard.new_empty(0)))
-            for flat in self._flats
-            if flat.trains
-            for parameter in flat.parameters
-        }
 
     def notice_the_step(self) -> None:
         """Free gathered weights, which the step may have made stale, and gradients that were set to None."""

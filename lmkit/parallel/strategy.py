@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import strategy_mistakes
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
-
-if TYPE_CHECKING:
-    from lmkit.parallel.zero1_shards import ShardLayout
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -238,32 +235,18 @@ class Strategy:
         return gradient_norm(present_gradients(self.parameters))
 
 
-@runtime_checkable
-class ShardedState(Protocol):
-    """An optimizer whose state is sharded over the ranks; checkpoints save and load it through these methods."""
-
-    shard_layout: ShardLayout
-    """Which elements of which parameters each rank holds."""
-    inner: torch.optim.Optimizer
-    """The optimizer of this rank's shards."""
-    param_groups: list[dict[str, Any]]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what this rank saved under the same layout."""
-
-    def load_resharded(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load what all ranks of a run saved, whatever its world size."""
-
-    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the fp32 masters of bf16 weights from whole weights, by name."""
-
-
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order of registration; tied parameters once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def forward_units(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers in the order of registration: the model's children, and the members of its lists of layers."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from forward_units(child)
+        else:
+            yield child
 
 
 def present_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

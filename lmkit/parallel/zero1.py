@@ -7,7 +7,7 @@ before it runs. With bf16 weights a parameter costs 2 + 2 bytes of communication
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,11 @@ from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.model.names import parameter_names
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
-from lmkit.parallel.gather import (
-    PeerGather,
-    PeerMemory,
-    WeightGather,
-    aligned,
-    can_share_memory,
-)
+from lmkit.parallel.gather import Gather, PeerGather, PeerMemory, aligned, can_share_memory
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
-from lmkit.parallel.zero1_optimizer import Zero1Optimizer
-from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, plan_shards
+from lmkit.parallel.shards import shard_size_of
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, forward_units
+from lmkit.parallel.zero1_shards import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -55,7 +49,7 @@ class Zero1(Strategy):
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
-        self._buckets: list[ShardedBucket] = []
+        self._buckets: list[KeptShards] = []
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self._model = super().attach(model, fingerprint=fingerprint)
@@ -64,28 +58,29 @@ class Zero1(Strategy):
     @torch.no_grad()
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> Zero1Optimizer:
         given = [{**group, "params": list(group["params"])} for group in groups]
-        self._weights = [group.pop("weights", self.config.weights) for group in given]
-        planned = plan_shards(
-            [group["params"] for group in given],
-            parameter_names(self._model),
-            capacity=int(self.config.bucket_mb * MIB),
-            weights=self.config.weights,
-            world_size=self.ranks.world_size,
-        )
-        gather = self._make_gather(planned)
-        self._buckets = [
-            ShardedBucket(
-                parameters,
-                layout,
-                self.ranks,
-                self._averager if self.ranks.world_size > 1 else None,
-                gather,
-                weight_dtype=self._weight_dtype(parameters, layout),
-                reduce_dtype=reduce_dtype_for(
-                    self._weight_dtype(parameters, layout), self.config.reduce_dtype
-                ),
+        weights = [group.pop("weights", self.config.weights) for group in given]
+        names = parameter_names(self._model)
+        planned = [
+            (parameters, reduce_dtype_for(parameters[0].dtype, weights[group]))
+            for group, parameters in plan_shards(
+                [group["params"] for group in given],
+                names,
+                capacity=int(self.config.bucket_mb * MIB),
+                weights=self.config.weights,
             )
-            for parameters, layout in planned
+        ]
+        gathers = self._make_gather(planned)
+        self._buckets = [
+            KeptShards(
+                parameters,
+                [names[parameter] for parameter in parameters],
+                self.ranks,
+                weight_dtype=dtype,
+                gathers=gathers,
+                reductions=self._averager if gathers is not None else None,
+                reduce_dtype=reduce_dtype_for(dtype, self.config.reduce_dtype),
+            )
+            for parameters, dtype in planned
         ]
         # Parameter -> its bucket and its position in the bucket, in the order of the parameters' indices.
         self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
@@ -94,30 +89,25 @@ class Zero1(Strategy):
         if self.is_accumulating:
             self._hooks.pause()
         lazy = LazyWeights(self._model, self._buckets)
-        self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gather)
+        self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gathers)
         self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
         return self._sharded
 
-    def _make_gather(self, planned: Sequence[tuple[list[nn.Parameter], BucketLayout]]) -> WeightGather | None:
-        if self.ranks.world_size == 1:
+    def _make_gather(self, planned: Sequence[tuple[list[nn.Parameter], torch.dtype]]) -> Gather | None:
+        world_size = self.ranks.world_size
+        if world_size == 1:
             return None
         one_device = {parameters[0].device for parameters, _ in planned} == {self.ranks.device}
         if self.config.gather == "auto" and can_share_memory(self.ranks) and one_device:
             self.gather = "reads peers"
             num_bytes = sum(
-                aligned(
-                    self.ranks.world_size
-                    * layout.shard_size
-                    * self._weight_dtype(parameters, layout).itemsize
-                )
-                for parameters, layout in planned
+                aligned(world_size * shard_size_of(sum(p.numel() for p in ps), world_size) * dtype.itemsize)
+                for ps, dtype in planned
             )
-            return PeerGather(PeerMemory(num_bytes, self.ranks), self.ranks, self.traffic)
+            memory = PeerMemory(num_bytes, self.ranks)
+            return PeerGather(self._averager, memory, self.ranks, self.traffic)
         self.gather = "collective"
-        return WeightGather(self._averager)
-
-    def _weight_dtype(self, parameters: list[nn.Parameter], layout: BucketLayout) -> torch.dtype:
-        return reduce_dtype_for(parameters[0].dtype, self._weights[layout.group])
+        return Gather(self._averager)
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
@@ -134,7 +124,7 @@ class Zero1(Strategy):
             for bucket in self._buckets:
                 bucket.wait_reduced()
         places = [self._places[parameters[index]] for index in unused]
-        self._sharded.keep = [(bucket, bucket.shard_slice(position)) for bucket, position in places]
+        self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -142,7 +132,7 @@ class Zero1(Strategy):
         for buckets in (self._buckets[:-1], self._buckets[-1:]):
             for bucket in buckets:
                 bucket.wait_reduced()  # the last bucket is reduced while the norm of the others is computed
-            if gradients := present_gradients(bucket.master for bucket in buckets):
+            if gradients := [b.gradient for b in buckets if b.gradient is not None]:
                 shards += gradients
                 norms.append(gradient_norm(gradients))
         square = torch.linalg.vector_norm(torch.stack(norms)).square()
@@ -171,7 +161,7 @@ class Zero1(Strategy):
 class ScatteredBuckets(WatchedBuckets):
     """Buckets that are reduced to shards. They are planned before the first pass."""
 
-    def __init__(self, sharded: Sequence[ShardedBucket]) -> None:
+    def __init__(self, sharded: Sequence[KeptShards]) -> None:
         super().__init__(parameter for bucket in sharded for parameter in bucket.parameters)
         self._sharded = sharded
         self._use([bucket.parameters for bucket in sharded])
@@ -197,10 +187,10 @@ class LazyWeights:
     for all buckets.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[ShardedBucket]) -> None:
+    def __init__(self, model: nn.Module, buckets: Sequence[KeptShards]) -> None:
         self._buckets = buckets
         bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._needs: dict[nn.Module, list[ShardedBucket]] = {}
+        self._needs: dict[nn.Module, list[KeptShards]] = {}
         in_layers: set[nn.Parameter] = set()
         for unit in forward_units(model):
             in_layers.update(unit.parameters())
@@ -241,12 +231,3 @@ class LazyWeights:
     def _take_loaded(self) -> None:
         for bucket in self._buckets:
             bucket.take_weights()
-
-
-def forward_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers in the order of registration: the model's children, and the members of its lists of layers."""
-    for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from forward_units(child)
-        else:
-            yield child

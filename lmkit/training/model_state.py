@@ -23,8 +23,8 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.optim.adamw import MASTER
-from lmkit.parallel.strategy import ShardedState
-from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate
+from lmkit.parallel.sharded_state import ShardedState
+from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage import write_atomic

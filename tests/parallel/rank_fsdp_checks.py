@@ -28,7 +28,7 @@ from torch import nn
 from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.parallel.fsdp import Fsdp
-from lmkit.parallel.fsdp_shards import FlatParameters
+from lmkit.parallel.fsdp_shards import FreedShards
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
@@ -135,17 +135,17 @@ def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> N
     config = TINY.model_copy(update={"tie_embeddings": tied})
     longest, pieces, made = [], [], []
 
-    def make_shard(original: Callable, flat: FlatParameters) -> None:
+    def make_shard(original: Callable, flat: FreedShards) -> None:
         assert flat._weights.untyped_storage().nbytes() == 0
         made.append(len(sync._flats))
         original(flat)
 
-    def lend(original: Callable, flat: FlatParameters, *given: Any) -> None:
+    def lend(original: Callable, flat: FreedShards, *given: Any) -> None:
         original(flat, *given)
         assert torch.Size((64, 32)) not in [parameter.shape for parameter in flat.parameters]
         longest.append(sum(lent is not None for lent in [f._lent for f in sync._flats]))
 
-    def take_rows(original: Callable, flat: FlatParameters, rows: torch.Tensor, begin: int) -> None:
+    def take_rows(original: Callable, flat: FreedShards, rows: torch.Tensor, begin: int) -> None:
         original(flat, rows, begin)
         pieces.append(len(rows))
 
@@ -160,7 +160,7 @@ def check_fsdp_draws_the_weights_of_a_whole_model(ranks: Ranks, tied: bool) -> N
         spies = {"make_shard": make_shard, "lend": lend, "take_rows": take_rows}
         with ExitStack() as stack:
             for name, spy in spies.items():
-                stack.enter_context(around(FlatParameters, name, spy))
+                stack.enter_context(around(FreedShards, name, spy))
             sync.attach(model)
     assert made == [len(made)] * len(made), "no flat tensor is whole beside the shards"
     assert max(longest) == 1, "one layer at a time is whole"

@@ -13,9 +13,9 @@ from torch import nn
 
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel import fsdp_gather
-from lmkit.parallel.fsdp_gather import PeerShardGather
-from lmkit.parallel.fsdp_shards import FlatParameters
+from lmkit.parallel import gather as gathering
+from lmkit.parallel.fsdp_shards import FreedShards
+from lmkit.parallel.gather import PeerShardGather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ParallelConfig
@@ -28,12 +28,12 @@ def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
     sync, model, optimizer = sharded(TINY, ranks, options={"reshard_after_forward": reshard})
     peaks = []
 
-    def count(original: Callable, flat: FlatParameters) -> None:
+    def count(original: Callable, flat: FreedShards) -> None:
         original(flat)
         gathered = [f for f in sync._flats if f.gathered_bytes]
         peaks[-1] = max(peaks[-1], len(gathered))
 
-    with around(FlatParameters, "start", count):
+    with around(FreedShards, "start", count):
         for step in range(3):
             peaks.append(0)
             loss = model.loss(*tokens(ranks, step))
@@ -126,7 +126,7 @@ def check_fsdp_peers_agree_on_slots_after_captures_that_ended_in_different_place
         link = sync._flats[0]._gathers
         if isinstance(link, PeerShardGather):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fsdp_gather, "is_captured", lambda device: True)
+                patch.setattr(gathering, "is_captured", lambda device: True)
                 patch.setattr(type(link._memory), "barrier", lambda memory: None)
                 for _ in range(ranks.rank):
                     shard = torch.zeros(4, device=ranks.device)
@@ -173,12 +173,12 @@ def check_fsdp_of_frozen_layers(ranks: Ranks) -> None:
     sync, call, _ = start("fsdp", model, ranks, sgd)
     most = []
 
-    def count(original: Callable, flat: FlatParameters) -> None:
+    def count(original: Callable, flat: FreedShards) -> None:
         original(flat)
         most.append(sum(f.gathered_bytes > 0 for f in sync._flats))
 
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(ranks.device)
-    with around(FlatParameters, "start", count):
+    with around(FreedShards, "start", count):
         for module in (oracle, call):
             module(x).square().mean().backward()
     sync.finish()

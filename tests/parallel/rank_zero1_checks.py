@@ -32,7 +32,7 @@ from rank_model import (
 from torch import nn
 
 from lmkit.errors import LmkitError
-from lmkit.parallel import fsdp_gather, fsdp_links, zero1
+from lmkit.parallel import gather, zero1
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.ranks import Ranks, process_group
@@ -168,7 +168,7 @@ def check_zero1_bf16_master(ranks: Ranks, make: Callable) -> None:
         run.optimizer.zero_grad()
     run.sync.wait_for_weights()
     for bucket in run.buckets:
-        assert torch.equal(bucket.shard, bucket.master.bfloat16())
+        assert torch.equal(bucket.own_weights, bucket.shard.bfloat16())
     for p, q in zip(run.parameters, theirs, strict=True):
         # Masters agree to 1e-7; at a rounding border that may be one bf16 step (2^-8 relative).
         assert torch.allclose(p.float(), q.detach(), rtol=2**-8, atol=1e-6)
@@ -186,7 +186,7 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
     after = dict(run.model.named_parameters())
     assert [name for name, value in before.items() if torch.equal(value, after[name])] == ["never"]
     for bucket in run.buckets:
-        assert torch.equal(bucket.shard, bucket.master.bfloat16())
+        assert torch.equal(bucket.own_weights, bucket.shard.bfloat16())
     assert_same_on_all_ranks(run.model, ranks)
 
 
@@ -226,10 +226,10 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     )
     run.optimizer.load_masters(weights)
     for bucket in run.buckets:
-        whole = torch.cat([weights[name].flatten() for name in bucket.layout.names])
+        whole = torch.cat([weights[name].flatten() for names in bucket.names for name in names])
         padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
-        assert torch.equal(bucket.master, bucket.shard_of(padded))
-        assert torch.equal(bucket.shard, bucket.master.bfloat16())
+        assert torch.equal(bucket.shard, bucket.own_of(padded))
+        assert torch.equal(bucket.own_weights, bucket.shard.bfloat16())
 
 
 @check()
@@ -241,7 +241,7 @@ def check_zero1_reduction_in_bf16(ranks: Ranks) -> None:
         for step in range(5):
             run.feed(10 * step + ranks.rank)
             run.sync.clip_gradients(1.0)
-            assert {bucket.master.grad.dtype for bucket in run.buckets} == {dtype}
+            assert {bucket.gradient.dtype for bucket in run.buckets} == {dtype}
             run.optimizer.step()
             run.optimizer.zero_grad()
         run.sync.wait_for_weights()
@@ -404,10 +404,10 @@ def by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for chooser, gather in ((zero1, zero1), (fsdp_links, fsdp_gather)):
-            patch.setattr(chooser, "can_share_memory", lambda ranks: is_cpu)
-            patch.setattr(gather, "PeerMemory", make)
-        patch.setattr(fsdp_gather, "SLOT_BYTES", 1024)  # a shard takes several
+        for module in (zero1, gather):
+            patch.setattr(module, "can_share_memory", lambda ranks: is_cpu)
+            patch.setattr(module, "PeerMemory", make)
+        patch.setattr(gather, "SLOT_BYTES", 1024)  # a shard takes several
         check(ranks)
     assert bool(made) == is_cpu
 

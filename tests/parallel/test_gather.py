@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel import fsdp_gather, fsdp_links, gather
+from lmkit.parallel import gather
 from lmkit.parallel.collectives import Traffic
-from lmkit.parallel.fsdp_gather import PeerShardGather
-from lmkit.parallel.fsdp_links import reads_peers
-from lmkit.parallel.gather import can_share_memory
+from lmkit.parallel.gather import PeerShardGather, can_share_memory, reads_peers
 from lmkit.parallel.ranks import Ranks
 
 ONE_HOST = ("host", "0,1", 1)
@@ -48,10 +46,10 @@ def test_cpus_do_not():
 
 
 def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatch):
-    monkeypatch.setattr(fsdp_links, "can_share_memory", lambda ranks: True)
+    monkeypatch.setattr(gather, "can_share_memory", lambda ranks: True)
     model, ranks = nn.Sequential(nn.Linear(63, 64), nn.Linear(63, 32)), Ranks(world_size=2)
     assert reads_peers(model, ranks, "fp32")
-    monkeypatch.setattr(fsdp_links, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
+    monkeypatch.setattr(gather, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
     assert not reads_peers(model, ranks, "fp32")
     assert reads_peers(model, ranks, "bf16")
 
@@ -59,7 +57,7 @@ def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatc
 def test_ranks_wait_for_one_another_between_a_gather_without_a_graph_and_a_graph(monkeypatch):
     """Its last piece, and the first in the graph, may lie in one slot."""
     barriers, captured = [], iter((False, True, False))
-    monkeypatch.setattr(fsdp_gather, "is_captured", lambda device: next(captured))
+    monkeypatch.setattr(gather, "is_captured", lambda device: next(captured))
     link = PeerShardGather(None, Ranks(world_size=2), Traffic())
     link._memory = SimpleNamespace(barrier=lambda: barriers.append("barrier"))
     link._slots = [[torch.zeros(16, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]

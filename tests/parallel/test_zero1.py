@@ -14,7 +14,7 @@ from lmkit.parallel.bucketed import AveragedBuckets, BucketedSync, OverlapSync
 from lmkit.parallel.collectives import average_bucket
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import LazyWeights, Zero1
-from lmkit.parallel.zero1_shards import BucketLayout, ShardedBucket, shard_size_of, start_gather
+from lmkit.parallel.zero1_shards import KeptShards, start_gather
 from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)
@@ -28,7 +28,7 @@ class Backend:
         self.allocate = torch.zeros
         self._flats: list[torch.Tensor] = []
 
-    def start(self, flats: list[torch.Tensor]) -> list[Backend]:
+    def refill(self, flats: list[torch.Tensor]) -> list[Backend]:
         self._flats = list(flats)
         return [self for _ in flats]
 
@@ -45,11 +45,18 @@ class Backend:
         return self.reduce_scatter(tensors[0])
 
 
-def under_way(layer: nn.Linear) -> tuple[ShardedBucket, Any]:
+def under_way(layer: nn.Linear) -> tuple[KeptShards, Any]:
     """A bucket of the layer's weight, which is on its way, and its backend."""
-    layout, backend = BucketLayout(0, ("weight",), (16,), shard_size_of(16, RANKS.world_size)), Backend()
-    dtypes = {"weight_dtype": torch.float32, "reduce_dtype": torch.float32}
-    bucket = ShardedBucket([layer.weight], layout, RANKS, backend, backend, **dtypes)  # type: ignore[arg-type]
+    backend = Backend()
+    bucket = KeptShards(
+        [layer.weight],
+        [{"weight": layer.weight.shape}],
+        RANKS,
+        weight_dtype=torch.float32,
+        gathers=backend,  # type: ignore[arg-type]
+        reductions=backend,  # type: ignore[arg-type]
+        reduce_dtype=torch.float32,
+    )
     start_gather([bucket], backend)  # type: ignore[arg-type]
     return bucket, backend
 
@@ -93,7 +100,7 @@ def test_gradients_that_are_not_wanted_are_waited_for(parts):
     bucket.drop_reduced()
     assert backend.events[1:] == ["gradients go", "gradients end"]
     bucket.wait_reduced()
-    assert bucket.master.grad is None
+    assert bucket.gradient is None
 
     replicated = OverlapSync(RANKS, ParallelConfig())
     model[0].weight.grad = torch.ones(4, 4)

@@ -16,8 +16,8 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import consolidate
 from lmkit.parallel.zero1 import Zero1
-from lmkit.parallel.zero1_shards import consolidate
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.model_state import (
     load_checkpoint,

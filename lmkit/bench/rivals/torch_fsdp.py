@@ -22,10 +22,10 @@ from lmkit.parallel.strategy import (
     Strategy,
     broadcast_model,
     check_same_model,
+    forward_units,
     present_gradients,
     trainable_parameters,
 )
-from lmkit.parallel.zero1 import forward_units
 from lmkit.registry import STRATEGIES
 
 

@@ -1,4 +1,4 @@
-"""The layout of ZeRO-1 shards, and how optimizer state moves between layouts."""
+"""The layout of shards, and how optimizer state moves between layouts."""
 
 import json
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate, cut_state, shard_size_of
 from lmkit.parallel.zero1 import Zero1
-from lmkit.parallel.zero1_shards import BucketLayout, ShardLayout, consolidate, shard_size_of, take_shards
 from lmkit.recipe.tables import ParallelConfig
 
 
@@ -31,7 +31,13 @@ def test_zero1_gives_what_fills_a_bucket_one_of_its_own():
 
 def state_of(rank: int, layout: ShardLayout, whole: dict[str, torch.Tensor]) -> dict:
     per_parameter = {name: {"exp_avg": value, "step": torch.tensor(3.0)} for name, value in whole.items()}
-    return {"rank": rank, "layout": layout.as_json(), "state": take_shards(per_parameter, layout, rank)}
+    cut = {
+        str(index): cut_state(
+            per_parameter, bucket.names, slice(rank * bucket.shard_size, (rank + 1) * bucket.shard_size)
+        )
+        for index, bucket in enumerate(layout.buckets)
+    }
+    return {"rank": rank, "layout": layout.as_json(), "state": cut}
 
 
 def layout_for(world_size: int, buckets: list[dict[str, int]]) -> ShardLayout:
@@ -65,7 +71,7 @@ def test_states_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match="different layouts"):
         consolidate([states[0], {**states[1], "layout": other.as_json()}])
     with pytest.raises(ValueError, match="no optimizer state for b"):
-        take_shards(consolidate(states), layout_for(2, [{"a": 300, "b": 1}]), 0)
+        cut_state(consolidate(states), ("a", "b"), slice(0, 256))
 
 
 def test_layouts_survive_json():

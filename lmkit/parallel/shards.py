@@ -1,0 +1,350 @@
+"""Flat shards, for `zero1` and `fsdp`: parameters in flat tensors, of which every rank keeps one part.
+
+A flat tensor holds its parameters one after the other, padded to a multiple of the world size. Rank r keeps gradients
+and optimizer state of the elements [r * shard_size, (r + 1) * shard_size). A shard may begin inside a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
+
+from lmkit.core.buckets import PendingMean, Work
+from lmkit.optim.muon import MatrixShard, maps_of
+from lmkit.parallel.collectives import Averager
+from lmkit.parallel.gather import Gather
+from lmkit.parallel.ranks import Ranks
+
+SHARD_ALIGNMENT = 128
+"""Elements. Every rank's part starts at a multiple, as vectorised kernels and NCCL prefer."""
+
+Names = Mapping[str, torch.Size]
+"""The names under which checkpoints save a parameter or its parts, and their shapes; see `parameter_names`."""
+StateDict = dict[str, Any]
+ParameterStates = dict[str, dict[str, torch.Tensor]]
+"""parameter name -> name of the state ("exp_avg", "master", ...) -> flat tensor of the whole parameter, or scalar."""
+
+
+# Layout: which elements lie where.
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: the index of its parameter group, names and sizes of its parameters, elements per rank.
+
+    A parameter has one name, or several of its parts, as `parameter_names` returns them.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shard_size: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements without the padding."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """All buckets, for one world size."""
+
+    world_size: int
+    buckets: tuple[BucketLayout, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> ShardLayout:
+        buckets = tuple(
+            BucketLayout(b["group"], tuple(b["names"]), tuple(b["sizes"]), b["shard_size"])
+            for b in content["buckets"]
+        )
+        return ShardLayout(content["world_size"], buckets)
+
+    def require_own(self, state_dict: Mapping[str, Any], rank: int) -> None:
+        """Refuse an optimizer state that this rank did not save under this layout.
+
+        Raises:
+            ValueError: it has another layout or rank.
+        """
+        if state_dict["rank"] != rank or ShardLayout.from_json(state_dict["layout"]) != self:
+            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+
+
+def state_for(exact: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of saved state for the weights `exact`, in their dtype and where they are; scalars stay."""
+    return value.to(exact.device, exact.dtype, copy=True) if value.ndim else value.clone()
+
+
+def shard_size_of(num_elements: int, world_size: int) -> int:
+    """Return the elements per rank: an equal share, rounded up to `SHARD_ALIGNMENT`."""
+    unit = world_size * SHARD_ALIGNMENT
+    return -(-num_elements // unit) * SHARD_ALIGNMENT
+
+
+def consolidate(states: Sequence[StateDict]) -> ParameterStates:
+    """Join the state dicts of all ranks (in the order of the ranks) into whole tensors per parameter.
+
+    Raises:
+        ValueError: a rank's state dict is missing, doubled, or belongs to another layout.
+    """
+    layout = ShardLayout.from_json(states[0]["layout"])
+    found = [state["rank"] for state in states]
+    if found != list(range(layout.world_size)):
+        raise ValueError(f"need the state of ranks 0 to {layout.world_size - 1} in order, got {found}")
+    if any(ShardLayout.from_json(state["layout"]) != layout for state in states):
+        raise ValueError("the ranks' states have different layouts: they are not of one checkpoint")
+    whole: ParameterStates = {name: {} for bucket in layout.buckets for name in bucket.names}
+    for index, bucket in enumerate(layout.buckets):
+        held = [state["state"].get(str(index), {}) for state in states]
+        for key in dict.fromkeys(key for state in held for key in state):
+            values = [state[key] for state in held if key in state]
+            if values[0].ndim == 0:  # a step counter: equal for all elements of the bucket
+                parts: Sequence[torch.Tensor] = [values[0]] * len(bucket.names)
+            else:
+                parts = torch.cat(values)[: bucket.num_elements].split(bucket.sizes)
+            for name, part in zip(bucket.names, parts, strict=True):
+                whole[name][key] = part
+    return whole
+
+
+def cut_state(whole: ParameterStates, names: Sequence[str], own: slice) -> dict[str, torch.Tensor]:
+    """Cut a bucket's elements `own` out of whole per-parameter states. Elements behind the last are zeros.
+
+    Raises:
+        ValueError: a parameter has no state although others of its bucket do.
+    """
+    states = [whole.get(name, {}) for name in names]
+    keys = sorted({key for state in states for key in state})
+    lacking = [name for name, state in zip(names, states, strict=True) if len(state) != len(keys)]
+    if lacking:
+        raise ValueError(f"no optimizer state for {', '.join(lacking)}")
+    return {key: _cut([state[key] for state in states], own) for key in keys}
+
+
+def _cut(parts: Sequence[torch.Tensor], own: slice) -> torch.Tensor:
+    if parts[0].ndim == 0:
+        return parts[0].clone()
+    if own.start == own.stop:
+        return parts[0].new_empty(0)
+    num_elements = sum(part.numel() for part in parts)
+    padded = parts[0].new_zeros(max(num_elements, own.stop))
+    torch.cat([part.reshape(-1) for part in parts], out=padded[:num_elements])
+    return padded[own].clone()
+
+
+# Memory: the parameters of one flat tensor, this rank's shard of them, and its collectives.
+
+
+class Piece(NamedTuple):
+    """This rank's elements of some parameters: one parameter of the optimizer, and one bucket of checkpoints.
+
+    Attributes:
+        parameters: parameters that lie one after the other.
+        names: of all of them.
+        part: this rank's elements, flat; it may have none.
+        in_shard: their place in this rank's shard.
+        own: their place in the flattened parameters.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    names: Names
+    part: torch.Tensor
+    in_shard: slice
+    own: slice
+
+
+class FlatShards:
+    """Parameters of one dtype and device that share a flat tensor. Subclasses say what becomes of whole weights.
+
+    Args:
+        names: of each parameter.
+        ranks: this rank's place among the ranks that share one copy of the model.
+        gathers: collects the shards; None if this rank is alone.
+        reductions: reduces the gradients; None if this rank is alone or its gradients are already averaged.
+        reduce_dtype: dtype in which gradients are reduced.
+
+    Attributes:
+        shard: this rank's elements as the optimizer updates them, (shard_size,).
+        pieces: the parts of `shard` that are parameters of the optimizer.
+        gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
+        saves_masters: whether `shard` is a part of the optimizer's state, because the weights are its rounding.
+        size: elements of the flat tensor, world_size * shard_size.
+    """
+
+    shard: torch.Tensor
+    saves_masters = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[Names],
+        ranks: Ranks,
+        *,
+        gathers: Gather | None,
+        reductions: Averager | None,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.pieces: list[Piece] = []
+        self.gradient: torch.Tensor | None = None
+        self._ranks = ranks
+        self._gathers = gathers
+        self._reductions = reductions
+        self._reduce_dtype = reduce_dtype
+        self._sizes = [parameter.numel() for parameter in self.parameters]
+        self._offsets = list(accumulate(self._sizes, initial=0))
+        self.shard_size = shard_size_of(sum(self._sizes), ranks.world_size)
+        self.size = self.shard_size * ranks.world_size
+        self._arriving: Work | None = None
+        self._pending: PendingMean | None = None
+
+    def own_range(self, start: int, stop: int) -> tuple[slice, slice]:
+        """Return this rank's part of the elements from `start` to `stop` as two slices, which may be empty: of the
+        shard, and of these elements."""
+        begin = self._ranks.rank * self.shard_size
+        first = min(max(begin, start), stop)
+        last = max(min(begin + self.shard_size, stop), first)
+        return slice(first - begin, last - begin), slice(first - start, last - start)
+
+    def own_part(self, position: int) -> tuple[slice, slice]:
+        """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter."""
+        return self.own_range(self._offsets[position], self._offsets[position + 1])
+
+    def own_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a flat tensor, as a view."""
+        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' places in a flat tensor, in their shapes."""
+        parts = flat[: self._offsets[-1]].split(self._sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
+        """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
+        return MatrixShard(
+            self.shard,
+            [
+                (piece.part, piece.in_shard)
+                for piece in self.held()
+                if any(p in parts for p in piece.parameters)
+            ],
+            [
+                linear_map
+                for p, start in zip(self.parameters, self._offsets, strict=False)
+                for linear_map in (maps_of(parts[p], p.shape[1], start) if p in parts else ())
+            ],
+            self._ranks.rank * self.shard_size,
+            self.gather_state,
+            lambda: self.gradient is not None,
+        )
+
+    # The exact weights, in the dtype of the state
+
+    @torch.no_grad()
+    def gather_state(self, part: torch.Tensor | None = None) -> torch.Tensor:
+        """Return all shards, or a `part` (shard_size,) of each rank, in one new tensor, (size,). Collective."""
+        part = self.shard if part is None else part
+        if self._gathers is None:
+            return part.clone()
+        whole = part.new_empty(self.size)
+        self._gathers.collect(whole, part).wait()
+        return whole
+
+    @torch.no_grad()
+    def named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parts of a flat tensor by the names of checkpoints."""
+        shapes = {name: shape for names in self.names for name, shape in names.items()}
+        parts = whole[: self._offsets[-1]].split([shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    @torch.no_grad()
+    def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's elements from whole weights by name."""
+        for position, names in enumerate(self.names):
+            in_shard, in_parameter = self.own_part(position)
+            if in_shard.start < in_shard.stop:
+                whole = torch.cat([weights[name].reshape(-1) for name in names])
+                self.shard[in_shard] = whole[in_parameter].to(self.shard.device)
+
+    # Gradients
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start averaging the parameters' gradients, and release them. Collective."""
+        self.wait_reduced()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        flat = pack(gradients, self.size, self._reduce_dtype)
+        if self._reductions is None:
+            self._pending = PendingMean([], [flat])
+        else:
+            self._pending = self._reductions.reduce_scatter(flat)
+
+    @torch.no_grad()
+    def wait_reduced(self) -> None:
+        """Add the mean gradient in flight, if any, to `gradient` (on GPUs: on the current stream)."""
+        if self._pending is None:
+            return
+        (mean,) = self._pending.wait()
+        self._pending = None
+        if self.gradient is None:
+            self.gradient = self._first(mean)
+        else:
+            self.gradient += mean
+
+    def _first(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return a mean, which is a part of a flat tensor, as `gradient`."""
+        return mean.to(self.shard.dtype, copy=True)  # the flat tensor is released
+
+    def give_gradients(self, used: Set[nn.Parameter] | None = None) -> None:
+        """Set the `grad` of the pieces to their parts of the gradient, or only of pieces with `used` parameters."""
+        for piece in self.held() if self.gradient is not None else ():
+            if used is None or not used.isdisjoint(piece.parameters):
+                piece.part.grad = self.gradient[piece.in_shard]  # type: ignore[index]
+
+    def held(self) -> list[Piece]:
+        """Return the pieces of which this rank has elements."""
+        return [piece for piece in self.pieces if piece.part.numel()]
+
+    def drop_reduced(self) -> None:
+        """Forget the mean gradient, even if it is still being reduced."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+        self.gradient = None
+        for piece in self.pieces:
+            piece.part.grad = None
+
+    def forget_in_flight(self) -> None:
+        """Wait no more. Call it when all collectives have ended."""
+        self._arriving = self._pending = None
+
+
+def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return all gradients in one flat tensor (size,), padded with zeros. A single gradient that needs no cast or
+    padding is returned without a copy."""
+    first = gradients[0]
+    if first.numel() == size and first.dtype == dtype and first.is_contiguous():
+        return first.view(-1)
+    flat = torch.empty(size, dtype=dtype, device=first.device)
+    filled = sum(gradient.numel() for gradient in gradients)
+    flat[filled:].zero_()  # the allocator's leftovers must not be reduced
+    if first.dtype == dtype:
+        torch.cat(
+            [gradient.reshape(-1) for gradient in gradients], out=flat[:filled]
+        )  # faster than `_foreach_copy_`
+    else:
+        torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
+    return flat
