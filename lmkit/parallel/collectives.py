@@ -211,6 +211,17 @@ def sum_over_ranks(numbers: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return numbers
 
 
+def norm_over_ranks(
+    norm: torch.Tensor, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the joint norm of all ranks' shards; this rank's have the norm `norm`. Collective."""
+    square = norm.square()
+    if ranks.world_size > 1:
+        traffic.count_all_reduce(square.nbytes, ranks.world_size)
+        dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
 def largest_on_any_rank(numbers: torch.Tensor, ranks: Ranks) -> None:
     """Replace each element by its maximum over the ranks. Collective; with NCCL the host does not wait."""
     if ranks.world_size > 1:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lmkit.core.buckets import on_gradient
@@ -27,10 +26,11 @@ from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
-from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
-from lmkit.parallel.fsdp_shards import FreedShards, FsdpOptimizer, draw_into, leave_meta
+from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
+from lmkit.parallel.fsdp_shards import FreedShards, draw_into, leave_meta
 from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.sharded_state import ShardedState
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
@@ -125,7 +125,7 @@ class Fsdp(Strategy):
             broadcast_tensors(model.named_buffers())
         self.parameters = trainable_parameters(model)
         links = self._link(model) if self.ranks.world_size > 1 else Links()
-        self._gathers = links.gathers
+        self._gathers, self._of_copy = links.gathers, links.group
         self._shard(model, links)
         if self._gathers is not None:
             self._gathers.reserve(max(flat.sent_bytes for flat in self._flats))
@@ -146,9 +146,7 @@ class Fsdp(Strategy):
             self.config.gather == "auto" and one_copy and reads_peers(model, self.ranks, self.config.weights)
         )
         self.gather = "reads peers" if reads else "collective"
-        links = link(self.ranks, self._within, self.traffic, reads_peers=reads)
-        self._of_copy = links.group
-        return links
+        return link(self.ranks, self._within, self.traffic, reads_peers=reads)
 
     def _shard(self, model: nn.Module, links: Links) -> None:
         layers = list(forward_units(model))
@@ -379,8 +377,8 @@ class Fsdp(Strategy):
 
     # The step
 
-    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> FsdpOptimizer:
-        self._sharded = FsdpOptimizer(make, list(groups), self._flats, self._within, self.refresh)
+    def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> ShardedState:
+        self._sharded = ShardedState(make, groups, self._flats, self._within, self.refresh)
         return self._sharded
 
     @torch.no_grad()
@@ -400,11 +398,8 @@ class Fsdp(Strategy):
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
-        square = gradient_norm(gradients).to(self.ranks.device).square()
-        if self.ranks.world_size > 1:
-            self.traffic.count_all_reduce(square.nbytes, self._within.world_size)
-            dist.all_reduce(square, group=self._of_copy)
-        norm = square.sqrt()
+        mine = gradient_norm(gradients).to(self.ranks.device)
+        norm = norm_over_ranks(mine, self._within, self.traffic, self._of_copy)
         clip_for(self._sharded.inner, gradients, norm, max_norm)
         return norm
 

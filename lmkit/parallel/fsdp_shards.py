@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,8 @@ from torch import nn
 
 from lmkit.model.layers import pieces
 from lmkit.parallel.collectives import Averager
-from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.sharded_state import ShardedState
 from lmkit.parallel.shards import FlatShards, Names, Piece
-from lmkit.parallel.strategy import MakeOptimizer
 
 
 class FreedShards(FlatShards):
@@ -31,7 +29,7 @@ class FreedShards(FlatShards):
         state_dtype: dtype of the shard, its gradient and so of the optimizer's state.
         replicas: collectives among the ranks that keep the same shard of other copies; None if there is one copy.
         kept: keep the weights gathered, because they are read without a layer's call.
-        names, ranks, gathers, reductions, reduce_dtype: see `FlatShards`.
+        names, ranks, links: see `FlatShards`.
     """
 
     def __init__(
@@ -42,15 +40,11 @@ class FreedShards(FlatShards):
         *,
         compute_dtype: torch.dtype,
         state_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        gathers: Gather | None,
-        reductions: Averager | None,
         replicas: Averager | None,
         kept: bool,
+        **links: Any,
     ) -> None:
-        super().__init__(
-            parameters, names, ranks, gathers=gathers, reductions=reductions, reduce_dtype=reduce_dtype
-        )
+        super().__init__(parameters, names, ranks, **links)
         first = parameters[0]
         self.trains = first.requires_grad
         self.kept = kept
@@ -182,26 +176,6 @@ class FreedShards(FlatShards):
         for piece in self.held() if self.gradient is not None else ():
             if piece.part.grad is None:
                 self.gradient[piece.in_shard] = 0  # type: ignore[index]
-
-
-class FsdpOptimizer(ShardedState):
-    """Update this rank's elements of the parameters; gathered weights are stale afterwards.
-
-    Args:
-        after_change: called when the shards have changed.
-        make, groups, flats, ranks: see `ShardedState`.
-    """
-
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        groups: Iterable[dict],
-        flats: Sequence[FreedShards],
-        ranks: Ranks,
-        after_change: Callable[[], None],
-    ) -> None:
-        super().__init__(make, groups, flats, ranks)
-        self._spread = after_change  # type: ignore[method-assign]
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

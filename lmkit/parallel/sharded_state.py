@@ -23,7 +23,7 @@ from lmkit.parallel.strategy import MakeOptimizer
 
 
 class ShardedState(torch.optim.Optimizer):
-    """An optimizer of which every rank keeps and updates a part. Subclasses spread the changed weights.
+    """An optimizer of which every rank keeps and updates a part.
 
     `param_groups` are the given groups, one to one, with pieces of shards in place of the parameters: a schedule sets
     "lr" there as usual. The optimizer must update every element from its own gradient and state alone (AdamW, SGD,
@@ -33,6 +33,7 @@ class ShardedState(torch.optim.Optimizer):
     Args:
         make: makes the optimizer from parameter groups.
         groups: the caller's groups.
+        spread: called when shards have changed; lets all ranks see them. Collective.
 
     Attributes:
         shard_layout: which elements of which parameters the ranks hold; every piece is a bucket.
@@ -40,9 +41,15 @@ class ShardedState(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, make: MakeOptimizer, groups: Iterable[dict[str, Any]], flats: Sequence[FlatShards], ranks: Ranks
+        self,
+        make: MakeOptimizer,
+        groups: Iterable[dict[str, Any]],
+        flats: Sequence[FlatShards],
+        ranks: Ranks,
+        spread: Callable[[], None],
     ) -> None:
         self._ranks = ranks
+        self._spread = spread
         self._flats: list[FlatShards] = []
         self._pieces: list[Piece] = []
         self._buckets: tuple[BucketLayout, ...] = ()
@@ -78,10 +85,6 @@ class ShardedState(torch.optim.Optimizer):
             for flat, piece in pieces
         )
         self.shard_layout = ShardLayout(self._ranks.world_size, self._buckets)
-
-    def _spread(self) -> None:
-        """Let all ranks see changed shards. Collective."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

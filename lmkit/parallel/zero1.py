@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lmkit.core.buckets import MIB
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.model.names import parameter_names
 from lmkit.parallel.buckets import WatchedBuckets
-from lmkit.parallel.collectives import reduce_dtype_for, unused_everywhere
+from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import Gather, PeerGather, PeerMemory, aligned, can_share_memory
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import shard_size_of
@@ -82,10 +81,10 @@ class Zero1(Strategy):
             )
             for parameters, dtype in planned
         ]
-        # Parameter -> its bucket and its position in the bucket, in the order of the parameters' indices.
-        self._places = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
-        self._index_of = {parameter: index for index, parameter in enumerate(self._places)}
         self._hooks = ScatteredBuckets(self._buckets)
+        self._index_of = {parameter: index for index, parameter in enumerate(self._hooks.parameters)}
+        # Of each parameter: its bucket and its position there.
+        self._places = [(bucket, i) for bucket in self._buckets for i in range(len(bucket.parameters))]
         if self.is_accumulating:
             self._hooks.pause()
         lazy = LazyWeights(self._model, self._buckets)
@@ -112,18 +111,14 @@ class Zero1(Strategy):
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
-        parameters = list(self._places)
-        without = self._hooks.without_gradient()
-        for parameter in without:
-            parameter.grad = torch.zeros_like(parameter)
+        unused = [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
         self._hooks.launch_rest()
-        unused = [self._index_of[parameter] for parameter in without]
         if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
+            unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
         if wait:
             for bucket in self._buckets:
                 bucket.wait_reduced()
-        places = [self._places[parameters[index]] for index in unused]
+        places = [self._places[index] for index in unused]
         self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
 
     @torch.no_grad()
@@ -135,11 +130,7 @@ class Zero1(Strategy):
             if gradients := [b.gradient for b in buckets if b.gradient is not None]:
                 shards += gradients
                 norms.append(gradient_norm(gradients))
-        square = torch.linalg.vector_norm(torch.stack(norms)).square()
-        if self.ranks.world_size > 1:
-            self.traffic.count_all_reduce(square.nbytes, self.ranks.world_size)
-            dist.all_reduce(square)
-        norm = square.sqrt()
+        norm = norm_over_ranks(torch.linalg.vector_norm(torch.stack(norms)), self.ranks, self.traffic)
         clip_for(self._sharded.inner, shards, norm, max_norm)
         return norm
 

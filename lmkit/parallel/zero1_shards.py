@@ -10,7 +10,7 @@ from torch import nn
 
 from lmkit.core.buckets import fill_buckets
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.collectives import Averager, reduce_dtype_for
+from lmkit.parallel.collectives import reduce_dtype_for
 from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.sharded_state import ShardedState
@@ -63,7 +63,7 @@ class KeptShards(FlatShards):
 
     Args:
         weight_dtype: cast the parameters to this dtype; `shard` then keeps this rank's elements in the old dtype.
-        names, ranks, gathers, reductions, reduce_dtype: see `FlatShards`.
+        names, ranks, links: see `FlatShards`.
 
     Attributes:
         weights: the parameters' storage, (size,).
@@ -77,16 +77,12 @@ class KeptShards(FlatShards):
         ranks: Ranks,
         *,
         weight_dtype: torch.dtype,
-        gathers: Gather | None,
-        reductions: Averager | None,
-        reduce_dtype: torch.dtype,
+        **links: Any,
     ) -> None:
-        super().__init__(
-            parameters, names, ranks, gathers=gathers, reductions=reductions, reduce_dtype=reduce_dtype
-        )
+        super().__init__(parameters, names, ranks, **links)
         self._casts = True
         first = self.parameters[0]
-        allocate = torch.zeros if gathers is None else gathers.allocate
+        allocate = torch.zeros if self._gathers is None else self._gathers.allocate
         self.weights = allocate(self.size, dtype=weight_dtype, device=first.device)
         self.saves_masters = weight_dtype != first.dtype
         whole = self.weights
@@ -183,7 +179,7 @@ class Zero1Optimizer(ShardedState):
     ) -> None:
         self.keep: list[tuple[KeptShards, slice]] = []
         self._gathers = gathers
-        super().__init__(make, groups, buckets, ranks)
+        super().__init__(make, groups, buckets, ranks, self._spread_all)
 
     def _own(self, flats: Sequence[FlatShards], group_of: Mapping[nn.Parameter, int]) -> None:
         super()._own(flats, group_of)
@@ -230,7 +226,7 @@ class Zero1Optimizer(ShardedState):
                 bucket.write_shard()
         start_gather(buckets, self._gathers)
 
-    def _spread(self) -> None:
+    def _spread_all(self) -> None:
         for bucket in self._flats:
             bucket.write_shard()
         start_gather(self._flats, self._gathers)

@@ -28,6 +28,8 @@ from rank_model import (
     INSIDE,
     OURS,
     STRATEGIES,
+    HardModel,
+    OrderlyModel,
     adamw,
     assert_equals_joined_run,
     batch,
@@ -95,12 +97,13 @@ def check_joined_batch(ranks: Ranks, strategy: str, accumulation: int, make: Cal
     assert not torch.equal(model.embedding.weight, before.embedding.weight)
 
 
-@check(strategy=STRATEGIES)
+@check(strategy=(*STRATEGIES, "fsdp"))
 def check_zeroed_gradients(ranks: Ranks, strategy: str) -> None:
     """zero_grad(set_to_none=False): gradients are there before they are complete, and must not leave early."""
     # Without weight decay: a gradient of zero and none at all are then the same to SGD.
     make = plain(partial(torch.optim.SGD, lr=0.05))
-    assert_equals_joined_run(ranks, strategy, [1] * 4, make=make, set_to_none=False)
+    kind = OrderlyModel if strategy == "fsdp" else HardModel
+    assert_equals_joined_run(ranks, strategy, [1] * 4, make=make, kind=kind, set_to_none=False)
 
 
 @check(strategy=INSIDE)

@@ -13,12 +13,9 @@ from rank_model import (
     adamw,
     assert_close_models,
     assert_equals_joined_run,
-    assert_same_on_all_ranks,
-    batch,
     check,
     groups_of,
     our_adamw,
-    plain,
     seeded_model,
     sgd,
     start,
@@ -83,34 +80,6 @@ def check_joined_batch(
     assert not torch.equal(model.embedding.weight, before.embedding.weight)
 
 
-@check(reshard=(True, False))
-def check_fsdp_in_float32(ranks: Ranks, reshard: bool) -> None:
-    """Losses, gradients and weights of ten steps to 1e-6: float32 sums of two ranks in another order."""
-    dtype, tolerance = torch.float32, 1e-6
-    oracle, model = orderly(0, ranks, dtype), orderly(ranks.rank, ranks, dtype)
-    sync, call, optimizer = start("fsdp", model, ranks, sgd, options={"reshard_after_forward": reshard})
-    reference = sgd(groups_of(oracle))
-    for step in range(10):
-        for rank in range(ranks.world_size):
-            loss = oracle.loss(*batch(step, rank), rank)
-            (loss / ranks.world_size).backward()
-            if rank == ranks.rank:
-                mine = call.loss(*batch(step, rank), rank)
-                assert abs(mine.item() - loss.item()) <= tolerance * 3  # losses are about 3
-                mine.backward()
-        sync.finish()
-        expected = {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
-        found = gradients_of(sync)
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=tolerance)
-        for either in (reference, optimizer):
-            either.step()
-            either.zero_grad()
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, tolerance)
-
-
 def gradients_of(sync: Fsdp) -> dict[str, torch.Tensor]:
     """The whole mean gradients by name, of parameters that have one on the ranks that hold parts of them."""
     found: dict[str, torch.Tensor] = {}
@@ -121,12 +90,6 @@ def gradients_of(sync: Fsdp) -> dict[str, torch.Tensor]:
             flat.shard = shard
             found |= {name: value for name, value in whole.items() if name != "never"}
     return found
-
-
-@check()
-def check_fsdp_zeroed_gradients(ranks: Ranks) -> None:
-    make = plain(partial(torch.optim.SGD, lr=0.05))
-    assert_equals_joined_run(ranks, "fsdp", [1] * 4, make=make, kind=OrderlyModel, set_to_none=False)
 
 
 @check(tied=(False, True))
@@ -269,12 +232,3 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
         tolerance = 1e-5 if compiled else noise(ranks, 1e-6)
         assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=tolerance)
     assert all(flat.gathered_bytes == 0 for flat in sync._flats)
-
-
-@check()
-def check_fsdp_same_everywhere(ranks: Ranks) -> None:
-    sync, model, optimizer = sharded(TINY, ranks)
-    lm_step(sync, model, optimizer, ranks, 0)
-    sync.wait_for_weights()
-    assert not any(torch.isnan(parameter).any() for parameter in model.parameters())
-    assert_same_on_all_ranks(model, ranks)

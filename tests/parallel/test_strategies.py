@@ -22,7 +22,6 @@ PREFIXES = (
     *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights", "same bits in the first step"),
     *("data parallel: bucketed", "sharded optimizer"),
     *(
-        "fsdp in",
         "fsdp memory",
         "fsdp draws",
         "fsdp hybrid",
