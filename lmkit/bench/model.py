@@ -12,13 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
-from lmkit.bench.failures import (
-    build_what_fits,
-    failure_is_a_row,
-    not_enough_memory,
-    time_what_fits,
-    wrong_result,
-)
+from lmkit.bench.failures import build_what_fits, failure_is_a_row, not_enough_memory, time_what_fits
 from lmkit.bench.harness import (
     add_figures,
     grouped,
@@ -194,7 +188,7 @@ def _recipe(config: ModelConfig, precision: str, context: Context) -> Recipe:
 
 
 def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, Any]:
-    """Return fields of the rows of a precision: whether a training of its own makes the right first steps."""
+    """Return fields of the rows of a precision: whether a training of its own is right."""
     from lmkit.bench.training_gate import budget_of, forward_fault, judge, of_pytorch, reference
 
     theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
@@ -203,7 +197,7 @@ def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, 
         training, budget = _build(config, precision, context), budget_of(precision)
         found |= judge(training, theirs, budget)[0]
         if found["status"] == "ok" and "forward" in context.options.modes:
-            found |= wrong_result(fault) if (fault := forward_fault(training, budget)) else {}
+            found |= forward_fault(training, budget)
     training = None  # type: ignore[assignment]
     release_memory(context.device)
     return {UNCHECKED: "no room for a training"} if found["status"] == "out of memory" else found

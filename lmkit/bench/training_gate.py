@@ -249,8 +249,8 @@ def unchecked(recipe: Recipe) -> str:
     return " and ".join(parts)
 
 
-def forward_fault(training: TrainingStep, budget: Budget) -> str:
-    """Return how the forward pass without gradients differs from the one with gradients, or "".
+def forward_fault(training: TrainingStep, budget: Budget) -> dict[str, Any]:
+    """Return status and detail if the forward pass without gradients differs from the one with gradients, else {}.
 
     Use it after `judge`, which checks the pass with gradients. Loss and hidden states of every token are compared.
     """
@@ -264,8 +264,10 @@ def forward_fault(training: TrainingStep, budget: Budget) -> str:
     }
     for what, error in errors.items():
         if not error <= budget.gradients:  # so that NaN is a fault
-            return f"without gradients: {what}: relative error {error:.2g}, allowed {budget.gradients:.2g}"
-    return ""
+            return wrong_result(
+                f"without gradients: {what}: relative error {error:.2g}, allowed {budget.gradients:.2g}"
+            )
+    return {}
 
 
 def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
