@@ -271,7 +271,7 @@ def test_a_kernel_whose_next_length_would_take_too_long_is_skipped(measure):
 def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measure, monkeypatch):
     checked = []
     real_gate = attention_gate.Gate
-    watched = lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)  # noqa: E731
+    watched = lambda inputs, *seed: checked.append(inputs.q.shape[2]) or real_gate(inputs, *seed)  # noqa: E731
     monkeypatch.setattr(attention_gate, "Gate", watched)
     rows = rows_by(measure(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide")), "tier", "kernel")
     assert checked == [1100, 1024, 1024, 1100, 1101, 1101]  # each kernel once; each case again after timing
