@@ -17,7 +17,7 @@ from pydantic import Field
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Measured, grouped
-from lmkit.bench.summary import NOT_MEASURED, Summary
+from lmkit.bench.summary import MEASURED, Summary
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
@@ -228,7 +228,7 @@ def with_lines(rows: Rows) -> tuple[Rows, Rows]:
 
 def summarize(rows: Rows) -> Summary:
     """Say what the rows support: the highest bandwidth, the shortest call, and the lines through the sizes."""
-    measured = [row for row in rows if row.get("status") not in NOT_MEASURED]
+    measured = [row for row in rows if row.get("status") in MEASURED]
     told, lines = with_lines(rows)
     findings: list[str] = []
     for backend, of_backend in grouped(measured, lambda row: row.get("backend", "the backend")).items():
@@ -257,9 +257,7 @@ def summarize(rows: Rows) -> Summary:
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw bus bandwidth over the size; and the times of all-reduces with their lines, a panel per backend."""
     measured = [
-        {"size_mb": float(f"{row['bytes'] / 1e6:.3g}")} | row
-        for row in rows
-        if row.get("status") not in NOT_MEASURED
+        {"size_mb": float(f"{row['bytes'] / 1e6:.3g}")} | row for row in rows if row.get("status") in MEASURED
     ]
     if not measured:
         return {}

@@ -129,7 +129,7 @@ class Sweep:
             with failure_is_a_row(again[name], self._device):
                 if gate is None:
                     inputs.copy_(self._inputs(case, backward=inputs.dout is not None, seed=self._seed + 1))
-                    gate = Gate(inputs)
+                    gate = Gate(inputs, self._seed + 1)
                 arithmetic = self._arithmetic(name)
                 faults = gate.faults_at_spots(gate.probe.run(function), arithmetic)
                 faults += gate.faults_against_pytorch(inputs.run(function), arithmetic)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, first_line
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
@@ -76,6 +76,29 @@ class Journal:
         return [json.loads(line) for line in lines]
 
 
+def storable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a bench in JSON types: tensors of one element as numbers, paths as text.
+
+    A row with another value has failed: it says so in place of the value.
+    """
+    if not isinstance(row, Mapping):
+        raise LmkitError("bench.not_a_row", f"a bench returned a {type(row).__name__} as a row, not a dict")
+    found: dict[str, Any] = {}
+    fault: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Path):
+            value = str(value)
+        elif getattr(value, "shape", None) == ():
+            value = value.item()
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            fault = {"status": "failed", "detail": f"{key}: {first_line(error)}"}
+        else:
+            found[key] = value
+    return found | fault
+
+
 @dataclass
 class Context:
     """The options, ranks, journal and environment of a running bench.
@@ -120,7 +143,7 @@ class Context:
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the journal; only the first rank does."""
         if self.ranks.is_first:
-            self.journal.add(rows)
+            self.journal.add([storable(row) for row in rows])
 
     def limits(self, dtypes: Sequence[str]) -> Limits:
         """Measure what the device can do, and note it in the environment."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lmkit.bench.ddp_variants import is_own, is_sharded
+from lmkit.bench.ddp_variants import is_own, is_rounded, is_sharded
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
 from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time, timeline
@@ -99,7 +99,7 @@ def findings(rows: Rows) -> list[str]:
             timed.setdefault(row["variant"], row)  # the ladder's, if the bucket sweep has the same variant
     synced = [row for name, row in timed.items() if row["world_size"] > 1 and name != "none"]
     found = []
-    if full_precision := [row for row in synced if "bf16" not in row["variant"]]:
+    if full_precision := [row for row in synced if not is_rounded(row["variant"])]:
         best = min(full_precision, key=lambda row: row["step_ms"])
         scaling = f", {best['scaling']:.1%} of linear scaling" if best.get("scaling") else ""
         found.append(

@@ -118,7 +118,12 @@ def synchronizes(name: str) -> bool:
 
 def baseline_of(name: str) -> str:
     """Return the variant of one rank with the same weights."""
-    return SOLO[1] if "bf16" in name.replace("bf16 wire", "").split() else SOLO[0]
+    return SOLO[1] if is_rounded(name.replace("bf16 wire", "")) else SOLO[0]
+
+
+def is_rounded(name: str) -> bool:
+    """Return whether an option of a variant rounds to 16 bits; the name of the strategy itself says nothing."""
+    return "bf16" in name.split()[1:]
 
 
 def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> ParallelConfig:
@@ -233,7 +238,7 @@ class Gates:
             for _ in range(STEPS):
                 training.run()
             return {"status": "ok"}
-        budget = ROUNDED if "bf16" in name else budget_of(self._case.precision)
+        budget = ROUNDED if is_rounded(name) else budget_of(self._case.precision)
         return judge(training, self._seen, budget, self._ranks)[0]
 
 

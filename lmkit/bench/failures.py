@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmkit.bench.context import Context, RankGaveUp
 from lmkit.errors import UsageError, first_line
 from lmkit.measure.memory import is_out_of_memory, release_memory
+from lmkit.measure.timing import global_state_kept
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,13 @@ PATIENCE_S = 2.0
 
 @contextmanager
 def failure_is_a_row(row: dict[str, Any], device: torch.device | str) -> Iterator[None]:
-    """Turn an error of the block into the row's status, and give its memory back.
+    """Turn an error of the block into the row's status, and give its memory back; also restore torch's global state.
 
     Errors of a lost device or rank pass: every further call would fail. So do signals.
     """
     try:
-        yield
+        with global_state_kept():
+            yield
     except (Exception, SystemExit) as error:
         if _ends_the_bench(error):
             raise

@@ -21,6 +21,7 @@ Importing this module is cheap: torch loads when a bench runs.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -30,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.context import Context, Journal, RankGaveUp
+from lmkit.bench.context import Context, Journal, RankGaveUp, storable
 from lmkit.bench.failures import wrong_result
-from lmkit.bench.summary import NOT_MEASURED, WRONG, Summary, report_text, summarized, terminal_text
+from lmkit.bench.summary import MEASURED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
     from lmkit.recipe.tables import ModelConfig
 
+log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"
 MOST = {"mfu": 1.25, "share_of_matmul": 1.25, "share": 1.5}
 """Field of a row that is a share of what the machine can do -> the largest that is believed.
@@ -132,7 +134,7 @@ def run_bench(
         measured = in_worlds(recipe, nproc, start) if in_worlds else start(recipe, nproc)
         if measured is None:
             return None
-        rows, environment = [believed(row) for row in measured[0]], measured[1]
+        rows, environment = [believed(storable(row)) for row in measured[0]], measured[1]
         summary, files = result_files(name, rows, environment)
         files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
         for file in sorted(
@@ -172,9 +174,14 @@ def _place(folder: Path) -> Iterator[Journal]:
         journal.path.unlink(missing_ok=True)  # of a run that was killed
         try:
             yield journal
-        except KeyboardInterrupt:
+        except (Exception, KeyboardInterrupt) as error:
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
-            raise Interrupted(f"interrupted: {found if journal.rows() else 'no rows were kept'}") from None
+            kept = bool(journal.rows())
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(f"interrupted: {found if kept else 'no rows were kept'}") from None
+            if kept:
+                log.error(found)
+            raise
 
 
 def _on_several_ranks(
@@ -254,7 +261,7 @@ def grouped(rows: Rows, key: Callable[[dict[str, Any]], Key]) -> dict[Key, Rows]
 def believed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
     why: dict[str, Any] = {}
-    for key, value in row.items() if row.get("status") not in NOT_MEASURED else ():
+    for key, value in row.items() if row.get("status") in MEASURED else ():
         if not _is_finite(value):
             why = wrong_result(f"{key} is not finite")
         elif key in MOST and value is not None and value > MOST[key]:

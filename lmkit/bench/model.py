@@ -12,12 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
-from lmkit.bench.failures import (
-    build_what_fits,
-    failure_is_a_row,
-    not_enough_memory,
-    time_what_fits,
-)
+from lmkit.bench.failures import build_what_fits, failure_is_a_row, not_enough_memory, time_what_fits
 from lmkit.bench.harness import (
     add_figures,
     grouped,
@@ -193,13 +188,17 @@ def _recipe(config: ModelConfig, precision: str, context: Context) -> Recipe:
 
 
 def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, Any]:
-    """Return fields of the rows of a precision: whether a training of its own makes the right first steps."""
-    from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
+    """Return fields of the rows of a precision: whether a training of its own is right."""
+    from lmkit.bench.training_gate import budget_of, forward_fault, judge, of_pytorch, reference
 
     theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
     found: dict[str, Any] = {"status": "ok"}
     with failure_is_a_row(found, context.device):
-        found, _ = judge(_build(config, precision, context), theirs, budget_of(precision))
+        training, budget = _build(config, precision, context), budget_of(precision)
+        found |= judge(training, theirs, budget)[0]
+        if found["status"] == "ok" and "forward" in context.options.modes:
+            found |= forward_fault(training, budget)
+    training = None  # type: ignore[assignment]
     release_memory(context.device)
     return {UNCHECKED: "no room for a training"} if found["status"] == "out of memory" else found
 

@@ -22,8 +22,8 @@ from lmkit.measure.tables import (
 
 WRONG = ("wrong result", "impossible rate")
 """Values of `status` in rows of variants that compute something else, or whose figures cannot be true."""
-NOT_MEASURED = ("unsupported", "out of memory", "skipped", "failed", *WRONG)
-"""Values of `status` in rows without a measurement; `detail` says why."""
+MEASURED = (None, "ok", "longest that fits")
+"""Values of `status` in rows with a measurement; `detail` of another row says why there is none."""
 UNCHECKED = "unchecked"
 """The field of a row that says why nothing checked the results of its variant."""
 REASONS_SHOWN = 3
@@ -56,8 +56,8 @@ class Summary:
 
     @property
     def measured(self) -> bool:
-        """Whether any row has a measurement, or there is none."""
-        return not self.rows or any(row.get("status") not in NOT_MEASURED for row in self.rows)
+        """Whether any row has a measurement."""
+        return any(row.get("status") in MEASURED for row in self.rows)
 
     def filled(self, columns: Sequence[Column]) -> list[Column]:
         """Return the columns for which some row has something to show."""
@@ -103,7 +103,7 @@ def summarized(summarize: Callable[[Rows], Summary], rows: Rows) -> Summary:
 
 def _reason(row: Mapping[str, Any]) -> str | None:
     """Return `status: detail` of a row without a measurement, else None."""
-    if row.get("status") not in NOT_MEASURED:
+    if row.get("status") in MEASURED:
         return None
     return ": ".join(str(row[key]) for key in ("status", "detail") if row.get(key))
 

@@ -249,6 +249,27 @@ def unchecked(recipe: Recipe) -> str:
     return " and ".join(parts)
 
 
+def forward_fault(training: TrainingStep, budget: Budget) -> dict[str, Any]:
+    """Return status and detail if the forward pass without gradients differs from the one with gradients, else {}.
+
+    Use it after `judge`, which checks the pass with gradients. Loss and hidden states of every token are compared.
+    """
+    hidden: list[Tensor] = []
+    with training.model.lm_head.register_forward_pre_hook(lambda _, x: hidden.append(x[0].detach().float())):
+        alone, right = training.forward(), training.forward_backward()
+    mine, wanted = hidden
+    errors = {
+        "the loss": abs(float(alone / right) - 1),
+        "the hidden state of a token": float(((mine - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()),
+    }
+    for what, error in errors.items():
+        if not error <= budget.gradients:  # so that NaN is a fault
+            return wrong_result(
+                f"without gradients: {what}: relative error {error:.2g}, allowed {budget.gradients:.2g}"
+            )
+    return {}
+
+
 def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
     """Return which rank's weights are not equal to rank 0's where each rank has whole ones, or "". Collective."""
     strategy = getattr(training.step.sync, "config", ALONE).strategy

@@ -284,17 +284,18 @@ def time_variants(
     for name, work in variants.items():
         turn(name)
         began = time.monotonic()
-        for _ in range(warmup):
-            for call in (*preparations[name], work):
-                call()
-            if time.monotonic() - began > share / 2:
-                break
-        calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
-        every[name] = 1
-        if share < math.inf:
-            began = time.monotonic()
-            clock.sample_ms(work, calls[name], before=before[name])
-            every[name] = _stride(repeats, time.monotonic() - began, share, max_seconds)
+        with global_state_kept():
+            for _ in range(warmup):
+                for call in (*preparations[name], work):
+                    call()
+                if time.monotonic() - began > share / 2:
+                    break
+            calls[name] = 1 if before[name] else _calls_per_sample(clock, work, min_sample_ms)
+            every[name] = 1
+            if share < math.inf:
+                began = time.monotonic()
+                clock.sample_ms(work, calls[name], before=before[name])
+                every[name] = _stride(repeats, time.monotonic() - began, share, max_seconds)
 
     order = list(variants)
     shuffle = random.Random(seed).shuffle
@@ -306,7 +307,8 @@ def time_variants(
         for name in order:
             if number % every[name] == 0:
                 turn(name)
-                elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
+                with global_state_kept():
+                    elapsed = clock.sample_ms(variants[name], calls[name], before=before[name])
                 samples[name][number] = of_round[name] = elapsed / calls[name]
         enough = after_round is not None and after_round(of_round)
         if enough or time.monotonic() > deadline:
@@ -316,6 +318,19 @@ def time_variants(
         name: Timing(name, tuple(found.values()), tuple(found), clock.name, cache, calls[name])
         for name, found in samples.items()
     }
+
+
+@contextmanager
+def global_state_kept() -> Iterator[None]:
+    """Restore grad mode and default dtype after the block, which may run code of the user's."""
+    import torch
+
+    with_grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(with_grad)
+        torch.set_default_dtype(dtype)
 
 
 def _stride(repeats: int, sample_seconds: float, share: float, most: float) -> int:

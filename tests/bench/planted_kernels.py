@@ -108,6 +108,16 @@ def broken(q, k, v, *, causal):
 _KEPT = {}
 
 
+def wrong_without_gradients(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal and torch.is_grad_enabled())
+
+
+def leaks(q, k, v, *, causal):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return vectorized(q, k, v, causal=causal)
+
+
 def remembers(q, k, v, *, causal):
     """The right result of these tensors; from the second call on without computing anything."""
     key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape)
@@ -162,6 +172,7 @@ WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_h
 ALL = (
     *(*WRONG, wrong_shape, wide, gradient_dropped, remembers, out_of_memory, unsupported, broken),
     *(returns_none, looks_up_nothing, wrong_later, tires, writes, leaves, refuses_a_value),
+    *(wrong_without_gradients, leaks),
 )
 
 

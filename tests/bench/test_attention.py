@@ -155,6 +155,19 @@ def test_a_kernel_that_writes_into_its_inputs_is_wrong_and_the_others_are_not(me
 
 
 @pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_kernel_leaves_in_torch_does_not_reach_the_others(measure, backward):
+    state = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        rows = measure(tiers=("16",), kernels=("leaks", "sdpa", "reference"), backward=backward).rows
+        assert {row["status"] for row in rows if row["kernel"] != "leaks"} == {"ok"}
+        assert (torch.is_grad_enabled(), torch.get_default_dtype()) == state == (True, torch.float32)
+    finally:
+        torch.set_grad_enabled(state[0])
+        torch.set_default_dtype(state[1])
+
+
+@pytest.mark.usefixtures("_planted_kernels")
 def test_attention_that_does_not_see_all_keys_is_timed_and_said_to_be_unchecked(measure):
     result = measure(tiers=("24",), kernels=("window", "vectorized"))
     row = rows_by(result, "kernel")["window",]
@@ -258,7 +271,7 @@ def test_a_kernel_whose_next_length_would_take_too_long_is_skipped(measure):
 def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measure, monkeypatch):
     checked = []
     real_gate = attention_gate.Gate
-    watched = lambda inputs: checked.append(inputs.q.shape[2]) or real_gate(inputs)  # noqa: E731
+    watched = lambda inputs, *seed: checked.append(inputs.q.shape[2]) or real_gate(inputs, *seed)  # noqa: E731
     monkeypatch.setattr(attention_gate, "Gate", watched)
     rows = rows_by(measure(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide")), "tier", "kernel")
     assert checked == [1100, 1024, 1024, 1100, 1101, 1101]  # each kernel once; each case again after timing

@@ -1,5 +1,6 @@
 """The gate of the attention bench: what it refuses, and what it must let pass."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -48,6 +49,38 @@ def test_a_single_forgotten_tile_in_the_middle_of_a_long_case_is_found():
         return vectorized(q, k, v, causal=causal) * keep
 
     assert judge(long_gate("fp32", backward=False), forgetful)
+
+
+@pytest.mark.parametrize("start", [1000, 1696, 2900])
+def test_a_tile_of_every_head_that_no_sampled_row_meets_is_found_beside_pytorch(monkeypatch, start):
+    """In bfloat16, where the budget is largest."""
+    without = torch.tensor([row for row in range(0, 3000, 40) if not start <= row < start + 16])
+    monkeypatch.setattr(attention_gate, "rows_to_check", lambda *_: without)
+
+    def forgetful(q, k, v, *, causal):
+        out = vectorized(q, k, v, causal=causal).clone()
+        out[:, :, start : start + 16] = 0.0
+        return out
+
+    options = Options(dtype="bf16", **SMALL)
+    gate = Gate(make_inputs(options, 3000, 3000, 16))
+    arithmetic = arithmetic_of("bf16", keeps_scores=True)
+    assert judge(gate, vectorized, arithmetic) == []
+    (fault,) = judge(gate, forgetful, arithmetic)
+    assert fault.startswith("out: a row ")
+
+
+@pytest.mark.parametrize("length", [129, 1100, 5120, 131072])
+def test_sampled_rows_leave_no_large_gap_and_another_seed_chooses_others(length):
+    first, second = (
+        attention_gate.rows_to_check(length, 200_000, torch.device("cpu"), seed).tolist() for seed in (0, 1)
+    )
+    for rows in (first, second):
+        assert (rows[0], rows[-1]) == (0, length - 1)
+        assert rows == sorted(set(rows))
+        assert len(rows) <= attention_gate.SAMPLED_ROWS
+        assert max(b - a for a, b in itertools.pairwise(rows)) <= length / 64 + 1
+    assert length < 1100 or len({*second} - {*first}) > 60
 
 
 def test_rows_are_measured_by_their_own_size():

@@ -11,11 +11,12 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import all_reduce, ddp, optimizer
+from lmkit.bench import all_reduce, ddp, optimizer, training_gate
 from lmkit.bench.ddp import numbers
 from lmkit.bench.ddp_variants import (
     SOLO,
     Case,
+    Gates,
     baseline_of,
     case_of,
     expected_link_bytes,
@@ -105,6 +106,22 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     assert "exposed_ms" in ladder["bucketed"]
     assert "exposed_ms" not in ladder["one rank"]
     assert ladder["bucketed"]["communication_alone_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("mine_bf16", training_gate.EXACT),
+        ("mine_bf16 100 MB compiled", training_gate.EXACT),
+        *((name, training_gate.ROUNDED) for name in ("flat bf16 wire", "zero1 bf16", "fsdp bf16 states")),
+    ],
+)
+def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
+    monkeypatch.setattr(
+        training_gate, "judge", lambda training, theirs, budget, ranks: ({"budget": budget}, [])
+    )
+    training: Any = None
+    assert Gates((), CASE, Ranks()).judge(name, training) == {"budget": budget}
 
 
 def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):

@@ -90,6 +90,41 @@ def test_the_recipe_sets_threads_and_they_are_put_back(planted):
     assert torch.get_num_threads() == before
 
 
+def test_a_bench_that_raises_says_where_its_rows_are(planted, tmp_path, caplog):
+    def fails(context: Context) -> None:
+        context.keep([{"planted": 0}])
+        raise RuntimeError("late")
+
+    WORK.append(fails)
+    with pytest.raises(RuntimeError, match="late"):
+        planted()
+    assert [str(tmp_path / harness.JOURNAL) in line for line in caplog.messages] == [True]
+    assert Journal(tmp_path / harness.JOURNAL).rows() == [{"planted": 0}]
+
+
+def test_values_that_json_lacks_are_converted_or_fail_their_row_alone(planted, tmp_path, monkeypatch):
+    rows = [
+        {"planted": torch.tensor(1.5), "p": Path("a"), "n": torch.tensor(math.inf)},
+        {"planted": 2, "odd": object(), "status": "ok"},
+        {"planted": 3, "ms": 1.0},
+    ]
+    WORK.append(lambda context: context.keep(rows))
+    monkeypatch.setattr(BENCHES, "load", lambda name, load=BENCHES.load: only_rows(rows, load(name)))
+    stored = planted()
+    assert not stored.is_fine
+    first, second, third = stored.rows
+    assert (first["status"], first["p"], third) == ("wrong result", "a", rows[2])  # infinite
+    assert (second["planted"], second["status"], second["detail"][:4]) == (2, "failed", "odd:")
+    lines = (tmp_path / "planted_results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == stored.rows
+
+
+@pytest.mark.parametrize("rows", [[], [{"planted": 1, "status": "no such status"}]])
+def test_a_bench_without_a_measured_row_is_not_fine(planted, monkeypatch, rows):
+    monkeypatch.setattr(BENCHES, "load", lambda name, load=BENCHES.load: only_rows(rows, load(name)))
+    assert not planted().is_fine
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_interrupted_bench_says_where_its_rows_are(planted, tmp_path, kept):
     (tmp_path / harness.JOURNAL).write_text('{"of": "a run that was killed before"}')
@@ -233,7 +268,8 @@ def test_the_terminal_and_the_report_say_why_rows_have_no_measurement():
         "ms: the median",
     ]
     assert "- unsupported: not in 4 (k4; k4)" in report_text(summary, {}, ())
-    assert Summary("x", COLUMNS, []).measured
+    assert not Summary("x", COLUMNS, []).measured
+    assert not Summary("x", COLUMNS, [{"kernel": "a", "status": "no such status"}]).measured
     assert not Summary("x", COLUMNS, why).measured
 
 

@@ -36,6 +36,16 @@ def test_a_wrong_kernel_is_wrong_in_every_mode_and_in_the_study(run_bench):
     assert "wrong result: step 1: " in result.table.splitlines()[0]
 
 
+@pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize("modes", [("forward",), ("fwd+bwd",)])
+def test_a_kernel_that_is_wrong_without_gradients_only_is_wrong_where_that_is_timed(run_bench, modes):
+    precisions = ("fp32", "bf16")
+    options = {**SMALL, "modes": modes, "precisions": precisions, "attention": "wrong_without_gradients"}
+    for row in run_bench("model", **options).rows:
+        assert row["status"] == ("wrong result" if modes == ("forward",) else "ok"), row
+        assert ("median_ms" in row) == (row["status"] == "ok")
+
+
 def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     journal = Journal(tmp_path / "new folder" / "rows.partial")
     result = run_bench("model", journal, **{**SMALL, "precisions": ("fp32", "bf16"), "warmup_study": (0, 2)})
