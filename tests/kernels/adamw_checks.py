@@ -311,7 +311,7 @@ def check_scalars_of_the_device(device: str) -> None:
         for step in (1, 2, 10, 1000, 1_000_000):
             count = torch.tensor(float(step), device=device)
             got = kernel.decide(torch.ones((), device=device), count, lr, settings)
-            expected = torch.tensor([1, *adamw._scalars(group, step)[2:]], dtype=torch.float32)
+            expected = torch.tensor([1, *adamw.scalars_of(group, step)[2:]], dtype=torch.float32)
             torch.testing.assert_close(got.cpu(), expected, rtol=2e-7, atol=0)
 
 

@@ -54,7 +54,7 @@ def assert_equal_gradients(fused: TransformerLM, plain: TransformerLM, tolerance
     [
         {},
         {"num_kv_heads": 1, "tie_embeddings": True},
-        {"activation_checkpointing": True, "attention": "sdpa"},
+        {"activation_checkpointing": "block", "attention": "sdpa"},
         {"qk_norm": True, "num_kv_heads": 1},
         {"qk_norm": True, "activation_checkpointing": "attention"},
         {"qk_norm": True, "activation_checkpointing": "block", "attention": "sdpa"},
