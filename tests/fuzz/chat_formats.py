@@ -55,7 +55,7 @@ def conversations(folder: Path) -> Format:
             talk = [(message["role"], message["content"]) for message in json.loads(line)["messages"]]
             plain = [Message(role, text.encode("utf-8", "replace").decode()) for role, text in talk]
             texts.append(TEMPLATES["chatml"].render(plain) + "<|endoftext|>")
-            answers += [text.strip() + "<|im_end|>" for role, text in plain if role == "assistant"]
+            answers += [text.strip() + "<|im_end|>" for role, text, _ in plain if role == "assistant"]
         assert "".join(found) == "".join(texts)
         assert "".join(counted) == "".join(answers)
 

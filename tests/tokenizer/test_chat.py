@@ -44,7 +44,9 @@ WORDS = st.lists(
     max_size=12,
 ).map("".join)  # fmt: skip
 CONVERSATIONS = st.lists(
-    st.builds(Message, st.sampled_from(ROLES), st.one_of(WORDS, st.text(max_size=12))), min_size=1, max_size=5
+    st.builds(Message, st.sampled_from(ROLES), st.one_of(WORDS, st.text(max_size=12)), st.just(True)),
+    min_size=1,
+    max_size=5,
 )
 
 
