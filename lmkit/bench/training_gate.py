@@ -275,8 +275,9 @@ def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
     strategy = getattr(training.step.sync, "config", ALONE).strategy
     if ranks.world_size == 1 or strategy == "none" or "parameters" in STRATEGIES.facts(strategy).shards:
         return ""
+    training.wait_for_weights()
     digest = hashlib.sha256()
-    for sample in _weights(training).values():
+    for sample in _named(training, lambda parameter: parameter).values():
         digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
     of_ranks: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(of_ranks, digest.digest())

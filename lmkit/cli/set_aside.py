@@ -31,7 +31,7 @@ from lmkit.recipe.run_folder import (
     token_file,
 )
 from lmkit.recipe.schema import Recipe
-from lmkit.storage import write_atomic
+from lmkit.storage import sha256_file, write_atomic
 from lmkit.storage.inputs import read_input
 
 OLD = "old-"
@@ -115,17 +115,25 @@ def _move(path: Path, place: Path) -> None:
 
 
 def delete_replaced(aside: Path) -> None:
-    """Delete the data files that lmkit made for a run that was set aside; all that it made, without checkpoints."""
+    """Delete the data files that lmkit made for a run that was set aside; all that it made, without checkpoints.
+
+    A file that somebody changed since stays.
+    """
     entries = [entry for entry in read_record(aside).values() if is_entry(entry)]
     # A text that lies in the run folder may be a source, too.
     sources = {digest for entry in entries for texts in entry.get("content", {}).values() for digest in texts}
     made = {
-        name for entry in entries for name, digest in entry.get("made", {}).items() if digest not in sources
+        name: digest
+        for entry in entries
+        for name, digest in entry.get("made", {}).items()
+        if digest not in sources
     }
     has_checkpoints = any(aside.glob(f"{CHECKPOINTS}/*"))
     for name in DATA_FILES if has_checkpoints else RUN_FILES:
-        if f"./{name}" in made or (name in TRAINED_FILES and not has_checkpoints):
-            (aside / name).unlink(missing_ok=True)
+        path, digest = aside / name, made.get(f"./{name}")
+        changed = digest is not None and path.is_file() and sha256_file(path) != digest
+        if (digest is not None and not changed) or (name in TRAINED_FILES and not has_checkpoints):
+            path.unlink(missing_ok=True)
     for folder in (aside / "corpus", aside / "tokens", aside / CHECKPOINTS, aside):
         with suppress(OSError):  # there is none, or something is left in it
             folder.rmdir()

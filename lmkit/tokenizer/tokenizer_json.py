@@ -15,7 +15,7 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import UsageError
+from lmkit.errors import UsageError, some_of
 from lmkit.recipe.run_folder import TOKENIZER_CONFIG
 from lmkit.tokenizer.files import CHARACTERS, by_id, damaged, from_name, names_of, parse, read_merges
 from lmkit.tokenizer.marks import NO_MARKS, Marks, added_by, read_config
@@ -141,6 +141,17 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
+def _named_by(config: Mapping[str, Any]) -> set[str]:
+    """Return the special tokens that keys of a `tokenizer_config.json` name, but those that begin and end a text."""
+    keys = ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+    found = [config.get(key) for key in keys]
+    for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+        value = config.get(key) or ()
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+    return {name for name in names if isinstance(name, str) and name}
+
+
 def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
@@ -162,6 +173,15 @@ def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
         merges = read_merges(model["merges"], tokens)
         given = [_added_token(token) for token in content["added_tokens"] if token["content"]]
         added = {token.text: token for token in given}
+        if unread := sorted(_named_by(config) - added.keys()):
+            _log.warning(
+                "%s: names %s, which %s does not add: they stay text, where transformers makes each a token",
+                *(
+                    path.with_name(TOKENIZER_CONFIG),
+                    some_of([json.dumps(name) for name in unread]),
+                    path.name,
+                ),
+            )
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)

@@ -244,6 +244,16 @@ def test_tokens_that_the_config_adds_are_found_as_in_transformers(configured, to
     assert transformers.AutoTokenizer.from_pretrained(path.parent)(text)["input_ids"] == ids
 
 
+def test_tokens_that_only_other_keys_of_the_config_name_are_told(configured, caplog):
+    Tokenizer.load(
+        configured({"pad_token": "</s>", "additional_special_tokens": ["<s>", {"content": "</s>"}]})
+    )
+    assert not caplog.text
+    Tokenizer.load(configured({"mask_token": "<m>", "extra_special_tokens": {"image": "<i>"}}))
+    assert "<i>" in caplog.text
+    assert "<m>" in caplog.text
+
+
 def test_the_config_says_where_an_added_token_is_found(configured):
     strips = {"257": families.added("</s>", 257, lstrip=True, rstrip=True)}
     assert Tokenizer.load(configured({"added_tokens_decoder": strips})).encode("a </s> b") == [97, 257, 98]
