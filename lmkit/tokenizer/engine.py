@@ -1,8 +1,8 @@
 """Encode chunks of text and count their words in C (`words.c`), on several threads.
 
 The C code is compiled once by the machine's compiler, kept in the user's cache folder, and called through ctypes. It
-releases the interpreter's lock, so that threads run in parallel. Without a compiler, the Python form in `bpe.py` does
-the same work, much slower; one warning says so.
+releases the interpreter's lock, so that threads run in parallel. Without a compiler, `python_engine.py` does the same
+work, much slower; one warning says so.
 """
 
 from __future__ import annotations
