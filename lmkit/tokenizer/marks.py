@@ -109,7 +109,7 @@ def read_beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def added_by(config: Mapping[str, Any], path: Path, known: Collection[int]) -> list[dict[str, Any]]:
-    """Return the `added_tokens_decoder` of a `tokenizer_config.json`, else the tokens of an `added_tokens.json`, as the
+    """Return the `added_tokens_decoder` of a `tokenizer_config.json`, else the tokens of `added_tokens.json`, as the
     `added_tokens` of a `tokenizer.json`, each with its `field`, for errors.
 
     Args:
