@@ -15,7 +15,7 @@ from typing import Any
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
-from lmkit.recipe.run_folder import BESIDE_TOKENIZER, RECORD, save_record
+from lmkit.recipe.run_folder import ADDED_TOKENS, BESIDE_TOKENIZER, RECORD, SPECIAL_TOKENS_MAP, save_record
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage.atomic import noted_digest
@@ -222,7 +222,7 @@ def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
     table, key = dotted.split(".")
     value = getattr(getattr(recipe, table), key)
     if isinstance(value, Path):
-        beside = [value.parent / name for name in BESIDE_TOKENIZER]
+        beside = [value.parent / name for name in (*BESIDE_TOKENIZER, SPECIAL_TOKENS_MAP, ADDED_TOKENS)]
         return [value, *(path for path in beside if path.is_file())]
     return list(value or ())
 

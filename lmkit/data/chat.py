@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from lmkit.data.corpora import opened
-from lmkit.data.json_lines import json_records
+from lmkit.data.json_lines import json_records, messages_of
 from lmkit.data.token_files import TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError
 from lmkit.measure.progress import Progress
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import ChatTemplate, Part, messages_of
+from lmkit.tokenizer.chat import ChatTemplate, Part
 
 
 def encode_chat(
@@ -35,7 +35,8 @@ def encode_chat(
         progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
-        UsageError: a line is no conversation, or there is no word of an assistant in all of them ("chat.no_answer").
+        UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of
+            them ("chat.no_answer").
         LmkitError: a line is not JSON, or not UTF-8.
     """
     end_of_text = tokenizer.end_of_text_id

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from lmkit.data.download import download_dataset
-from lmkit.data.json_lines import holds_json, json_records
+from lmkit.data.json_lines import holds_json, is_learned, json_records, messages_of
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.progress import Progress
@@ -27,7 +27,6 @@ from lmkit.storage import atomic_path, scratch_folder
 from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
-from lmkit.tokenizer.chat import messages_of
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text
@@ -84,7 +83,7 @@ def prepare_corpus(
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty"), named twice
             ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object has no such
-            field ("corpus.no_field").
+            field ("corpus.no_field"); a key changes what is learned ("corpus.unsupported_key").
         LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
             JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
             ("corpus.damaged_gzip").
@@ -379,6 +378,8 @@ def _json_documents(
                 )
             message = f'{where}: no text under "{table.field}" ({found[:80]})'
             raise UsageError("corpus.no_field", message, hint=hint)
+        if not is_learned(keys, where, field=table.field):
+            continue
         data = document.encode().removesuffix((table.separator or "").encode())
         marked += end in data.removesuffix(end)
         if data:
@@ -390,5 +391,8 @@ def _json_documents(
 def _conversations(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig) -> Iterator[bytes]:
     """Yield a line of JSON for every conversation."""
     for where, record in json_records(stream, path, table.errors):
-        messages = [message._asdict() for message in messages_of(record, where)]
+        messages = [
+            {"role": role, "content": content, "weight": int(learned)}
+            for role, content, learned in messages_of(record, where)
+        ]
         yield json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Read JSON lines, or one array of JSON objects, and name the line of every mistake."""
+"""Read JSON lines, or one array of JSON objects, and their keys; name the line of every mistake."""
 
 from __future__ import annotations
 
@@ -6,19 +6,36 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.inputs import parse_json
+from lmkit.tokenizer.chat import ROLES, Message
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
 
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HINT = "every line must hold one JSON object"
+_EACH = 'every line must hold {"messages": [{"role": "user", "content": "..."}, ...]}'
+_LEARNED = ("weight", "train")
+"""Keys of a line or a message; 0 or false: a model does not learn it."""
+_OF_LINE = ("tools", "functions", "system", "documents", "images", "videos", "audios")
+"""Keys beside `messages` that would be lost: no chat template of lmkit has a place for them."""
+_OF_MESSAGE = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "name",
+    "images",
+    "audio",
+)
+"""The same of a message. Other keys (id, source, ...) say nothing that a model reads or learns."""
 
 
 def holds_json(path: Path) -> bool:
@@ -83,3 +100,55 @@ def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
             "text.not_utf8", f"{where}: \\u{ord(half[0]):x} without its other half", hint=REPLACE
         )
     return json.loads(_HALF.sub("\ufffd", text))
+
+
+def is_learned(keys: Mapping[str, Any], where: str, *, lost: Sequence[str] = (), field: str = "") -> bool:
+    """Return whether a model shall learn a line or a message.
+
+    Args:
+        lost: keys that may not hold anything.
+        field: the key that holds the text.
+
+    Raises:
+        UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
+    """
+    for key in lost:
+        if keys.get(key):
+            hint = "write it into the content of a message, or remove the key: it would be left out"
+            raise UsageError("corpus.unsupported_key", f"{where}: {key} is not supported", hint=hint)
+    values = {key: keys[key] for key in _LEARNED if key != field and keys.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            hint = "0 or false: read and not learned; 1 or true: learned; a key of another meaning needs another name"
+            message = f"{where}: {key} {json.dumps(value)[:40]}, which is neither 0 nor 1"
+            raise UsageError("corpus.unsupported_key", message, hint=hint)
+    return all(values.values())
+
+
+def messages_of(record: Any, where: str) -> list[Message]:
+    """Return the messages of a conversation.
+
+    Args:
+        record: the content of a JSON line.
+        where: names the line in errors.
+
+    Raises:
+        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
+            ("chat.wrong_message"); a key changes what a model reads or learns ("corpus.unsupported_key").
+    """
+    found = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(found, list) or not found:
+        raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)
+    learned, messages = is_learned(record, where, lost=_OF_LINE), []
+    for number, message in enumerate(found, 1):
+        keys: dict[str, Any] = message if isinstance(message, dict) else {}
+        role: Any = keys.get("role")
+        content: Any = keys.get("content")
+        here = f"{where}: message {number}"
+        counts = is_learned(keys, here, lost=_OF_MESSAGE)
+        if role not in ROLES or not isinstance(content, str):
+            what = f"role {json.dumps(role)[:40]}" if role not in ROLES else "no text as content"
+            hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"
+            raise UsageError("chat.wrong_message", f"{here}: {what}", hint=hint)
+        messages.append(Message(role, content, learned and counts))
+    return messages

@@ -25,6 +25,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 BESIDE_TOKENIZER = (CHAT_TEMPLATE, TOKENIZER_CONFIG, GENERATION_CONFIG)
 """Files that say more about the tokenizer; a run has those that it needs."""
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 STORIES = "stories.txt"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
@@ -26,7 +26,6 @@ ROLES = ("system", "user", "assistant")
 _ROLE = "{role}"
 _MOST_BYTES = 1 << 16
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_EACH = 'every line must hold {"messages": [{"role": "user", "content": "..."}, ...]}'
 _DAMAGED_HINT = "copy it again; a template has the keys begin, before (with {role} in it) and after"
 
 
@@ -48,41 +47,6 @@ class Part(NamedTuple):
 
     ids: list[int]
     counts: bool
-
-
-def messages_of(record: Any, where: str) -> list[Message]:
-    """Return the messages of a conversation.
-
-    Args:
-        record: the content of a JSON line.
-        where: names the line in errors.
-
-    Raises:
-        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text, has a
-            `weight` other than 0 and 1, or calls tools ("chat.wrong_message").
-    """
-    found = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(found, list) or not found:
-        raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)
-    messages = []
-    for number, message in enumerate(found, 1):
-        keys: dict[str, Any] = message if isinstance(message, dict) else {}
-        role: Any = keys.get("role")
-        content: Any = keys.get("content")
-        weight, what = keys.get("weight", 1), ""
-        if role not in ROLES:
-            what = f"role {json.dumps(role)[:40]}"
-        elif keys.get("tool_calls") or keys.get("function_call"):
-            what = "calls a tool, which is not supported"
-        elif not isinstance(content, str):
-            what = "no text as content"
-        elif weight not in (0, 1):
-            what = f"weight {json.dumps(weight)[:40]}, which is neither 0 nor 1"
-        if what:
-            hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"
-            raise UsageError("chat.wrong_message", f"{where}: message {number}: {what}", hint=hint)
-        messages.append(Message(role, content, bool(weight)))
-    return messages
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,34 @@
 """Find the special tokens that begin and end a text, in the files of a tokenizer.
 
 A `tokenizer.json` does not name them. Hugging Face folders do, beside it: `tokenizer_config.json` has `bos_token` and
-`eos_token`, and may add tokens; `generation_config.json`, or `config.json`, has the ids at which generation stops.
+`eos_token`, and may add tokens; in older folders, so do `special_tokens_map.json` and `added_tokens.json`.
+`generation_config.json`, or `config.json`, has the ids at which generation stops.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.recipe.run_folder import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from lmkit.recipe.run_folder import (
+    ADDED_TOKENS,
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_object
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Where no file names the token that ends a text, the first of these that the vocabulary has: the names of GPT-2,
 Llama 3, Llama 2, Gemma and DeepSeek."""
-_CONFIG = "config.json"
+CONFIG = "config.json"
+_DECODER = "added_tokens_decoder"
 
 
 class Marks(NamedTuple):
@@ -80,40 +89,73 @@ def read_marks(path: Path) -> Marks:
     if path.name != TOKENIZER:
         return Marks()
     named = read_config(path)
-    generation = _read(path.with_name(GENERATION_CONFIG))
-    ids = generation if "eos_token_id" in generation else _read(path.with_name(_CONFIG))
+    generation = read_beside(path, GENERATION_CONFIG)
+    ids = generation if "eos_token_id" in generation else read_beside(path, CONFIG)
     return Marks(_text(named, "bos_token"), _text(named, "eos_token"), _ids(ids.get("eos_token_id")))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the `tokenizer_config.json` beside a `tokenizer.json`; {} if there is none."""
-    return _read(path.with_name(TOKENIZER_CONFIG)) if path.name == TOKENIZER else {}
+    """Return the `tokenizer_config.json` beside a `tokenizer.json`; {} if there is none.
+
+    As in transformers, keys of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
+    """
+    config = read_beside(path, TOKENIZER_CONFIG)
+    return config if _DECODER in config else config | read_beside(path, SPECIAL_TOKENS_MAP)
 
 
-def added_by(config: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """Return the `added_tokens_decoder` of a `tokenizer_config.json` in the form of the `added_tokens` of a
-    `tokenizer.json`, each with its `field`, for errors.
+def read_beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the object in a file beside a `tokenizer.json`; {} if there is none."""
+    return _read(path.with_name(name)) if path.name == TOKENIZER else {}
+
+
+def added_by(config: Mapping[str, Any], path: Path, known: Collection[int]) -> list[dict[str, Any]]:
+    """Return the `added_tokens_decoder` of a `tokenizer_config.json`, else the tokens of `added_tokens.json`, as the
+    `added_tokens` of a `tokenizer.json`, each with its `field`, for errors.
 
     Args:
         path: of the tokenizer.
+        known: ids of its added tokens, which `added_tokens.json` does not describe.
 
     Raises:
         LmkitError: it is damaged ("tokenizer.damaged_marks").
     """
-    key = "added_tokens_decoder"
+    if _DECODER not in config:
+        older = sorted(read_beside(path, ADDED_TOKENS).items(), key=itemgetter(1))
+        special = named_by(config)
+        return [
+            {
+                "content": text,
+                "id": i,
+                "special": text in special,
+                "normalized": text not in special,
+                "field": f"{ADDED_TOKENS}: {json.dumps(text)}",
+            }
+            for text, i in older
+            if i not in known
+        ]
     try:
-        found = {int(token_id): token for token_id, token in (config.get(key) or {}).items()}
+        found = {int(token_id): token for token_id, token in (config[_DECODER] or {}).items()}
         return [
             {
                 **found[i],
                 "content": str(found[i]["content"]),
                 "id": i,
-                "field": f"{TOKENIZER_CONFIG}: {key}.{i}",
+                "field": f"{TOKENIZER_CONFIG}: {_DECODER}.{i}",
             }
             for i in sorted(found)
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(path.with_name(TOKENIZER_CONFIG), f"{key}: {error!r}") from None
+        raise _damaged(path.with_name(TOKENIZER_CONFIG), f"{_DECODER}: {error!r}") from None
+
+
+def named_by(config: Mapping[str, Any]) -> set[str]:
+    """Return the special tokens that keys of a `tokenizer_config.json` name."""
+    found = [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+        value = config.get(key) or ()
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+    return {name for name in names if isinstance(name, str) and name}
 
 
 def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
@@ -138,7 +180,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
         path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
-    for file, content in files.items():
+    for file, content in {**files, path.with_name(SPECIAL_TOKENS_MAP): {}}.items():
         if not _read(file).keys() <= content.keys():
             message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
             hint = f"write {path.name} into another folder, or move that file away"

@@ -15,8 +15,8 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmkit.errors import UsageError, some_of
-from lmkit.recipe.run_folder import TOKENIZER_CONFIG
+from lmkit.errors import UsageError
+from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from lmkit.tokenizer.files import CHARACTERS, by_id, damaged, from_name, names_of, parse, read_merges
 from lmkit.tokenizer.marks import NO_MARKS, Marks, added_by, read_config
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
@@ -141,25 +141,13 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def _named_by(config: Mapping[str, Any]) -> set[str]:
-    """Return the special tokens that keys of a `tokenizer_config.json` name, but those that begin and end a text."""
-    keys = ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-    found = [config.get(key) for key in keys]
-    for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
-        value = config.get(key) or ()
-        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    names = (token.get("content") if isinstance(token, dict) else token for token in found)
-    return {name for name in names if isinstance(name, str) and name}
-
-
 def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
     content, config = parse(path, _ONE_FILE), read_config(path)
-    more = added_by(config, path)
     try:
-        model = content["model"]
-        content["added_tokens"] = [*content.get("added_tokens", ()), *more]
+        model, given = content["model"], list(content.get("added_tokens", ()))
+        content["added_tokens"] = [*given, *added_by(config, path, {token.get("id") for token in given})]
         if refused := [
             f"{field} = {json.dumps(value)[:100]}" for field, value in _unsupported(content, config)
         ]:
@@ -171,24 +159,16 @@ def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
         names = model["vocab"]
         tokens = {name: name if (token := from_name(name)) is None else token for name in names}
         merges = read_merges(model["merges"], tokens)
-        given = [_added_token(token) for token in content["added_tokens"] if token["content"]]
-        added = {token.text: token for token in given}
-        if unread := sorted(_named_by(config) - added.keys()):
-            _log.warning(
-                "%s: names %s, which %s does not add: they stay text, where transformers makes each a token",
-                *(
-                    path.with_name(TOKENIZER_CONFIG),
-                    some_of([json.dumps(name) for name in unread]),
-                    path.name,
-                ),
-            )
+        read = [_added_token(token) for token in content["added_tokens"] if token["content"]]
+        added = {token.text: token for token in read}
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
             elif mark is not None and mark == marks.end:
                 raise UsageError(
                     "tokenizer.unsupported",
-                    f"{path.with_name(TOKENIZER_CONFIG)}: eos_token = {json.dumps(mark)} is no token of {path.name}",
+                    f"{path.with_name(TOKENIZER_CONFIG)} or {SPECIAL_TOKENS_MAP}: "
+                    f"eos_token = {json.dumps(mark)} is no token of {path.name}",
                     hint="name a token that the vocabulary has, or remove the key",
                 )
         prefix, suffix = _around(content.get("post_processor"), path)

@@ -34,6 +34,7 @@ from lmkit.recipe.run_folder import (
 from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.auto_tokenizer import is_read_by
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
 from lmkit.training.atomic_checkpoint import (
     MODEL,
@@ -106,7 +107,9 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
-    biased_llama = weights.config.qkv_bias and tokenizer is not None and not _is_of_qwen2(tokenizer)
+    biased_llama = (
+        weights.config.qkv_bias and tokenizer is not None and not is_read_by("Qwen2Tokenizer", tokenizer, {})
+    )
     content = config_json(
         weights.config,
         dtype=str(_DTYPES[dtype] if dtype else kept).removeprefix("torch."),
@@ -175,12 +178,6 @@ def _shards(specs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]
         shard[name] = spec
         held += spec.nbytes
     yield shard
-
-
-def _is_of_qwen2(tokenizer: Tokenizer) -> bool:
-    """Return whether transformers' class `Qwen2Tokenizer`, which builds its own pre-tokenizer, encodes the same."""
-    own = tokenizer.pattern == "qwen2" and tokenizer.nfc and not tokenizer.whole_words
-    return own and "<|endoftext|>" in tokenizer.special_ids
 
 
 def _describe_tokenizer(

@@ -12,6 +12,7 @@ from lmkit.core.batches import TokenBatches, evaluation_windows
 from lmkit.data.chat import encode_chat
 from lmkit.data.checks import starts_that_count
 from lmkit.data.corpora import prepare_corpus
+from lmkit.data.json_lines import messages_of
 from lmkit.data.token_files import TokenFile, TokenFileWriter, TokenMeta, mask_path, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
@@ -25,7 +26,7 @@ TALKS = [
 
 
 def line(talk: list[Message]) -> str:
-    return json.dumps({"messages": [message._asdict() for message in talk]}) + "\n"
+    return json.dumps({"messages": [{"role": a, "content": b, "weight": c} for a, b, c in talk]}) + "\n"
 
 
 @pytest.fixture
@@ -146,18 +147,28 @@ def test_what_is_no_corpus_of_conversations_is_refused(text, code, tmp_path):
     assert not any((tmp_path / "corpus").glob("*.jsonl"))
 
 
-def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path):
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, prepared):
+    def talk(*answers, **line):
+        answers = [{"role": "assistant", "content": word, **keys} for word, keys in answers]
+        return json.dumps({"messages": [{"role": "user", "content": "Hello?"}, *answers], **line}) + "\n"
+
     path = tmp_path / "a.jsonl"
-    answers = [
-        {"role": "assistant", "content": word, "weight": weight} for word, weight in (("no", 0), ("yes", 1))
-    ]
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}, *answers]}))
+    path.write_text(
+        talk(("no", {"weight": 0}), ("yes", {"weight": 1, "name": None, "reasoning_content": ""}))
+        + talk(("never", {}), weight=0, tools=[], id=3, source="web", metadata={"train": False})
+        + talk(("not", {"train": False}), ("sure", {"train": True, "weight": None}), train=True)
+    )
+    if prepared:  # as a run does
+        table = CorpusConfig(source="chat", train=(path,), valid=(path,))
+        path = prepare_corpus(table, tmp_path / "corpus").train[0]
     tokenizer = Tokenizer.from_merges([], ["<|endoftext|>"])
     encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
     file = open_tokens(tmp_path / "t.npy")
     assert file.mask is not None
+    assert all(word in tokenizer.decode(file.tokens.tolist()) for word in ("no<", "never<", "not<"))
     learned = file.tokens[np.unpackbits(file.mask)[: len(file.tokens)] == 1]
-    assert tokenizer.decode(learned.tolist()) == "yes<|endoftext|>"
+    assert tokenizer.decode(learned.tolist()) == "yes<|endoftext|>sure<|endoftext|>"
 
 
 def test_conversations_without_an_answer_are_refused(tmp_path):
@@ -177,3 +188,31 @@ def test_documents_that_teach_nothing_within_the_context_are_left_out():
     assert starts_that_count(file, np.array([0, 10, 20]), 4).tolist() == [10]
     with raises(UsageError, "tokens.no_targets"):
         starts_that_count(file, np.array([0, 10, 20]), 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        ([], "chat.no_messages"),
+        ({"messages": []}, "chat.no_messages"),
+        ({"messages": "user"}, "chat.no_messages"),
+        ({"messages": ["user"]}, "chat.wrong_message"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "chat.wrong_message"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "corpus.unsupported_key"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "corpus.unsupported_key"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, "corpus.unsupported_key"),
+        *(
+            ({"messages": [{"role": "assistant", "content": "a", key: [{"b": 1}]}]}, "corpus.unsupported_key")
+            for key in ("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight")
+        ),
+        *(
+            ({"messages": [{"role": "user", "content": "a"}], key: ["b"]}, "corpus.unsupported_key")
+            for key in ("tools", "functions", "system", "images", "weight", "train")
+        ),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(record, code):
+    with raises(UsageError, code, "a.jsonl, line 3"):
+        messages_of(record, "a.jsonl, line 3")

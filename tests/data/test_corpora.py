@@ -160,6 +160,17 @@ def test_json_lines_become_documents(write, split):
     assert valid.decode() == stories[-1] + MARK
 
 
+def test_documents_of_weight_0_are_left_out(write, split):
+    lines = [{"text": "a", "weight": 1.0}, {"text": "b", "weight": 0}, {"text": "c", "train": False}]
+    lines += [{"text": "d", "train": True, "weight": None, "tools": [1]}]
+    train, valid = split(write("x.jsonl", "\n".join(map(json.dumps, lines))), valid_fraction=0.5)
+    assert train + valid == f"a{MARK}d{MARK}".encode()
+    train, valid = split(
+        write("y.jsonl", '{"text": 1, "train": "a"}\n' * 2), field="train", valid_fraction=0.5
+    )
+    assert train == valid == f"a{MARK}".encode()
+
+
 def test_conversations_are_told_apart_from_documents(write, split):
     with raises(UsageError, "corpus.no_field", "x.jsonl, line 1", hint='corpus.source = "chat"'):
         split(write("x.jsonl", '{"messages": []}'))
@@ -211,6 +222,13 @@ def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
         ('{"text": null, "b": 1}\n', "corpus.no_field", "(it is null)"),
         ('{"text": ' + "1" * 5000 + "}\n", "corpus.not_json", "x.jsonl, line 1"),
         ('["a"]\n', "corpus.no_field", "line 1"),
+        (
+            '{"text": "a", "weight": 1}\n{"text": "b", "weight": 0.5}',
+            "corpus.unsupported_key",
+            "line 2: weight",
+        ),
+        ('{"text": "a", "train": "no"}', "corpus.unsupported_key", "line 1: train"),
+        ('{"text": "a", "weight": 0}', "corpus.empty", "x.jsonl"),
         ("\n \n", "corpus.empty", "x.jsonl"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', "text.not_utf8", "byte 24"),
         ('{"text": "a"}\n{"text": "b\\ud83d"}\n', "text.not_utf8", "x.jsonl, line 2: \\ud83d"),
@@ -219,7 +237,7 @@ def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
 def test_bad_json_lines_name_the_line(write, split, tmp_path, content, code, where):
     with raises(LmkitError, code, where) as caught:
         split(write("x.jsonl", content))
-    assert caught.value.exit_code == (2 if code in ("corpus.no_field", "corpus.empty") else 1)
+    assert caught.value.exit_code == (2 if isinstance(caught.value, UsageError) else 1)
     assert list((tmp_path / "corpus").iterdir()) == []
 
 

@@ -17,7 +17,6 @@ from lmkit.tokenizer.chat import (
     Message,
     beside,
     from_jinja,
-    messages_of,
     read_template,
 )
 from lmkit.tokenizer.pretokenize import PATTERNS
@@ -185,22 +184,3 @@ def test_a_template_that_does_not_fit_the_tokenizer_is_refused():
     ):
         with raises(UsageError, code, "tokenizer.json"):
             template.check(bare, "tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    ("record", "code"),
-    [
-        ([], "chat.no_messages"),
-        ({"messages": []}, "chat.no_messages"),
-        ({"messages": "user"}, "chat.no_messages"),
-        ({"messages": ["user"]}, "chat.wrong_message"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "chat.wrong_message"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "chat.wrong_message"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "chat.wrong_message"),
-        ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
-    ],
-)
-def test_what_is_no_conversation_is_refused(record, code):
-    with raises(UsageError, code, "a.jsonl, line 3"):
-        messages_of(record, "a.jsonl, line 3")
