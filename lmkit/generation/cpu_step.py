@@ -17,18 +17,13 @@ from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from lmkit.generation.decoder import Decoder
+    from lmkit.recipe.tables import ModelConfig
 
 Array = Any  # of NumPy
 
 
 class CPUStep:
-    """Call it with the number of tokens of the longest row to make a step, in float32 or float64.
-
-    Attributes:
-        switches: the switches of [model] that it implements.
-    """
-
-    switches = frozenset({"qkv_bias", "qk_norm"})
+    """Call it with the number of tokens of the longest row to make a step, in float32 or float64."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -57,7 +52,7 @@ class CPUStep:
             (
                 *(self.gain(layer.norm1), layer.qkv.detach().T, layer.qkv_bias, layer.output.detach().T),
                 *(self.gain(layer.norm2), layer.gate_up.detach().T, layer.down.detach().T),
-                None if layer.qk_gain is None else layer.qk_gain.detach().numpy(),
+                self.gain_of_heads(layer.qk_gains, config),
                 *(keys.numpy(), values.numpy()),
             )
             for layer, keys, values in zip(
@@ -71,6 +66,14 @@ class CPUStep:
 
     def gain(self, weight: Tensor) -> Array:
         return (weight.detach() * self.root).numpy()
+
+    @staticmethod
+    def gain_of_heads(gains: tuple[Tensor, Tensor] | None, config: ModelConfig) -> Array | None:
+        """Return the gain of every head of q|k, (heads + kv_heads, head_dim)."""
+        if gains is None:
+            return None
+        counts = config.num_heads, config.kv_heads
+        return torch.cat([gain.expand(n, -1) for gain, n in zip(gains, counts, strict=True)]).detach().numpy()
 
     def begin(self, rows: Tensor, tokens: Tensor) -> None:
         """Prepare nothing: a step reads its tokens from the rows' texts."""

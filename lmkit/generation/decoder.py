@@ -45,9 +45,13 @@ if TYPE_CHECKING:
     from lmkit.recipe.tables import ModelConfig
 
 
+FAST_SWITCHES = frozenset({"qkv_bias", "qk_norm"})
+"""The switches of [model] that the fast steps implement."""
+
+
 class LayerWeights(NamedTuple):
     """The weights of a block that a step reads: gains (d_model) and matrices (out, in); the bias of q|k|v, and the
-    gains of queries and keys (heads + kv_heads, head_dim), if the model has them."""
+    gains of queries and of keys (head_dim), if the model has them."""
 
     norm1: Tensor
     qkv: Tensor
@@ -56,19 +60,15 @@ class LayerWeights(NamedTuple):
     norm2: Tensor
     gate_up: Tensor
     down: Tensor
-    qk_gain: Tensor | None
+    qk_gains: tuple[Tensor, Tensor] | None
 
 
 def layer_weights(block: Any) -> LayerWeights:
     attn, ffn = block.attn, block.ffn
-    qk_gain = None
-    if attn.q_norm is not None:
-        heads = attn.output_proj.in_features // attn.head_dim
-        gains = (attn.q_norm.weight.expand(heads, -1), attn.k_norm.weight.expand(attn.kv_heads, -1))
-        qk_gain = torch.cat(gains)
     return LayerWeights(
         *(block.ln1.weight, attn.qkv_proj.weight, attn.qkv_proj.bias, attn.output_proj.weight),
-        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight, qk_gain),
+        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight),
+        None if attn.q_norm is None else (attn.q_norm.weight, attn.k_norm.weight),
     )
 
 
@@ -162,7 +162,7 @@ class Decoder:
             self.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.float64)
             and not self.rereads
-            and config.switches <= CPUStep.switches
+            and config.switches <= FAST_SWITCHES
         ):
             self._step = CPUStep(self)
         else:
@@ -285,7 +285,7 @@ def kernels_suit(config: ModelConfig, device: torch.device) -> bool:
         and config.d_model % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
-        and not config.switches
+        and config.switches <= FAST_SWITCHES
     )
 
 

@@ -16,12 +16,13 @@ from lmkit.kernels.decode.products import NOTHING, SLOTS, Matrix, Stream, prepar
 from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
 from lmkit.kernels.decode.tiles import parts_of, tile_of
+from lmkit.kernels.heads_norm import prepare_heads_norm
 from lmkit.kernels.launch import capability, recording, selected
 from lmkit.kernels.norm import add_rms_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from lmkit.generation.decoder import Decoder
+    from lmkit.generation.decoder import Decoder, LayerWeights
 
 SMALLEST_BUCKET = 256
 
@@ -31,7 +32,6 @@ class KernelStep:
 
     def __init__(self, decoder: Decoder) -> None:
         model, config, rows = decoder.model, decoder.model.config, decoder.rows
-        assert not config.switches, "the kernels implement none"
         weight = model.lm_head.weight
         self.decoder, self.few, self.eps = decoder, rows <= MOST_ROWS, config.norm_eps
         # Programmatic dependent launch needs Hopper.
@@ -108,9 +108,18 @@ class KernelStep:
             self.attended,
             self.space,
             longest=bucket,
-            pdl=self.pdl and self.few,  # only if the kernel before it is ours
+            pdl=self.pdl and self.few and not decoder.model.config.switches,  # only after a product of ours
         )
         return partial(start, *pointers)
+
+    def _adjust(self, layer: LayerWeights) -> list[Callable[[], None]]:
+        """Prepare what stands between the projection q|k|v and RoPE: a bias, norms of heads, or nothing."""
+        config = self.decoder.model.config
+        if not config.switches:
+            return []
+        sizes = {"head_dim": config.head_dim, "kv_heads": config.kv_heads, "eps": self.eps}
+        start, pointers = prepare_heads_norm(self.qkv, layer.qk_gains, layer.qkv_bias, self.qkv, **sizes)
+        return [partial(start, *pointers)]
 
     def _advance(self) -> Callable[[], None]:
         decoder = self.decoder
@@ -143,9 +152,11 @@ class KernelStep:
 
         launches: list[Callable[[], None]] = []
         for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):
+            adjust = self._adjust(self.decoder.layers[layer])
             norm2, next_norm = self.gains[2 * layer + 1 : 2 * layer + 3]
             launches += [
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),
+                *adjust,
                 self._attend(layer, bucket),
                 product("output", self.attended, output, stream.total, then="residual", gain=norm2),
                 product(
@@ -168,7 +179,10 @@ class KernelStep:
     def _many(self, bucket: int) -> Callable[[], None]:
         """Prepare a step of more rows: from 64 rows on, a library's products reach the memory's bandwidth."""
         decoder, gains = self.decoder, self.gains
-        attends = [self._attend(layer, bucket) for layer in range(len(decoder.layers))]
+        attends = [
+            [*self._adjust(weights), self._attend(layer, bucket)]
+            for layer, weights in enumerate(decoder.layers)
+        ]
         start, pointers = prepare_rules(self.logits, self.best, decoder.rules)
         advance = self._advance()
         head = decoder.model.lm_head.weight
@@ -180,7 +194,8 @@ class KernelStep:
             normed = rms_norm(x, gains[0], eps=self.eps)
             for layer, weights in enumerate(decoder.layers):
                 torch.mm(normed, weights.qkv.T, out=self.qkv)
-                attends[layer]()
+                for launch in attends[layer]:
+                    launch()
                 delta = F.linear(self.attended, weights.output)
                 x, normed = add_rms_norm(x, delta, weights.norm2, eps=self.eps)
                 delta = F.linear(swiglu(F.linear(normed, weights.gate_up)), weights.down)

@@ -168,7 +168,7 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
         # Of heads alone: read, written; input and gradient read, one written.
-        classes.NORM: Work(num_bytes=(8 * gains + 5 * (d + d_kv) * layers * config.qk_norm) * element),
+        classes.NORM: Work(num_bytes=(8 * gains + 5 * (d + 2 * d_kv) * layers * config.qk_norm) * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
         # Read and written, forward and backward.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,14 @@ from lmkit.core.loss import SliceGradient
 from lmkit.errors import UsageError
 from lmkit.kernels.cross_entropy import linear_cross_entropy
 from lmkit.kernels.embedding import embedding
+from lmkit.kernels.heads_norm import heads_norm
 from lmkit.kernels.norm import add_rms_norm, rms_norm
 from lmkit.kernels.rope import rope_
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.kernels.versions import INTERPRETED
 from lmkit.model.memory import tokens_per_slice
-from lmkit.model.operations import Operations
+from lmkit.model.operations import PLAIN, Operations
 from lmkit.registry import OPERATIONS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,6 +46,11 @@ class Fused(Operations):
         if delta is None:
             return x, rms_norm(x, gain, eps=eps, dtype=dtype)
         return add_rms_norm(x, delta, gain, eps=eps, dtype=dtype)
+
+    def heads_norm(self, qkv: Tensor, q_norm: Any, k_norm: Any, kv_heads: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return PLAIN.heads_norm(qkv, q_norm, k_norm, kv_heads)  # the compiler makes one kernel of it, too
+        return heads_norm(qkv, q_norm.weight, k_norm.weight, kv_heads, eps=q_norm.eps)
 
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         if cos_sin.dim() == 4 and len(cos_sin) == 1:

@@ -96,12 +96,10 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         # The rotated ones, which are not contiguous.
         attention += 0 if fused else form.product * (d + 2 * d_kv)
     heads_normed = 0
-    if (
-        config.qk_norm
-    ):  # on a CPU normalised in float32, elsewhere the projection before its norms; the inverse RMS
+    if config.qk_norm:  # on a CPU normalised in float32, elsewhere the projection before its norms
         wide = form.device == "cpu" and not fused
         heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
-        heads_normed += FLOAT * (config.num_heads + config.kv_heads)
+        heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
     return {
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up

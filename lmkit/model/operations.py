@@ -49,6 +49,18 @@ class Operations:
             total = x + delta  # under autocast
         return total, rms_norm(total, gain, eps)
 
+    def heads_norm(self, qkv: Tensor, q_norm: Any, k_norm: Any, kv_heads: int) -> Tensor:
+        """Return the projection q|k|v (..., (heads + 2 kv_heads) * head_dim) with normalised queries and keys, a new
+        tensor.
+
+        Args:
+            q_norm, k_norm: `AddRMSNorm` of head_dim channels.
+        """
+        heads = qkv.unflatten(-1, (-1, len(q_norm.weight)))  # (..., heads + 2 kv_heads, head_dim)
+        q, k, v = heads.split((heads.shape[-2] - 2 * kv_heads, kv_heads, kv_heads), dim=-2)
+        q, k = (norm(x, None, self)[1].to(v.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
+        return torch.cat([q, k, v], dim=-2).flatten(-2)
+
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         """Rotate q and k in the projection q|k|v.
 

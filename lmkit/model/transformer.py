@@ -91,12 +91,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
         joined = attend is None and self.joined_attention is not None
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = qkv.unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads + 2 kv_heads, head_dim)
-            q, k, v = heads.split((heads.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads), dim=2)
-            pairs = (self.q_norm, q), (self.k_norm, k)
-            q, k = (norm(x, None, operations)[1].to(v.dtype) for norm, x in pairs)
-            qkv = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)  # no view: it may be overwritten
+        if self.q_norm is not None:
+            qkv = operations.heads_norm(qkv, self.q_norm, self.k_norm, self.kv_heads)
         return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
 
     def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:

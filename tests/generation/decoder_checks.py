@@ -26,6 +26,10 @@ def model_of(device: str, dtype: torch.dtype = torch.float32, **fields) -> Trans
         for layer in model.layers:
             layer.attn.output_proj.weight.mul_(3)
             layer.ln1.weight.uniform_(0.5, 1.5)
+            for name, x in layer.attn.named_parameters():
+                if x.dim() == 1:  # a bias, or the gain of a norm of heads
+                    x.uniform_(0.5, 1.5)
+                    x.mul_(torch.randn_like(x).sign() if "bias" in name else 1)
     return model.to(device, dtype).eval()
 
 
@@ -50,9 +54,9 @@ def prompts_of(lengths: tuple[int, ...], vocab_size: int = 101) -> list[list[int
 @torch.no_grad()
 def make_exact_in_fp8(model: TransformerLM) -> None:
     """Make fp8 weights the same numbers: each row has the largest number of e4m3 times a power of two."""
-    matrices = [matrix for layer in model.layers for matrix in layer_weights(layer) if matrix is not None]
+    matrices = [matrix for layer in model.layers for matrix in layer_weights(layer)]
     for matrix in (*matrices, model.lm_head.weight):
-        if matrix.dim() == 2:
+        if isinstance(matrix, torch.Tensor) and matrix.dim() == 2:
             scale = 2.0 ** (matrix.abs().amax(1, keepdim=True) / 448).log2().ceil()
             matrix.copy_((matrix / scale).to(torch.float8_e4m3fn).float() * scale)
             matrix[:, 0] = 448 * scale[:, 0]

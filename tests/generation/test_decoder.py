@@ -9,7 +9,7 @@ from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, memory
 from lmkit.generation.cpu_step import CPUStep
-from lmkit.generation.decoder import ModelStep, can_run_kernels
+from lmkit.generation.decoder import FAST_SWITCHES, ModelStep, can_run_kernels
 from lmkit.generation.memory import decoder_needs
 from lmkit.generation.prefill import Prefill
 
@@ -72,7 +72,7 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     assert make_model(**SWITCHES).config.switches == set(SWITCHES)
     for key, value in SWITCHES.items():
         decoder = Decoder(make_model(**{key: value}), 2, sampling=GREEDY, most=ENDLESS)
-        assert isinstance(decoder._step, CPUStep if key in CPUStep.switches else ModelStep)
+        assert isinstance(decoder._step, CPUStep if key in FAST_SWITCHES else ModelStep)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

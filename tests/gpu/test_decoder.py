@@ -32,7 +32,17 @@ def exact_products():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_kv_heads": 2, "tie_embeddings": True},
+        {"qk_norm": True, "num_kv_heads": 2},
+        {"qkv_bias": True},
+        {"qkv_bias": True, "qk_norm": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str

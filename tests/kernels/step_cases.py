@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmkit.core.loss import linear_cross_entropy
 from lmkit.core.rope import apply_rope
-from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, heads_norm, norm, rope, swiglu
 from lmkit.model.operations import PLAIN
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
@@ -39,6 +39,21 @@ def normed(*shape: int, past: bool = True, eps: float = 1e-5) -> Case:
         lambda *inputs: norm.add_rms_norm(*inputs, eps=eps)[part],
         lambda *inputs: plain_norm(*inputs, eps=eps)[part],
         [shape, shape, shape[-1:]],
+    )
+
+
+def normed_heads(*shape: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    def plain(x: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
+        def norm(x: Tensor, gain: Tensor) -> Tensor:
+            return PLAIN.add_rms_norm(x, None, gain, 1e-5)[1]
+
+        q, k, v = x.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=-2)
+        return torch.cat([norm(q, q_gain), norm(k, k_gain), v], dim=-2).flatten(-2)
+
+    return Case(
+        lambda x, q_gain, k_gain: heads_norm.heads_norm(x, q_gain, k_gain, kv_heads),
+        plain,
+        [(*shape, (heads + 2 * kv_heads) * head_dim), (head_dim,), (head_dim,)],
     )
 
 
@@ -104,6 +119,8 @@ CASES = {
     "norm of many rows and blocks": normed(19, 600),
     "norm of one channel": normed(3, 1, eps=0.5),
     "norm alone is used": normed(10, 17, past=False),
+    "norm of heads": normed_heads(2, 70, heads=4, kv_heads=2, head_dim=24),
+    "norm of long heads": normed_heads(3, heads=2, kv_heads=1, head_dim=1030),
     "rope": rotated(2, 7, 4, 2, 6),
     "rope with a table for each row": rotated(3, 5, 2, 1, 16, table=3),
     "rope of pairs": rotated(1, 1, 1, 1, 2),

@@ -283,7 +283,7 @@ def check_gain_gradient_in_a_fixed_order(device: str) -> None:
 
 
 def check_second_derivatives_are_refused(device: str) -> None:
-    for name in ("norm", "swiglu in place", "cross-entropy", "embedding"):
+    for name in ("norm", "norm of heads", "swiglu in place", "cross-entropy", "embedding"):
         case = CASES[name]
         inputs, grads = inputs_of(case, torch.float32, device)
         leaves = [x.requires_grad_() for x in inputs]
