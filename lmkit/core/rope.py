@@ -74,7 +74,13 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self.scale = scale
         table = self._compute(0, min(context_length, AT_FIRST))
-        self.register_buffer("cos_sin", table.to(device), persistent=False)
+        wanted = torch.get_default_device() if device is None else torch.device(device)
+        # A default of "meta" defers the weights, and what loads them does not bring the table along.
+        self.register_buffer(
+            "cos_sin",
+            table if wanted.type == "meta" and device is None else table.to(wanted),
+            persistent=False,
+        )
 
     def _compute(self, begin: int, end: int) -> Tensor:
         # In float64: a float32 angle of 100,000 radians is off by 0.004.

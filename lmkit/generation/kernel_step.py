@@ -117,8 +117,10 @@ class KernelStep:
         config = self.decoder.model.config
         if not config.switches:
             return []
-        sizes = {"head_dim": config.head_dim, "kv_heads": config.kv_heads, "eps": self.eps}
-        start, pointers = prepare_heads_norm(self.qkv, layer.qk_gains, layer.qkv_bias, self.qkv, **sizes)
+        inputs = self.qkv, layer.qk_gains, layer.qkv_bias
+        start, pointers = prepare_heads_norm(
+            *inputs, self.qkv, head_dim=config.head_dim, kv_heads=config.kv_heads, eps=self.eps
+        )
         return [partial(start, *pointers)]
 
     def _advance(self) -> Callable[[], None]:

@@ -52,6 +52,8 @@ def prepare_launch(
         numbers: its other run-time parameters, in order.
         constants: its compile-time parameters and Triton's options (num_warps...), by name.
     """
+    if PREPARES and any(isinstance(x, Tensor) and not x.is_cuda for x in tensors):
+        raise ValueError(f"{kernel.__name__} runs on a GPU; one of its tensors is on another device")
     # Triton's default so far; 3.9 warns where it is left out, because 3.10 will change it.
     constants = {"enable_fp_fusion": True, **constants}
     if not PREPARES:
@@ -152,7 +154,7 @@ class LaunchCache:
         for pointer in pointers:
             together |= pointer
         aligned = together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
-        kind = (device, aligned, *options, *[(x.shape, x.stride(), x.dtype) for x in inputs])
+        kind = (device, aligned, *options, *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
         start = self.prepared.get(kind)
         with selected(device):
             if start is None:

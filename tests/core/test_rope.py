@@ -104,3 +104,12 @@ def test_the_table_of_a_long_context_has_the_positions_that_are_used(monkeypatch
 def test_the_table_survives_meta_construction():
     rope = RotaryEmbedding(head_dim=4, context_length=8, device="meta").to_empty(device="cpu")
     assert torch.equal(rope.cos_sin, RotaryEmbedding(head_dim=4, context_length=8).cos_sin)
+
+
+def test_the_table_follows_the_default_device_but_not_to_where_nothing_is_computed():
+    """A model of deferred weights gets its weights from a file, but no table."""
+    with torch.device("meta"):
+        deferred = RotaryEmbedding(head_dim=8, context_length=16)
+    with torch.device("cpu"):
+        made = RotaryEmbedding(head_dim=8, context_length=16)
+    assert torch.equal(deferred.cos_sin, made.cos_sin)

@@ -7,6 +7,7 @@ import torch
 
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
+from lmkit.kernels.rope import rope_
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.fused import Fused
 from lmkit.model.operations import PLAIN
@@ -149,3 +150,14 @@ def test_compiled_models_have_the_same_gradients(how, operations):
     compile_model(model, how)
     # The compiler fuses casts, so that some sums skip a rounding to bfloat16 (2^-9 each).
     assert max(errors(gradients(model, ids, targets), eager).values()) < 0.03
+
+
+def test_a_model_that_is_made_on_the_default_device():
+    """All of it is there, or kernels read foreign memory."""
+    with torch.device("cuda"):
+        model = TransformerLM(ModelConfig(vocab_size=300, context_length=64))
+    assert all(x.is_cuda for x in [*model.parameters(), *model.buffers()])
+    table = model.rope.cos_sin.cpu()
+    qkv = torch.randn(1, 64, 3 * 192, device="cuda")
+    with pytest.raises(ValueError, match="another device"):
+        rope_(qkv, table, 6)
