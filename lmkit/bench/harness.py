@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmkit.bench.context import Context, Journal, RankGaveUp, storable
-from lmkit.bench.failures import wrong_result
-from lmkit.bench.summary import MEASURED, WRONG, Summary, report_text, summarized, terminal_text
+from lmkit.bench.failures import failure_is_a_row, wrong_result
+from lmkit.bench.summary import MEASURED, UNCHECKED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
@@ -63,6 +63,7 @@ sheet leave 25%; a copy also reads the lines that it overwrites, so that reads a
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
+Result = TypeVar("Result")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -300,6 +301,30 @@ def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], d
     row.clear()
     row |= found
     return row["status"] not in WRONG
+
+
+def right_after_timing(
+    rows: dict[Key, dict[str, Any]],
+    samples: Mapping[Key, Result],
+    wrong_by_now: Callable[[Key], dict[str, Any]],
+    device: torch.device | str,
+) -> dict[Key, Result]:
+    """Return the samples of variants that are right after they were timed; the rows of others say what is wrong.
+
+    Args:
+        wrong_by_now: returns status and detail of a variant that is wrong, else {}.
+    """
+    right = dict(samples)
+    for variant in samples:
+        found: dict[str, Any] = {"status": "ok"}
+        with failure_is_a_row(found, device):
+            found |= wrong_by_now(variant)
+        if found["status"] == "out of memory":
+            rows[variant].setdefault(UNCHECKED, "after timing: no room for another step")
+        elif found["status"] != "ok":
+            rows[variant] = without_figures(rows[variant]) | found
+            del right[variant]
+    return right
 
 
 def too_large_for_host(config: ModelConfig, context: Context) -> str:
