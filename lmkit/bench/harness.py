@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmkit.bench.context import Context, Journal, RankGaveUp, storable
 from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.summary import MEASURED, UNCHECKED, WRONG, Summary, report_text, summarized, terminal_text
-from lmkit.errors import UsageError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, model_flops_utilization
@@ -175,7 +175,7 @@ def _place(folder: Path) -> Iterator[Journal]:
         journal.path.unlink(missing_ok=True)  # of a run that was killed
         try:
             yield journal
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
             kept = bool(journal.rows())
             if isinstance(error, KeyboardInterrupt):
@@ -216,6 +216,12 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
             )
         context = Context(recipe, recipe.bench_table(name), ranks, progress, journal)
         rows = BENCHES.load(name)(context)
+        if not isinstance(rows, list):
+            raise LmkitError(
+                "bench.no_rows",
+                f"bench {name!r} of {bench_module(name).__file__}: returned a {type(rows).__name__}, not its rows",
+                hint="return a list of dicts",
+            )
         if not ranks.is_first:
             return None
         size = {"world_size": ranks.world_size} if ranks.world_size > 1 else {}
