@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from lmkit.errors import LmkitError, UsageError, first_line
-from lmkit.registry import REGISTRIES
+from lmkit.registry import FUNCTIONS, REGISTRIES
 
 PLUGINS: list[Path] = []
 """Files that the user named with `--plugin`; ranks that are started load them, too."""
@@ -37,8 +37,7 @@ def load_plugin(path: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-        for registry in REGISTRIES:
-            registry.check_functions(name)
+        _check_functions(name)
     except (LmkitError, KeyboardInterrupt):  # a name that is taken
         raise
     except BaseException as error:
@@ -48,6 +47,15 @@ def load_plugin(path: Path) -> None:
             hint=f"for the traceback: python {path}",
         ) from error
     PLUGINS.append(path)
+
+
+def _check_functions(module: str) -> None:
+    """Raise UsageError if a fact of what a module has registered names a function that it lacks."""
+    for registry in REGISTRIES:
+        for entry in registry.entries:
+            for fact in FUNCTIONS if entry.module == module else ():
+                if (function := getattr(entry.facts, fact, None)) is not None:
+                    registry.function_of(entry.name, function)
 
 
 def plugin_error(error: BaseException) -> LmkitError | None:

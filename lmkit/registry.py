@@ -70,6 +70,11 @@ class Entry(Generic[F]):
     loaded: Any = None
 
     @property
+    def file(self) -> str:
+        """The file of its module, which is imported; for errors."""
+        return str(getattr(sys.modules[self.module], "__file__", self.module))
+
+    @property
     def spellings(self) -> tuple[str, ...]:
         """Its name and its aliases."""
         return (self.name, *self.facts.aliases)
@@ -124,7 +129,7 @@ class Registry(Generic[F]):
             if not re.fullmatch(r"[^\s:+,]+", name):
                 raise UsageError(
                     "registry.wrong_name",
-                    f"{entry.module}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,",
+                    f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,",
                     hint="they separate names, and names from variants and options",
                 )
             spelled = {spelling: other for other in self._entries.values() for spelling in other.spellings}
@@ -133,7 +138,7 @@ class Registry(Generic[F]):
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     raise UsageError(
                         "registry.name_taken",
-                        f"{entry.module}: there is {self.noun} {spelling!r} already, in {other.module}",
+                        f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}",
                         hint="register it under another name",
                     )
             self._entries[name] = entry
@@ -219,13 +224,6 @@ class Registry(Generic[F]):
                 hint="there are: " + ", ".join(functions),
             )
         return found
-
-    def check_functions(self, module: str) -> None:
-        """Raise UsageError if a fact of what a module has registered names a function that it lacks."""
-        for entry in self.entries:
-            for fact in FUNCTIONS if entry.module == module else ():
-                if (function := getattr(entry.facts, fact, None)) is not None:
-                    self.function_of(entry.name, function)
 
     def options(self, name: str) -> Any:
         """Return the class `Options` of the module in which `name` is registered: its table in a recipe."""
