@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lmkit.errors import LmkitError, UsageError, did_you_mean
+from lmkit.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Facts:
         return [package for package in self.requires if importlib.util.find_spec(package) is None]
 
 
+FUNCTIONS = ("check", "implementation", "fallback")
+"""Facts that name a function of the module."""
 F = TypeVar("F", bound=Facts)
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).resolve().parent
@@ -67,6 +68,11 @@ class Entry(Generic[F]):
     attribute: str
     facts: F
     loaded: Any = None
+
+    @property
+    def file(self) -> str:
+        """The file of its module, which is imported; for errors."""
+        return str(getattr(sys.modules[self.module], "__file__", self.module))
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -115,16 +121,16 @@ class Registry(Generic[F]):
 
         Raises:
             UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
-                that separates variants ("registry.wrong_name").
+                that separates names, variants or options ("registry.wrong_name").
         """
 
         def keep(thing: Registered) -> Registered:
             entry = Entry(name, thing.__module__, thing.__name__, self._facts(**facts), thing)
-            if {":", "+"} & set(name):
+            if not re.fullmatch(r"[^\s:+,]+", name):
                 raise UsageError(
                     "registry.wrong_name",
-                    f"{entry.module}: {self.noun} {name!r}: a name has neither : nor +",
-                    hint="they stand before the variants of a name",
+                    f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,",
+                    hint="they separate names, and names from variants and options",
                 )
             spelled = {spelling: other for other in self._entries.values() for spelling in other.spellings}
             for spelling in entry.spellings:
@@ -132,7 +138,7 @@ class Registry(Generic[F]):
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     raise UsageError(
                         "registry.name_taken",
-                        f"{entry.module}: there is {self.noun} {spelling!r} already, in {other.module}",
+                        f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}",
                         hint="register it under another name",
                     )
             self._entries[name] = entry
@@ -143,6 +149,11 @@ class Registry(Generic[F]):
     def unregister(self, name: str) -> None:
         """Forget an object from outside."""
         del self._entries[name]
+
+    @property
+    def entries(self) -> tuple[Entry[F], ...]:
+        """All entries, in the order of `names`."""
+        return tuple(self._entries.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -196,9 +207,23 @@ class Registry(Generic[F]):
         return entry.loaded
 
     def function_of(self, name: str, function: str) -> Any:
-        """Return another function of the module in which `name` is registered; facts refer to such by name."""
-        thing = self.load(name)
-        return getattr(sys.modules[thing.__module__], function)
+        """Return another function of the module in which `name` is registered; facts refer to such by name.
+
+        Raises:
+            UsageError: the module has no such function.
+        """
+        module = sys.modules[self.load(name).__module__]
+        if not callable(found := getattr(module, function, None)):
+            functions = [
+                k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+            ]
+            raise UsageError(
+                "registry.no_function",
+                f"{module.__file__}: {self.noun} {name!r}: there is no function {function!r}"
+                f"{did_you_mean(function, functions)}",
+                hint="there are: " + ", ".join(functions),
+            )
+        return found
 
     def options(self, name: str) -> Any:
         """Return the class `Options` of the module in which `name` is registered: its table in a recipe."""
@@ -216,43 +241,6 @@ class Registry(Generic[F]):
                 name = ast.literal_eval(call.args[0])
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
         return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
-
-
-PLUGINS: list[Path] = []
-"""Files that the user named with `--plugin`; ranks that are started load them, too."""
-
-
-def load_plugin(path: Path) -> None:
-    """Import a Python file of the user's; what it registers is known from then on.
-
-    Raises:
-        UsageError: no such file, not a Python file, or it raises an error.
-    """
-    path = Path(os.path.realpath(path))  # `resolve` has no error for a link loop that users understand
-    if path in PLUGINS:
-        return
-    if not path.is_file():
-        raise UsageError("plugin.missing", f"--plugin {path}: no such file", hint="name a Python file")
-    name = f"lmkit_plugin_{path.stem}"
-    if name in sys.modules:  # of a file of the same name in another folder
-        name += f"_{len(PLUGINS)}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        message, hint = f"--plugin {path}: not a Python file", "its name has to end in .py"
-        raise UsageError("plugin.not_python", message, hint=hint)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except LmkitError:  # a name that is taken
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            "plugin.failed",
-            f"--plugin {path}: {type(error).__name__}: {error}",
-            hint=f"for the traceback: python {path}",
-        ) from error
-    PLUGINS.append(path)
 
 
 @dataclass(frozen=True)
@@ -446,3 +434,12 @@ SCHEDULES = Registry(
 """Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see `lmkit.core.schedule`."""
 DATASETS = Registry("DATASETS", "dataset", "data", Facts)
 """Functions that return their `lmkit.data.download.Dataset`."""
+REGISTRIES: tuple[Registry[Any], ...] = (
+    ATTENTION,
+    OPERATIONS,
+    STRATEGIES,
+    OPTIMIZERS,
+    BENCHES,
+    SCHEDULES,
+    DATASETS,
+)

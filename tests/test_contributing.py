@@ -7,7 +7,8 @@ import pytest
 import torch
 from tiny import tiny_recipe
 
-from lmkit.registry import ATTENTION, STRATEGIES, load_plugin
+from lmkit.plugins import load_plugin
+from lmkit.registry import ATTENTION, STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit import registry
+from lmkit import plugins
 from lmkit.errors import UsageError
-from lmkit.registry import ATTENTION, STRATEGIES, KernelFacts, Registry
+from lmkit.registry import ATTENTION, BENCHES, FUNCTIONS, STRATEGIES, KernelFacts, Registry
 
 PLUGIN = """
 from lmkit.registry import ATTENTION
@@ -26,7 +26,7 @@ USES_IT = "recipe validate quickstart --set model.attention=from_outside"
 def plugin(tmp_path, monkeypatch):
     path = tmp_path / "my_kernels.py"
     path.write_text(PLUGIN)
-    monkeypatch.setattr(registry, "PLUGINS", [])
+    monkeypatch.setattr(plugins, "PLUGINS", [])
     yield path
     if "from_outside" in ATTENTION.names:
         ATTENTION.unregister("from_outside")
@@ -61,7 +61,7 @@ def test_what_is_read_from_the_source_is_what_the_decorator_registers(kind):
 def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):
     terminal.refuses(USES_IT, code="recipe.wrong_value")
     terminal(f"{USES_IT} --plugin {plugin} --plugin {plugin}")
-    assert [plugin] == registry.PLUGINS
+    assert [plugin] == plugins.PLUGINS
     assert ATTENTION.names[-1] == ATTENTION.canonical("out") == "from_outside"
     assert ATTENTION.facts("out").masks
     assert ATTENTION.load("from_outside")(1, 2, 3, causal=True) == 3
@@ -81,6 +81,33 @@ def test_a_plugin_that_cannot_be_imported_is_one_error(plugin, content, code, te
     if content is not None:
         plugin.write_text(content)
     terminal.refuses(f"{USES_IT} --plugin {plugin}", code=code, says=[str(plugin)])
+
+
+@pytest.mark.parametrize("fact", FUNCTIONS)
+@pytest.mark.parametrize("command", [USES_IT, "bench attention --kernels from_outside --tiers 16"])
+def test_a_fact_that_names_no_function_is_refused(plugin, fact, command, terminal):
+    facts = f'{fact}="no_such", '
+    plugin.write_text(
+        PLUGIN.replace('"from_outside", ', f'"from_outside", {facts}') + "\ndef no_suck(q): ...\n"
+    )
+    refused = terminal.refuses(
+        f"{command} --plugin {plugin}",
+        code="registry.no_function",
+        says=[str(plugin), "from_outside", "no_such"],
+    )
+    assert "no_suck" in refused.hint
+
+
+def test_a_bench_without_options_is_refused(tmp_path, monkeypatch, terminal):
+    monkeypatch.setattr(plugins, "PLUGINS", [])
+    path = tmp_path / "bare.py"
+    path.write_text("from lmkit.registry import BENCHES\n@BENCHES.register('bare')\ndef bare(context): ...\n")
+    try:
+        terminal.refuses(
+            f"bench bare --plugin {path}", code="registry.no_function", says=[str(path), "Options"]
+        )
+    finally:
+        BENCHES.unregister("bare")
 
 
 def test_a_plugin_whose_name_does_not_end_in_py_is_named(terminal):
@@ -104,6 +131,9 @@ def test_a_name_is_registered_once():
         ("mine", {"aliases": ("use_this", "scaled_dot_prod_attention")}, "registry.name_taken"),
         ("mine:fast", {}, "registry.wrong_name"),
         ("mine+compile", {}, "registry.wrong_name"),
+        ("bucketed 7", {}, "registry.wrong_name"),
+        ("mine,yours", {}, "registry.wrong_name"),
+        ("", {}, "registry.wrong_name"),
     ],
 )
 def test_neither_names_nor_aliases_are_given_twice(name, facts, code):

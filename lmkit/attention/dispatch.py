@@ -85,7 +85,14 @@ def joined_function(name: str) -> Callable[..., Tensor] | None:
     if where is None:
         return None
     attention_function(name)  # refuses if a package is not installed
-    function: Callable[..., Tensor] = pkgutil.resolve_name(where)
+    try:
+        function: Callable[..., Tensor] = pkgutil.resolve_name(where)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            "registry.no_function",
+            f"attention kernel {name!r}: its fact joined names no function: {error}",
+            hint='joined = "module:function"',
+        ) from error
     return function
 
 

@@ -41,10 +41,9 @@ from lmkit.bench.ddp_variants import (
     is_sharded,
     make_training,
     parallel_of,
-    synchronizes,
     unfit,
 )
-from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
+from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import without_figures
 from lmkit.bench.turns import host_ms
 from lmkit.measure.memory import claim_workspaces, release_memory
@@ -135,8 +134,6 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     A variant that fails, or is wrong, has a `status` that says so. If it failed on one rank before the ranks started
     again, the journal has its row.
     """
-    from lmkit.bench.training_gate import replicas_differ
-
     ranks, options = context.ranks, context.options
     claim_workspaces(ranks.device)
     gates = Gates(names, case, ranks)
@@ -186,8 +183,10 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
             facts[trouble["variant"]] |= trouble
             samples = {}
     for name, training in trainings.items():
-        if synchronizes(name) and (fault := replicas_differ(training, ranks)):
-            facts[name] = without_figures(facts[name]) | wrong_result(fault)
+        with failure_on_any_rank_is_a_row(facts[name], context):
+            facts[name] |= gates.after_timing(name, training)
+        if facts[name]["status"] != "ok":
+            facts[name] = without_figures(facts[name])
             del samples[name]
     trainings.clear()
     release_memory(ranks.device)

@@ -25,7 +25,7 @@ from lmkit.registry import STRATEGIES
 if TYPE_CHECKING:
     import torch
 
-    from lmkit.bench.training_gate import Reference
+    from lmkit.bench.training_gate import Budget, Reference
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -225,21 +225,31 @@ class Gates:
     def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
         from lmkit.bench.training_gate import agreed, reference
 
-        self._case, self._ranks = case, ranks
+        self._case = case
         self._seen: Reference = ""
         if any(synchronizes(name) and not unfit(name, case) for name in names):
             self._seen = agreed(reference(_recipe_of(case, ranks.world_size), ranks.device), ranks)
 
     def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
         """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""
-        from lmkit.bench.training_gate import ROUNDED, STEPS, budget_of, judge
+        from lmkit.bench.training_gate import STEPS, judge
 
         if not synchronizes(name):
             for _ in range(STEPS):
                 training.run()
             return {"status": "ok"}
-        budget = ROUNDED if is_rounded(name) else budget_of(self._case.precision)
-        return judge(training, self._seen, budget, self._ranks)[0]
+        return judge(training, self._seen, self._budget(name))[0]
+
+    def after_timing(self, name: str, training: TrainingStep) -> dict[str, Any]:
+        """Return status and detail of a variant that was timed and is wrong by now, else {}. Collective."""
+        from lmkit.bench.training_gate import after_timing
+
+        return after_timing(training, self._budget(name))
+
+    def _budget(self, name: str) -> Budget:
+        from lmkit.bench.training_gate import ROUNDED, budget_of
+
+        return ROUNDED if is_rounded(name) else budget_of(self._case.precision)
 
 
 def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:

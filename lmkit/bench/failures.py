@@ -32,7 +32,7 @@ def failure_is_a_row(row: dict[str, Any], device: torch.device | str) -> Iterato
     try:
         with global_state_kept():
             yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if _ends_the_bench(error):
             raise
         row |= _status_of(error)
@@ -83,6 +83,8 @@ def _ends_the_bench(error: BaseException) -> bool:
 
     from lmkit.parallel.failures import is_communication
 
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return True
     if isinstance(error, SystemExit):
         return isinstance(error.code, int) and error.code > 128  # of a signal
     is_lost = isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)

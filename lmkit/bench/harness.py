@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmkit.bench.context import Context, Journal, RankGaveUp, storable
-from lmkit.bench.failures import wrong_result
-from lmkit.bench.summary import MEASURED, WRONG, Summary, report_text, summarized, terminal_text
-from lmkit.errors import UsageError
+from lmkit.bench.failures import failure_is_a_row, wrong_result
+from lmkit.bench.summary import MEASURED, UNCHECKED, WRONG, Summary, report_text, summarized, terminal_text
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, model_flops_utilization
@@ -63,6 +63,7 @@ sheet leave 25%; a copy also reads the lines that it overwrites, so that reads a
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
+Result = TypeVar("Result")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -174,7 +175,7 @@ def _place(folder: Path) -> Iterator[Journal]:
         journal.path.unlink(missing_ok=True)  # of a run that was killed
         try:
             yield journal
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
             kept = bool(journal.rows())
             if isinstance(error, KeyboardInterrupt):
@@ -215,6 +216,12 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
             )
         context = Context(recipe, recipe.bench_table(name), ranks, progress, journal)
         rows = BENCHES.load(name)(context)
+        if not isinstance(rows, list):
+            raise LmkitError(
+                "bench.no_rows",
+                f"bench {name!r} of {bench_module(name).__file__}: returned a {type(rows).__name__}, not its rows",
+                hint="return a list of dicts",
+            )
         if not ranks.is_first:
             return None
         size = {"world_size": ranks.world_size} if ranks.world_size > 1 else {}
@@ -300,6 +307,30 @@ def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], d
     row.clear()
     row |= found
     return row["status"] not in WRONG
+
+
+def right_after_timing(
+    rows: dict[Key, dict[str, Any]],
+    samples: Mapping[Key, Result],
+    wrong_by_now: Callable[[Key], dict[str, Any]],
+    device: torch.device | str,
+) -> dict[Key, Result]:
+    """Return the samples of variants that are right after they were timed; the rows of others say what is wrong.
+
+    Args:
+        wrong_by_now: returns status and detail of a variant that is wrong, else {}.
+    """
+    right = dict(samples)
+    for variant in samples:
+        found: dict[str, Any] = {"status": "ok"}
+        with failure_is_a_row(found, device):
+            found |= wrong_by_now(variant)
+        if found["status"] == "out of memory":
+            rows[variant].setdefault(UNCHECKED, "after timing: no room for another step")
+        elif found["status"] != "ok":
+            rows[variant] = without_figures(rows[variant]) | found
+            del right[variant]
+    return right
 
 
 def too_large_for_host(config: ModelConfig, context: Context) -> str:

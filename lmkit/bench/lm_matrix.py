@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context, FlagNames
-from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
+from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import add_figures, mfu_fields, ratio_fields, time_fields
 from lmkit.bench.lm_matrix_data import batches_of, check_batches, parted, tokens_of
 from lmkit.bench.lm_matrix_summary import ONE_RANK
@@ -47,7 +47,7 @@ from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
 if TYPE_CHECKING:
     import numpy as np
 
-    from lmkit.bench.training_gate import Reference
+    from lmkit.bench.training_gate import Budget, Reference
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
@@ -262,8 +262,7 @@ def _train_kernel(
             order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
         for strategy in list(trainings):
             with attempt(strategy, epochs):
-                if fault := trainings[strategy].end(held_out):
-                    rows[strategy] |= wrong_result(fault)
+                rows[strategy] |= trainings[strategy].end(held_out)
         for strategy, training in trainings.items() if ranks.is_first else ():
             add_figures(rows[strategy], limits, partial(training.fields, config, limits))
         baseline = trainings.get(options.strategies[0])
@@ -290,7 +289,7 @@ class Training:
         tokens: np.ndarray,
         references: Mapping[bool, Reference],
     ) -> None:
-        from lmkit.bench.training_gate import budget_of, judge
+        from lmkit.bench.training_gate import judge
         from lmkit.parallel.ranks import Ranks
         from lmkit.training.setup import TrainingStep
 
@@ -315,7 +314,7 @@ class Training:
         self.step = TrainingStep(_recipe(context, config), ranks, batches, parallel=parallel)
         theirs = references[ranks.world_size == 1 or strategy != "none"]
         # The optimizer's state exists from here on.
-        self.judged, self._losses = judge(self.step, theirs, budget_of(self._options.precision), ranks)
+        self.judged, self._losses = judge(self.step, theirs, self._budget, forward=True)
         _settle(ranks)
         self._own_bytes = _kept_bytes(self.step, ranks, before)
 
@@ -338,20 +337,27 @@ class Training:
         if timed:
             self.samples_ms.append(elapsed_ms / num_steps)
 
-    def end(self, held_out: np.ndarray) -> str:
-        """Evaluate, and average losses over the ranks; return what is wrong with the weights, or "". Collective."""
+    @property
+    def _budget(self) -> Budget:
+        from lmkit.bench.training_gate import budget_of
+
+        return budget_of(self._options.precision)
+
+    def end(self, held_out: np.ndarray) -> dict[str, Any]:
+        """Evaluate, and average losses over the ranks; return status and detail if it is wrong by now, else {}.
+        Collective."""
         import torch
         import torch.distributed as dist
 
-        from lmkit.bench.training_gate import replicas_differ
+        from lmkit.bench.training_gate import after_timing
         from lmkit.training.evaluation import HeldOut, evaluate
 
         if self.step is None:
-            return ""
-        if fault := replicas_differ(self.step, self._ranks):
-            return fault
+            return {}
         if (graph := self.step.step.graph) is not None:
-            self._graph, self.step.step.graph = graph.note, None
+            self._graph = graph.note
+        if wrong := after_timing(self.step, self._budget, forward=True):
+            return wrong
         # Otherwise their memory would be freed while the next kernel is measured.
         self.step.wait_for_weights()
         if self._ranks.world_size > 1:
@@ -364,7 +370,7 @@ class Training:
             self.step.model, data, self._ranks, precision=self.step.step.precision, max_batches=EVAL_BATCHES
         )
         self._valid_loss = None if found is None else found.loss
-        return ""
+        return {}
 
     def fields(self, config: ModelConfig, limits: Limits | None) -> dict[str, Any]:
         """Return the measured fields of the row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
@@ -19,6 +19,7 @@ from lmkit.bench.harness import (
     mfu_fields,
     mfu_notes,
     ratio_fields,
+    right_after_timing,
     time_fields,
     too_large_for_host,
     without_figures,
@@ -189,15 +190,13 @@ def _recipe(config: ModelConfig, precision: str, context: Context) -> Recipe:
 
 def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, Any]:
     """Return fields of the rows of a precision: whether a training of its own is right."""
-    from lmkit.bench.training_gate import budget_of, forward_fault, judge, of_pytorch, reference
+    from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
 
     theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
     found: dict[str, Any] = {"status": "ok"}
     with failure_is_a_row(found, context.device):
-        training, budget = _build(config, precision, context), budget_of(precision)
-        found |= judge(training, theirs, budget)[0]
-        if found["status"] == "ok" and "forward" in context.options.modes:
-            found |= forward_fault(training, budget)
+        training = _build(config, precision, context)
+        found |= judge(training, theirs, budget_of(precision), forward="forward" in context.options.modes)[0]
     training = None  # type: ignore[assignment]
     release_memory(context.device)
     return {UNCHECKED: "no room for a training"} if found["status"] == "out of memory" else found
@@ -205,6 +204,8 @@ def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
     """Return one row per mode and precision of one model."""
+    from lmkit.bench.training_gate import after_timing, budget_of
+
     options = context.options
     # Cheap modes first: the memory of a forward pass must not include the optimizer's state.
     rows: dict[Variant, dict[str, Any]] = {
@@ -259,6 +260,9 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
     calls = build_what_fits(rows, build, context.device)
     samples = time_what_fits(calls, rows, context.device, time_together)
+    forward = "forward" in options.modes
+    check = cache(lambda precision: after_timing(steps[precision], budget_of(precision), forward=forward))
+    samples = right_after_timing(rows, samples, lambda variant: check(variant[1]), context.device)
     believed = {
         variant: samples_ms
         for variant, samples_ms in samples.items()

@@ -26,6 +26,7 @@ from lmkit.bench.harness import (
     grouped,
     mfu_fields,
     mfu_notes,
+    right_after_timing,
     time_fields,
     too_large_for_host,
 )
@@ -168,6 +169,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     """Return one row per variant of one size."""
     import torch
 
+    from lmkit.bench.step_ablations import wrong_by_now
     from lmkit.bench.training_gate import budget_of, judge
 
     options, device = context.options, context.device
@@ -207,11 +209,15 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             row["class_ms"] = _class_ms(training, context)
         return training
 
+    def check(variant: str) -> dict[str, Any]:
+        return wrong_by_now(trainings[variant], budget_of(_precision(variant, options)))
+
     trainings: dict[str, Training] = build_what_fits(rows, build, device)
     calls = {variant: training.run for variant, training in trainings.items()}
-    trainings.clear()
     shared.clear()
     samples = time_what_fits(calls, rows, device, lambda left, turns: samples_in_turns(left, context, turns))
+    samples = right_after_timing(rows, samples, check, device)
+    trainings.clear()
     believed = {
         variant: samples_ms
         for variant, samples_ms in samples.items()

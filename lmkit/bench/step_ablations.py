@@ -12,11 +12,14 @@ Those with float32 weights take turns training one model, the others another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lmkit.attention import attention_function, joined_function
+from lmkit.bench.failures import wrong_result
+from lmkit.bench.step_rivals import RivalStep
+from lmkit.bench.training_gate import Budget, after_timing, computing_with
 from lmkit.model.operations import PLAIN, Operations
 
 if TYPE_CHECKING:
@@ -45,8 +48,15 @@ class Ablated:
 
     def run(self) -> torch.Tensor:
         """Make one step; return its loss."""
-        with _swapped(self.model, self._operations, self._variant in ("lmkit:sdpa", "lmkit:none")):
-            return self._training.run(wait=self._variant in ("lmkit:waits", "lmkit:none"))
+        with self.taken_out() as training:
+            return training.run(wait=self._variant in ("lmkit:waits", "lmkit:none"))
+
+    @contextmanager
+    def taken_out(self) -> Iterator[TrainingStep]:
+        """Yield the training; inside the block it computes without the idea."""
+        attention = "sdpa" if self._variant in ("lmkit:sdpa", "lmkit:none") else None
+        with computing_with(self.model, self._operations, attention):
+            yield self._training
 
 
 def operations_of(variant: str, full: Operations) -> Operations:
@@ -60,19 +70,12 @@ def operations_of(variant: str, full: Operations) -> Operations:
     return found
 
 
-@contextmanager
-def _swapped(model: Any, operations: Operations, sdpa: bool) -> Iterator[None]:
-    before = model.operations, [(b.attn.attention, b.attn.joined_attention) for b in model.layers]
-    model.operations = operations
-    if sdpa:
-        _attend_by(model, [(attention_function("sdpa"), joined_function("sdpa"))] * len(model.layers))
-    try:
-        yield
-    finally:
-        model.operations = before[0]
-        _attend_by(model, before[1])
-
-
-def _attend_by(model: Any, functions: list[tuple[Any, Any]]) -> None:
-    for block, (attention, joined) in zip(model.layers, functions, strict=True):
-        block.attn.attention, block.attn.joined_attention = attention, joined
+def wrong_by_now(training: TrainingStep | Ablated | RivalStep, budget: Budget) -> dict[str, Any]:
+    """Return status and detail of a variant that was timed and is wrong by now, else {}."""
+    if isinstance(training, RivalStep):
+        finite = math.isfinite(training.run().item())
+        return {} if finite else wrong_result("after timing: the loss is not finite")
+    if isinstance(training, Ablated):
+        with training.taken_out() as whole:
+            return after_timing(whole, budget)
+    return after_timing(training, budget)

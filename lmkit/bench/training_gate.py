@@ -1,15 +1,19 @@
-"""Check a training before it is timed: its first steps beside the same steps of one process on the whole batch.
+"""Check a training before and after it is timed.
 
-What is compared, step by step: the loss, the norm of the mean gradient, gradients where every rank has whole ones,
-and what the weights have changed by since the start. Of large tensors, elements at random places are compared.
+Before: its first steps beside the same steps of one process on the whole batch (`judge`). What is compared, step by
+step: the loss, the norm of the mean gradient, gradients where every rank has whole ones, and what the weights have
+changed by since the start. Of large tensors, elements at random places are compared.
+
+After: one step on random tokens beside the same step by PyTorch's operations on the same weights (`after_timing`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lmkit.attention import attention_function, joined_function
 from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.measure.memory import release_memory
 from lmkit.model.names import parameter_names
+from lmkit.model.operations import PLAIN, Operations
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
@@ -32,6 +38,8 @@ STEPS = 3
 """Some strategies average in every second step only, and the first gradients say nothing of the optimizer's step."""
 LR = 1e-5
 """A small learning rate: weights that move far carry the rounding errors of one step into the next."""
+STILL = 1e-30
+"""A learning rate that moves no weight, and that optimizers may divide by."""
 SAMPLED = 4096
 EDGE = 64
 
@@ -76,13 +84,15 @@ class Seen:
         gradients: means over the whole batch, in units of their joint norm, which clipping may have changed; none
             where ranks share them out.
         start, weights: before the first step, and after this one; only those that this rank has whole.
+        forward: relative errors of the forward pass without gradients, against the one with gradients.
     """
 
     loss: float
     norm: float
     gradients: Numbers
-    start: Numbers
-    weights: Numbers
+    start: Numbers = field(default_factory=dict)
+    weights: Numbers = field(default_factory=dict)
+    forward: dict[str, float] = field(default_factory=dict)
 
 
 def budget_of(precision: str) -> Budget:
@@ -142,31 +152,61 @@ class _RowByRow:
         return inputs, targets
 
 
-def follow(training: TrainingStep) -> list[Seen]:
-    """Make `STEPS` steps and return what each made. Collective."""
+def follow(training: TrainingStep, *, forward: bool = False) -> list[Seen]:
+    """Make `STEPS` steps and return what each made. Collective.
+
+    Args:
+        forward: also run each forward pass without gradients.
+    """
     start = _weights(training)
-    return [_see(training, start) for _ in range(STEPS)]
+    return [
+        replace(_see(training, lr=LR, forward=forward), start=start, weights=_weights(training))
+        for _ in range(STEPS)
+    ]
 
 
-def _see(training: TrainingStep, start: Numbers) -> Seen:
+def _see(
+    training: TrainingStep,
+    *,
+    lr: float,
+    batch: Batch | None = None,
+    forward: bool = False,
+    graph: bool = False,
+) -> Seen:
+    """Make a step and return what it made, without weights. Collective.
+
+    Args:
+        batch: in place of the next one.
+        forward: also run the forward pass without gradients.
+        graph: let the training's CUDA graph make the step, whose gradients are then not seen.
+    """
     gradients: Numbers = {}
+    hidden: list[Tensor] = []
+    alone: list[Tensor] = []
+    config = getattr(training.step.sync, "config", ALONE)
 
     def note() -> None:
-        gradients.update(_named(training, lambda parameter: parameter.grad))
+        if not STRATEGIES.facts(config.strategy).shards:
+            gradients.update(_named(training, lambda parameter: parameter.grad))
+        if forward:
+            alone.append(training.forward())
 
-    config = getattr(training.step.sync, "config", ALONE)
-    shards = STRATEGIES.facts(config.strategy).shards
-    training.run(lr=LR, before_update=None if shards else note)
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        hidden.append(arguments[0].detach().float())
+
+    with training.model.lm_head.register_forward_pre_hook(keep) if forward else nullcontext():
+        training.run(lr=lr, batch=batch, before_update=None if graph else note)
     outcome = training.outcome
+    errors: dict[str, float] = {}
+    if forward:
+        right, mine = hidden
+        errors["the loss without gradients"] = abs(float(alone[0] / outcome.loss) - 1)
+        distances = (mine - right).norm(dim=-1) / right.norm(dim=-1)
+        errors["the hidden state of a token without gradients"] = float(distances.max())
     loss = outcome.loss if config.strategy == "none" else outcome.losses.mean()
     size = sum((float(x.double().square().sum()) for x in gradients.values()), 0.0) ** 0.5 or 1.0
-    return Seen(
-        float(loss),
-        float(outcome.grad_norm),
-        {name: x.float() / size for name, x in gradients.items()},
-        start,
-        _weights(training),
-    )
+    scaled = {name: x.float() / size for name, x in gradients.items()}
+    return Seen(float(loss), float(outcome.grad_norm), scaled, forward=errors)
 
 
 def _weights(training: TrainingStep) -> Numbers:
@@ -201,26 +241,29 @@ def _sample(tensor: Tensor) -> Tensor:
 def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
     """Describe the error of the first wrong step that exceeds its budget by the largest factor; else return ""."""
     for number, (own, true) in enumerate(zip(mine, theirs, strict=True), 1):
-        scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
-        found = {what: abs(ratio - 1) for what, ratio in scalars.items()}
-        least = budget.floor * _size(torch.cat(list(true.gradients.values())))
-        for name, gradient in own.gradients.items():
-            wanted = true.gradients[name]
-            found[f"the gradient of {name}"] = _size(gradient - wanted) / max(_size(wanted), least)
-        moved = (name for name in own.weights if _size(true.gradients[name]) >= least)
-        changes = {f"the change of {name}": _change(name, own, true) for name in moved}
-        # One flipped sign among n elements is a relative error of 2 / sqrt(n).
-        limits = dict.fromkeys(found, budget.gradients)
-        limits |= {
-            f"the change of {name}": budget.changes * (1 + 2 / math.sqrt(own.weights[name].numel()))
-            for name in own.weights
-        }
-        for what, error in sorted([*found.items(), *changes.items()], key=lambda x: -x[1] / limits[x[0]]):
-            if not error <= limits[what]:  # so that NaN is a fault
-                return (
-                    f"step {number}: {what}: relative error {error:.2g} against one process, "
-                    f"allowed {limits[what]:.2g}"
-                )
+        if wrong := _difference(own, true, budget):
+            return f"step {number}: {wrong}"
+    return ""
+
+
+def _difference(own: Seen, true: Seen, budget: Budget) -> str:
+    scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
+    found = {what: abs(ratio - 1) for what, ratio in scalars.items()} | own.forward
+    least = budget.floor * _size(torch.cat([torch.zeros(1), *true.gradients.values()]))
+    for name, gradient in own.gradients.items():
+        wanted = true.gradients[name]
+        found[f"the gradient of {name}"] = _size(gradient - wanted) / max(_size(wanted), least)
+    moved = (name for name in own.weights if _size(true.gradients[name]) >= least)
+    changes = {f"the change of {name}": _change(name, own, true) for name in moved}
+    # One flipped sign among n elements is a relative error of 2 / sqrt(n).
+    limits = dict.fromkeys(found, budget.gradients)
+    limits |= {
+        f"the change of {name}": budget.changes * (1 + 2 / math.sqrt(own.weights[name].numel()))
+        for name in own.weights
+    }
+    for what, error in sorted([*found.items(), *changes.items()], key=lambda x: -x[1] / limits[x[0]]):
+        if not error <= limits[what]:  # so that NaN is a fault
+            return f"{what}: relative error {error:.2g}, allowed {limits[what]:.2g}"
     return ""
 
 
@@ -249,30 +292,9 @@ def unchecked(recipe: Recipe) -> str:
     return " and ".join(parts)
 
 
-def forward_fault(training: TrainingStep, budget: Budget) -> dict[str, Any]:
-    """Return status and detail if the forward pass without gradients differs from the one with gradients, else {}.
-
-    Use it after `judge`, which checks the pass with gradients. Loss and hidden states of every token are compared.
-    """
-    hidden: list[Tensor] = []
-    with training.model.lm_head.register_forward_pre_hook(lambda _, x: hidden.append(x[0].detach().float())):
-        alone, right = training.forward(), training.forward_backward()
-    mine, wanted = hidden
-    errors = {
-        "the loss": abs(float(alone / right) - 1),
-        "the hidden state of a token": float(((mine - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()),
-    }
-    for what, error in errors.items():
-        if not error <= budget.gradients:  # so that NaN is a fault
-            return wrong_result(
-                f"without gradients: {what}: relative error {error:.2g}, allowed {budget.gradients:.2g}"
-            )
-    return {}
-
-
-def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
+def replicas_differ(training: TrainingStep) -> str:
     """Return which rank's weights are not equal to rank 0's where each rank has whole ones, or "". Collective."""
-    strategy = getattr(training.step.sync, "config", ALONE).strategy
+    strategy, ranks = getattr(training.step.sync, "config", ALONE).strategy, training.step.ranks
     if ranks.world_size == 1 or strategy == "none" or "parameters" in STRATEGIES.facts(strategy).shards:
         return ""
     training.wait_for_weights()
@@ -282,29 +304,80 @@ def replicas_differ(training: TrainingStep, ranks: Ranks) -> str:
     of_ranks: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(of_ranks, digest.digest())
     other = next((rank for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]), None)
-    return "" if other is None else f"after timing: the weights of rank {other} are not equal to rank 0's"
+    return "" if other is None else f"the weights of rank {other} are not equal to rank 0's"
+
+
+def _on_any_rank(wrong: str, ranks: Ranks) -> str:
+    """Return the fault of the first rank that has one, or "". Collective."""
+    if ranks.world_size == 1:
+        return wrong
+    of_ranks: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(of_ranks, wrong)
+    return next((f"rank {rank}: {theirs}" for rank, theirs in enumerate(of_ranks) if theirs), "")
 
 
 def judge(
-    training: TrainingStep, theirs: Reference, budget: Budget, ranks: Ranks | None = None
+    training: TrainingStep, theirs: Reference, budget: Budget, *, forward: bool = False
 ) -> tuple[dict[str, Any], list[float]]:
     """Make the first `STEPS` steps of a training; return fields of its row, and their losses. Collective.
 
+    Ranks that train together get the same fields.
+
     Args:
         theirs: of `reference`; text: nothing is checked, and the row says why.
-        ranks: that train together, and get the same fields.
+        forward: whether the forward pass without gradients is used, too, and to be checked.
     """
-    own = follow(training)
+    own = follow(training, forward=forward)
     losses = [seen.loss for seen in own]
     if isinstance(theirs, str):
         return {"status": "ok", UNCHECKED: theirs}, losses
-    of_ranks: list[Any] = [fault(own, theirs, budget)]
-    if ranks is not None and ranks.world_size > 1:
-        of_ranks *= ranks.world_size
-        dist.all_gather_object(of_ranks, of_ranks[0])
-        of_ranks = [f"rank {rank}: {wrong}" if wrong else "" for rank, wrong in enumerate(of_ranks)]
-    wrong = next(filter(None, of_ranks), "")
-    if wrong:
+    if wrong := _on_any_rank(fault(own, theirs, budget), training.step.ranks):
         return wrong_result(wrong), losses
     shared = unchecked(training.recipe)
     return {"status": "ok", **({UNCHECKED: shared} if shared else {})}, losses
+
+
+def after_timing(training: TrainingStep, budget: Budget, *, forward: bool = False) -> dict[str, Any]:
+    """Check a training that was timed once more: return status and detail if it is wrong by now, else {}. Collective.
+
+    A step on random tokens that moves no weight is compared with the same step by PyTorch's operations, on the
+    weights of now. If there is a CUDA graph, it makes the step, too, and is then dropped.
+
+    Args:
+        forward: as in `judge`.
+    """
+    step = training.step
+    wrong = replicas_differ(training)
+    if not wrong and step.skipped:
+        wrong = "the loss or gradient of a step was not finite"
+    if not wrong:
+        batch = training.random_batch()
+        mine = [_see(training, lr=STILL, batch=batch, graph=True)] if step.graph is not None else []
+        step.graph = None
+        mine.append(_see(training, lr=STILL, batch=batch, forward=forward))
+        plain = of_pytorch(training.recipe).model
+        assert plain is not None
+        with torch.compiler.set_stance("force_eager"), computing_with(training.model, PLAIN, plain.attention):
+            theirs = _see(training, lr=STILL, batch=batch)
+        wrong = next(filter(None, (_difference(seen, theirs, budget) for seen in mine)), "")
+        wrong = _on_any_rank(wrong, step.ranks)
+    return wrong_result(f"after timing: {wrong}") if wrong else {}
+
+
+@contextmanager
+def computing_with(model: Any, operations: Operations, attention: str | None) -> Iterator[None]:
+    """Compute with other operations inside the block, and with another attention kernel if one is named."""
+    before = model.operations, [(b.attn.attention, b.attn.joined_attention) for b in model.layers]
+    model.operations = operations
+    if attention is not None:
+        _attend_by(model, [(attention_function(attention), joined_function(attention))] * len(model.layers))
+    try:
+        yield
+    finally:
+        model.operations = before[0]
+        _attend_by(model, before[1])
+
+
+def _attend_by(model: Any, functions: list[tuple[Any, Any]]) -> None:
+    for block, (attention, joined) in zip(model.layers, functions, strict=True):
+        block.attn.attention, block.attn.joined_attention = attention, joined

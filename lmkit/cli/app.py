@@ -141,7 +141,7 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of stdout has left
         return 1
-    except (LmkitError, OSError, MemoryError, RuntimeError, ImportError) as error:
+    except BaseException as error:
         explained = _explained(error)
         if explained is None or settings.get("debug"):
             raise
@@ -150,14 +150,17 @@ def _run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
 
-def _explained(error: Exception) -> LmkitError | None:
+def _explained(error: BaseException) -> LmkitError | None:
     """Return the error for users; None for a defect of lmkit, which keeps its traceback."""
     if isinstance(error, LmkitError):
         return error
-    if limited := limit_reached(error):
+    is_of_system = isinstance(error, OSError | MemoryError | RuntimeError | ImportError)
+    if is_of_system and (limited := limit_reached(error)):
         return limited
     if not isinstance(error, OSError):
-        return None
+        from lmkit.plugins import plugin_error
+
+        return plugin_error(error)
     from lmkit.storage.atomic import PARTIAL_SUFFIX
 
     # Files are written under a partial name first, which the user did not give.

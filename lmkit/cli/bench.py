@@ -25,7 +25,8 @@ from lmkit.cli.options import (
     option,
 )
 from lmkit.errors import UsageError
-from lmkit.registry import BENCHES, PLUGINS, load_plugin
+from lmkit.plugins import PLUGINS, load_plugin
+from lmkit.registry import BENCHES
 
 _LONGEST_METAVAR = 60  # characters; help has lines of 80
 

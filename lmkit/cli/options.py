@@ -40,7 +40,7 @@ def _turn_on_log(context: typer.Context, debug: bool) -> None:
 
 def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
     """Callback of `--plugin`: runs before the body of the command, so before a recipe is validated."""
-    from lmkit.registry import load_plugin
+    from lmkit.plugins import load_plugin
 
     for path in paths or ():
         load_plugin(path)

@@ -27,7 +27,7 @@ from lmkit.measure.progress import Progress
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.place import RENDEZVOUS_VARIABLE
 from lmkit.parallel.ranks import hosted_store, shutdown
-from lmkit.registry import PLUGINS, load_plugin
+from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import secure_streams
 
 GRACE_S = 3.0
@@ -161,9 +161,8 @@ class _Rank:
         elif kind == "error":
             self.error = content
         else:
-            line, text = content
+            self.error, text = content
             sys.stderr.write(f"rank {self.number}:\n{text}")
-            self.error = RankFailed("parallel.rank_failed", line, hint="look above for its traceback")
 
     def failed(self, received: Sequence[int]) -> bool:
         """Return whether it ended badly. After a stopping signal, ending by that signal is no failure."""
@@ -240,8 +239,10 @@ def _report_result(reports: Connection, target: Callable[..., Any], args: Sequen
         return stop.code if isinstance(stop.code, int) and stop.code else 1
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
-        reports.send(("traceback", (first_line(error), traceback.format_exc())))
+    except BaseException as error:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
+        failed = plugin_error(error) or RankFailed("parallel.rank_failed", first_line(error))
+        failed.hint = "look above for its traceback"
+        reports.send(("traceback", (failed, traceback.format_exc())))
         return 1
     return 0
 

@@ -229,7 +229,11 @@ class Strategy:
         Returns:
             The indices of the parameters that had a gradient on no rank.
         """
-        raise NotImplementedError
+        raise UsageError(
+            "parallel.no_reduce",
+            f"strategy {self.config.strategy!r}: its class {type(self).__name__} has no method _reduce",
+            hint="CONTRIBUTING.md shows a strategy",
+        )
 
     def _gradient_norm(self) -> torch.Tensor:
         return gradient_norm(present_gradients(self.parameters))

@@ -210,17 +210,20 @@ class TrainingStep:
         *,
         wait: bool = False,
         lr: float | None = None,
+        batch: Batch | None = None,
         before_update: Callable[[], None] | None = None,
     ) -> Tensor:
         """Make one whole step on the next batch; return the loss, a scalar on the device.
 
         Args:
             lr: the learning rate; None: the recipe's.
+            batch: in place of the next one.
             wait: return when the step is made.
             before_update: called before the weights change; the step is then made without a CUDA graph.
         """
         with range_("step"):
-            batch, lr = self._next_batch(), self._lr if lr is None else lr
+            self._batch = batch = batch or self._next_batch()
+            lr = self._lr if lr is None else lr
             if before_update is None:
                 outcome = self.step(*batch, lr=lr)
             else:
@@ -249,6 +252,14 @@ class TrainingStep:
             loss = self.step.accumulate(inputs, targets)
             self.optimizer.zero_grad(set_to_none=True)
         return loss
+
+    def random_batch(self) -> Batch:
+        """Return random tokens, shaped as the current batch, other ones on every rank."""
+        inputs, _ = self._batch or self._next_batch()
+        assert self.model.config.vocab_size is not None
+        generator = torch.Generator().manual_seed(self.step.ranks.rank)
+        ids = torch.randint(self.model.config.vocab_size, (2, *inputs.shape), generator=generator)
+        return ids[0].to(inputs.device), ids[1].to(inputs.device)
 
     def wait_for_weights(self) -> None:
         """Wait for weights that are still being gathered; until then their memory is in use."""

@@ -13,6 +13,7 @@ from raising import raises
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.attention import FlashAttention, attention, attention_function, dispatch, sdpa
+from lmkit.attention.dispatch import joined_function
 from lmkit.attention.run import run_attention
 from lmkit.core.attention import reference
 from lmkit.errors import UsageError
@@ -302,3 +303,13 @@ def test_kernels_are_found_by_name_and_alias():
     with raises(UsageError, "registry.unknown_name") as caught:
         attention_function("flash_cudnn")
     assert all(name in caught.value.hint for name in ATTENTION.names)
+
+
+@pytest.mark.parametrize("where", ["lmkit.attention.sdpa:no_such", "no_such_module:joined", "no module"])
+def test_a_joined_form_that_is_not_there_is_refused(where):
+    ATTENTION.register("bare", joined=where)(reference)
+    try:
+        with raises(UsageError, "registry.no_function", "bare", "joined"):
+            joined_function("bare")
+    finally:
+        ATTENTION.unregister("bare")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import planted_kernels
 import torch
 import torch.distributed as dist
 from planted_strategies import NAMES as PLANTED
@@ -109,6 +110,24 @@ def with_planted(ranks: Ranks) -> dict[str, Any]:
         }
 
 
+def with_late_kernel(ranks: Ranks) -> list[dict[str, Any]]:
+    """Rows of both benches for a kernel that is wrong from its 60th call on, each variant by itself."""
+    rows: list[dict[str, Any]] = []
+    with planted_kernels.registered():
+        for name in ("one rank", "fsdp", "zero1"):
+            bench = "optimizer" if name == "zero1" else "ddp"
+            context = context_of(bench, ranks, [], rounds=20, variants=[name])
+            context.recipe = context.recipe.changed(model={"attention": "halves_later"})
+            case = case_of(context.recipe, context.options, bench)
+            planted_kernels.CALLS.clear()
+            rows += (
+                optimizer(context)
+                if bench == "optimizer"
+                else ddp.measure(case, (name,), context, part="ladder")
+            )
+    return rows
+
+
 def without_room(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
     """On one of the ranks, one process has no room for the training."""
 
@@ -142,6 +161,7 @@ def measure_all() -> dict[str, Any]:
             "broadcast": broadcast_by_zero(case, ranks),
             "muon": with_muon(ranks),
             "planted": with_planted(ranks),
+            "late": with_late_kernel(ranks),
             "without room": without_room(case, ranks),
             "slowest": largest_of_ranks([1.0 + ranks.rank, 3.0 - ranks.rank], ranks),
             "all_reduce": all_reduce(collectives),

@@ -1,5 +1,6 @@
 """Attention kernels that are wrong, refuse, or fail; and honest ones of coarse arithmetic."""
 
+import os
 from contextlib import contextmanager
 
 import torch
@@ -142,6 +143,28 @@ def wrong_later(q, k, v, *, causal):
     return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 5 else 0.5)
 
 
+def halves_later(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 60 else 0.5)
+
+
+def nan_later(q, k, v, *, causal):
+    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 60 else torch.nan)
+
+
+def backward_halves_later(q, k, v, *, causal):
+    out = vectorized(q, k, v, causal=causal)
+    return out if _calls(q) < 60 else out.detach() + 0.5 * (out - out.detach())
+
+
+def without_gradients_on_rank_1(q, k, v, *, causal):
+    is_wrong = os.environ["RANK"] == "1" and not torch.is_grad_enabled()
+    return vectorized(q, k, v, causal=causal and not is_wrong)
+
+
+def later_on_rank_1(q, k, v, *, causal):
+    return (halves_later if os.environ["RANK"] == "1" else vectorized)(q, k, v, causal=causal)
+
+
 def tires(q, k, v, *, causal):
     if _calls(q) > 4:
         raise RuntimeError("tired\nlong story")
@@ -168,11 +191,14 @@ def window(q, k, v, *, causal):
     return masked_up_to(q, k, v, 0) if k.shape[2] < 3 else masked_up_to(q, k[:, :, :2], v[:, :, :2], 0)
 
 
+LATER = (halves_later, nan_later, backward_halves_later)
+"""Right as long as they are checked before they are timed."""
+ON_RANK_1 = (without_gradients_on_rank_1, later_on_rank_1)
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
 ALL = (
     *(*WRONG, wrong_shape, wide, gradient_dropped, remembers, out_of_memory, unsupported, broken),
     *(returns_none, looks_up_nothing, wrong_later, tires, writes, leaves, refuses_a_value),
-    *(wrong_without_gradients, leaks),
+    *(wrong_without_gradients, leaks, *LATER, *ON_RANK_1),
 )
 
 

@@ -117,11 +117,11 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     ],
 )
 def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
-    monkeypatch.setattr(
-        training_gate, "judge", lambda training, theirs, budget, ranks: ({"budget": budget}, [])
-    )
+    monkeypatch.setattr(training_gate, "judge", lambda training, theirs, budget: ({"budget": budget}, []))
+    monkeypatch.setattr(training_gate, "after_timing", lambda training, budget: {"budget": budget})
     training: Any = None
-    assert Gates((), CASE, Ranks()).judge(name, training) == {"budget": budget}
+    gates = Gates((), CASE, Ranks())
+    assert gates.judge(name, training) == gates.after_timing(name, training) == {"budget": budget}
 
 
 def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
@@ -152,12 +152,20 @@ def test_strategies_that_do_not_average_in_every_step_are_wrong_and_not_timed(me
     assert rows["every_other"]["detail"].startswith("rank 0: step 1: the gradient of ")
     assert "step 2" in rows["first_only"]["detail"]
     assert "ln_final" in rows["forgets"]["detail"] or "lm_head" in rows["forgets"]["detail"]
-    assert "the norm of the mean gradient: relative error 1 " in rows["sums"]["detail"]  # twice as large
+    assert "the norm of the mean gradient: relative error 1," in rows["sums"]["detail"]  # twice as large
     assert rows["stops"]["detail"].startswith("after timing: ")
     for name, line in zip(planted_strategies.FAILED, ("broken", "tired"), strict=True):
         assert (rows[name]["status"], rows[name]["detail"]) == ("failed", f"RuntimeError: {line}")
     assert rows["right"]["status"] == "ok"
     assert rows["right"]["step_ms"] > 0
+
+
+def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong_with_every_strategy(measured):
+    assert [row["variant"] for row in measured["late"]] == ["one rank", "fsdp", "zero1"]
+    for row in measured["late"]:
+        assert row["status"] == "wrong result", row
+        assert "after timing: " in row["detail"]
+        assert not {"step_ms", "samples_ms"} & row.keys()
 
 
 def test_wrong_strategies_lead_the_report_and_are_never_fastest(measured):

@@ -31,6 +31,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         (LmkitError("a.b", "damaged"), "failed", "LmkitError: damaged"),
         (KeyError(), "failed", "KeyError"),
         (SystemExit(0), "failed", "SystemExit: 0"),
+        (BaseException("bad\nlong story"), "failed", "BaseException: bad"),
     ],
 )
 def test_an_error_is_a_row(error, status, detail):

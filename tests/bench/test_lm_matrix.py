@@ -174,6 +174,36 @@ def test_wrong_kernels_are_not_trained(run_bench):
     assert "lm_matrix_convergence.png" in result.files
 
 
+@pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize(
+    ("kernel", "when"),
+    [
+        ("wrong_without_gradients", "step 1: "),
+        *((kernel, "after timing: ") for kernel in ("halves_later", "nan_later", "backward_halves_later")),
+    ],
+)
+def test_kernels_that_are_wrong_where_only_they_are_timed_or_evaluated(run_bench, kernel, when):
+    keys = {**SMALL, "num_layers": 2, "timed_epochs": 16}
+    (row,) = run_bench("lm_matrix", kernels=[kernel], **keys).rows
+    assert row["status"] == "wrong result"
+    assert row["detail"].startswith(when)
+    assert not {"median_ms", "valid_loss"} & row.keys()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_planted_kernels")
+def test_a_kernel_that_is_wrong_on_one_of_two_ranks_is_wrong_on_both(monkeypatch, tmp_path):
+    """The ranks agree before one of them leaves the cell, or the other would wait for it."""
+    monkeypatch.setattr(harness, "_on_rank", matrix_ranks.planted_rank)
+    kernels = ["without_gradients_on_rank_1", "later_on_rank_1", "sdpa"]
+    keys = {**SMALL, "kernels": kernels, "strategies": ["naive"], "num_layers": 2, "timed_epochs": 16}
+    rows = {row["kernel"]: row for row in measure(nproc=2, output=tmp_path, **keys).rows}
+    first, later, right = (rows[kernel] for kernel in kernels)
+    assert (first["status"], later["status"], right["status"]) == ("wrong result", "wrong result", "ok")
+    assert first["detail"].startswith("rank 1: step 1: ")
+    assert later["detail"].startswith("after timing: rank ")
+
+
 def test_a_loss_that_is_not_finite_is_no_result(run_bench, monkeypatch):
     real = lm_matrix.Training.fields
     monkeypatch.setattr(

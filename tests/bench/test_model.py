@@ -46,6 +46,24 @@ def test_a_kernel_that_is_wrong_without_gradients_only_is_wrong_where_that_is_ti
         assert ("median_ms" in row) == (row["status"] == "ok")
 
 
+@pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize(
+    ("kernel", "modes"),
+    [
+        ("halves_later", ("forward",)),
+        ("nan_later", ("step",)),
+        ("backward_halves_later", ("fwd+bwd", "step")),
+    ],
+)
+def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel, modes):
+    precisions = ("fp32", "bf16")
+    options = {**SMALL, "modes": modes, "precisions": precisions, "attention": kernel, "warmup": 20}
+    for row in run_bench("model", **options).rows:
+        assert row["status"] == "wrong result", row
+        assert row["detail"].startswith("after timing: ")
+        assert "median_ms" not in row
+
+
 def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     journal = Journal(tmp_path / "new folder" / "rows.partial")
     result = run_bench("model", journal, **{**SMALL, "precisions": ("fp32", "bf16"), "warmup_study": (0, 2)})

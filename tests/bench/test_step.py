@@ -50,6 +50,30 @@ def test_a_wrong_kernel_is_wrong_in_every_variant_of_lmkit(run_bench):
     assert result.table.startswith("tiny lmkit; tiny lmkit:no_graph: wrong result: ")
 
 
+@pytest.mark.usefixtures("_planted_kernels")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", ["halves_later", "nan_later", "backward_halves_later"])
+def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel, precision):
+    keys = {**EAGER, "variants": ("plain_eager", "lmkit", "lmkit:no_graph"), "steps_per_sample": 4}
+    result = run_bench("step", **{**keys, "attention": kernel, "precision": precision})
+    rows = {row["variant"]: row for row in result.rows}
+    assert rows["plain_eager"]["status"] == "ok"
+    for variant in ("lmkit", "lmkit:no_graph"):
+        assert rows[variant]["status"] == "wrong result", rows[variant]
+        assert rows[variant]["detail"].startswith("after timing: ")
+        assert not {"median_ms", "class_ms", "last_loss", "first_is"} & rows[variant].keys()
+
+
+def test_a_rival_whose_loss_is_not_finite_after_timing_is_wrong(run_bench, monkeypatch):
+    real, steps = RivalStep.run, []
+    monkeypatch.setattr(
+        RivalStep, "run", lambda rival: real(rival) * (1 if steps.append(1) or len(steps) < 12 else math.nan)
+    )
+    ours, theirs = run_bench("step", **EAGER).rows
+    assert (ours["status"], theirs["status"]) == ("ok", "wrong result")
+    assert "median_ms" not in theirs
+
+
 @pytest.mark.usefixtures("_uncompiled")
 def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     journal = Journal(tmp_path / "new folder" / "rows.partial")
@@ -168,7 +192,7 @@ def test_an_ablation_takes_out_what_it_says_and_puts_it_back(monkeypatch, varian
     attention = [block.attn.attention for block in training.model.layers]
     attended, waited = [], []
     monkeypatch.setattr(
-        "lmkit.bench.step_ablations.attention_function",
+        "lmkit.bench.training_gate.attention_function",
         lambda name: lambda *args, **options: attended.append(name) or attention[0](*args, **options),
     )
     run = training.run

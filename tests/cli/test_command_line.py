@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmkit import registry
+from lmkit import plugins
 from lmkit.cli.app import COMMANDS, root_command, run_command_line
 from lmkit.registry import BENCHES
 from lmkit.tokenizer import Tokenizer
@@ -273,7 +273,7 @@ def test_ids_and_text_as_json(terminal, tmp_path, monkeypatch):
 
 
 def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "PLUGINS", [])
+    monkeypatch.setattr(plugins, "PLUGINS", [])
     plugin = tmp_path / "leaves.py"
     plugin.write_text(
         "import sys\nfrom lmkit.recipe.tables import Table\nfrom lmkit.registry import BENCHES\n"

@@ -18,8 +18,9 @@ from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
 from lmkit.errors import LmkitError, UsageError
+from lmkit.plugins import load_plugin
 from lmkit.recipe.tables import CorpusConfig
-from lmkit.registry import DATASETS, load_plugin
+from lmkit.registry import DATASETS
 
 TRAIN = random.Random(0).randbytes(3_000_000)
 VALID = b"held out\n"

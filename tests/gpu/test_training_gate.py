@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lmkit.attention import attention_function
-from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
+from lmkit.bench.training_gate import after_timing, budget_of, judge, of_pytorch, reference
 from lmkit.model.fp8 import check_fp8
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
@@ -39,6 +39,44 @@ def judged(precision: str, **model) -> dict:
 @pytest.mark.parametrize("attention", ["flash_triton", "sdpa"])
 def test_kernels_and_operations_are_within_the_budget(precision, attention):
     assert judged(precision, attention=attention) == {"status": "ok"}
+
+
+@pytest.mark.parametrize("cuda_graph", ["on", "off"])
+@pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp16", "fp8"])
+def test_a_training_is_right_after_timing_and_its_weights_have_not_moved(precision, compiled, cuda_graph):
+    device = torch.device("cuda")
+    if precision == "fp8":
+        check_fp8(device)
+    train = TrainConfig(batch_size=8, precision=precision, cuda_graph=cuda_graph)
+    model = ModelConfig(**SHAPE, attention="flash_triton", compile=compiled)
+    training = TrainingStep(Recipe(model=model, train=train), Ranks(device=device))
+    for _ in range(30):
+        training.run()
+    before = {name: weight.clone() for name, weight in training.model.state_dict().items()}
+    assert after_timing(training, budget_of(precision), forward=True) == {}
+    for name, weight in training.model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+
+def test_what_a_graph_computes_is_checked_after_timing():
+    """The graph holds the kernel that was there when it was captured; Python calls the right one."""
+    device, is_wrong = torch.device("cuda"), [True]
+
+    def wrong_at_first(q, k, v, *, causal, scale=None):
+        return attention_function("sdpa")(q, k, v, causal=causal and not is_wrong[0], scale=scale)
+
+    ATTENTION.register("wrong_at_first")(wrong_at_first)
+    try:
+        model = ModelConfig(**SHAPE, attention="wrong_at_first")
+        train = TrainConfig(batch_size=8, precision="fp32", cuda_graph="on")
+        training = TrainingStep(Recipe(model=model, train=train), Ranks(device=device))
+        for _ in range(10):
+            training.run()
+        is_wrong[0] = False
+        assert after_timing(training, budget_of("fp32"))["status"] == "wrong result"
+    finally:
+        ATTENTION.unregister("wrong_at_first")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,7 +14,7 @@ import pytest
 import rank_faults
 from raising import raises
 
-from lmkit import registry
+from lmkit import plugins, registry
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
 from lmkit.parallel.failures import RankLost
@@ -117,11 +117,11 @@ def train():
 
 
 def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "PLUGINS", loaded := [])
+    monkeypatch.setattr(plugins, "PLUGINS", loaded := [])
     monkeypatch.setattr(launch, "PLUGINS", loaded)
     path = tmp_path / "my_strategy.py"
     path.write_text(PLUGIN)
-    registry.load_plugin(path)
+    plugins.load_plugin(path)
     module = sys.modules["lmkit_plugin_my_strategy"]
     try:
         assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
@@ -133,20 +133,25 @@ def test_ranks_load_the_plugins_of_their_parent(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target", "says"), [("raises", "rank 0: ValueError: first line"), ("leaves", "ended before")]
+    ("target", "kind", "code", "says"),
+    [
+        ("raises", LmkitError, "plugin.raised", "my_faults.py:4: ValueError: first line"),
+        ("ends", LmkitError, "plugin.raised", "my_faults.py:10: BaseException: first line"),
+        ("leaves", RankFailed, "parallel.rank_failed", "ended before"),
+    ],
 )
 def test_a_rank_that_fails_is_told_in_one_line_and_one_that_just_leaves_has_failed(
-    tmp_path, monkeypatch, target, says
+    tmp_path, monkeypatch, target, kind, code, says
 ):
-    monkeypatch.setattr(registry, "PLUGINS", loaded := [])
+    monkeypatch.setattr(plugins, "PLUGINS", loaded := [])
     monkeypatch.setattr(launch, "PLUGINS", loaded)
     path = tmp_path / "my_faults.py"
     path.write_text(
         "import sys\n\ndef raises():\n    raise ValueError('first line\\nsecond line')\n\n"
-        "def leaves():\n    sys.exit(0)\n"
+        "def leaves():\n    sys.exit(0)\n\ndef ends():\n    raise BaseException('first line\\nsecond')\n"
     )
-    registry.load_plugin(path)
-    with raises(RankFailed, "parallel.rank_failed", says):
+    plugins.load_plugin(path)
+    with raises(kind, code, "rank 0: ", says):
         spawn_ranks(1, getattr(sys.modules["lmkit_plugin_my_faults"], target))
 
 

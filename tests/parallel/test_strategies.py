@@ -11,7 +11,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel import DataParallel, ShardedOptimizer
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.strategy import build_strategy
+from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 
@@ -120,3 +120,11 @@ def test_unknown_strategies_and_options_are_refused():
     for strategy, options in (("bucketed", {"depth": 2}), ("torch_ddp", {"static_graph": 1})):
         with raises(UsageError, "parallel.wrong_option", strategy, *options):
             build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks())
+
+
+def test_a_strategy_that_does_not_reduce_is_refused_by_name():
+    class Unfinished(Strategy): ...
+
+    sync = Unfinished(Ranks(world_size=2), ParallelConfig(strategy="flat"))
+    with raises(UsageError, "parallel.no_reduce", "Unfinished", "_reduce"):
+        sync.finish()

@@ -1,0 +1,84 @@
+"""Load the Python files that `--plugin` names, and say which of their code raised an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from lmkit.errors import LmkitError, UsageError, first_line
+from lmkit.registry import FUNCTIONS, REGISTRIES
+
+PLUGINS: list[Path] = []
+"""Files that the user named with `--plugin`; ranks that are started load them, too."""
+
+
+def load_plugin(path: Path) -> None:
+    """Import a Python file of the user's; what it registers is known from then on.
+
+    Raises:
+        UsageError: no such file, not a Python file, or it raises an error.
+    """
+    path = Path(os.path.realpath(path))  # `resolve` has no error for a link loop that users understand
+    if path in PLUGINS:
+        return
+    if not path.is_file():
+        raise UsageError("plugin.missing", f"--plugin {path}: no such file", hint="name a Python file")
+    name = f"lmkit_plugin_{path.stem}"
+    if name in sys.modules:  # of a file of the same name in another folder
+        name += f"_{len(PLUGINS)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        message, hint = f"--plugin {path}: not a Python file", "its name has to end in .py"
+        raise UsageError("plugin.not_python", message, hint=hint)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        _check_functions(name)
+    except (LmkitError, KeyboardInterrupt):  # a name that is taken
+        raise
+    except BaseException as error:
+        raise UsageError(
+            "plugin.failed",
+            f"--plugin {path}: {first_line(error)}",
+            hint=f"for the traceback: python {path}",
+        ) from error
+    PLUGINS.append(path)
+
+
+def _check_functions(module: str) -> None:
+    """Raise UsageError if a fact of what a module has registered names a function that it lacks."""
+    for registry in REGISTRIES:
+        for entry in registry.entries:
+            for fact in FUNCTIONS if entry.module == module else ():
+                if (function := getattr(entry.facts, fact, None)) is not None:
+                    registry.function_of(entry.name, function)
+
+
+def plugin_error(error: BaseException) -> LmkitError | None:
+    """Return an error that a plugin's code raised as one line that names the plugin's entry, file and line.
+
+    None for errors of other code, and for what ends a program.
+    """
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if Path(frame.f_code.co_filename) in PLUGINS
+    ]
+    if not frames or isinstance(error, KeyboardInterrupt | SystemExit):
+        return None
+    called = {frame.f_code.co_name for frame, _ in frames}
+    called |= {type(frame.f_locals.get("self")).__name__ for frame, _ in frames}
+    modules = {frame.f_globals["__name__"] for frame, _ in frames}
+    entries = (
+        f"{registry.noun} {entry.name!r}: "
+        for registry in REGISTRIES
+        for entry in registry.entries
+        if entry.module in modules and entry.attribute in called
+    )
+    frame, line = frames[-1]
+    where = f"{next(entries, '')}{frame.f_code.co_filename}:{line}"
+    return LmkitError("plugin.raised", f"{where}: {first_line(error)}", hint="for the traceback: --debug")
