@@ -52,8 +52,9 @@ def prepare_launch(
         numbers: its other run-time parameters, in order.
         constants: its compile-time parameters and Triton's options (num_warps...), by name.
     """
-    if PREPARES and any(isinstance(x, Tensor) and not x.is_cuda for x in tensors):
-        raise ValueError(f"{kernel.__name__} runs on a GPU; one of its tensors is on another device")
+    places = {x.device for x in tensors if isinstance(x, Tensor)}
+    if len(places) > 1:
+        raise ValueError(f"{kernel.__name__} takes tensors on one device, got {sorted(map(str, places))}")
     # Triton's default so far; 3.9 warns where it is left out, because 3.10 will change it.
     constants = {"enable_fp_fusion": True, **constants}
     if not PREPARES:
@@ -66,7 +67,7 @@ def prepare_launch(
     metas = iter(compiled.metadata.tensordesc_meta or ())
     prepared: list[Any] = []  # the arguments in order; None where a call fills in a pointer or a descriptor
     # For each tensor: its index in `prepared`, and what its descriptor is encoded from besides the pointer
-    places: list[tuple[int, tuple | None]] = []
+    encodings: list[tuple[int, tuple | None]] = []
     for x in examples:
         encoded = None
         place = len(prepared)
@@ -76,14 +77,14 @@ def prepare_launch(
             element = meta["swizzle"], meta["elem_size"], encoded_type(meta["elem_type"]), meta["block_size"]
             encoded = (*element, shape, strides, 0)  # 0: zeros outside of the tensor
             prepared += [*shape, *strides]
-        places.append((place, encoded))
+        encodings.append((place, encoded))
     prepared += [*numbers, *values]
     launch, encode = raw_launch(compiled, (*grid, 1)), tensor_map_encoder()
     device, current_stream = torch.cuda.current_device(), triton.runtime.driver.active.get_current_stream
 
     def start(*pointers: int) -> None:
         arguments = prepared.copy()
-        for pointer, (place, encoded) in zip(pointers, places, strict=True):
+        for pointer, (place, encoded) in zip(pointers, encodings, strict=True):
             arguments[place] = pointer if encoded is None else encode(pointer, *encoded)
         launch(current_stream(device), arguments)
 

@@ -159,5 +159,5 @@ def test_a_model_that_is_made_on_the_default_device():
     assert all(x.is_cuda for x in [*model.parameters(), *model.buffers()])
     table = model.rope.cos_sin.cpu()
     qkv = torch.randn(1, 64, 3 * 192, device="cuda")
-    with pytest.raises(ValueError, match="another device"):
+    with pytest.raises(ValueError, match="one device"):
         rope_(qkv, table, 6)
