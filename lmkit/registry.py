@@ -333,7 +333,8 @@ class OptimizerFacts(Facts):
 
     Attributes:
         elementwise: whether every weight is updated from its own gradient and state alone, so that flat shards of
-            parameters can be updated in its place. Otherwise its groups have the key "parts", see `lmkit.optim.Muon`.
+            parameters can be updated in its place. Otherwise its groups have the key "is_matrix", see
+            `lmkit.optim.Muon`.
         takes_shards: whether it updates shards of whole matrices that a strategy describes, see `lmkit.optim.muon`.
         keeps_masters: whether it has the method `keep_masters` of AdamW, which `train.precision = "bf16"` needs.
         moments: float32 numbers of state for each weight, masters not counted; if it is not elementwise, for each

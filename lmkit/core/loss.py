@@ -89,7 +89,8 @@ def linear_cross_entropy(
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
     hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token
     elements = SLICE_ELEMENTS.get(hidden.device.type, SLICE_ELEMENTS["cuda"])
-    rows = rows or max(1, elements // len(weight))
+    # A power of two divides the usual batches evenly.
+    rows = rows or 1 << max(1, elements // len(weight)).bit_length() - 1
     return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss(), rows)[0]
 
 

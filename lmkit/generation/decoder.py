@@ -36,6 +36,7 @@ from lmkit.kernels.decode.rows import (
     plain_rules,
     settings_of,
 )
+from lmkit.model.joined import join
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -65,9 +66,14 @@ class LayerWeights(NamedTuple):
 
 def layer_weights(block: Any) -> LayerWeights:
     attn, ffn = block.attn, block.ffn
+    qkv, bias = attn.joined_layers(), attn.q_proj.bias
     return LayerWeights(
-        *(block.ln1.weight, attn.qkv_proj.weight, attn.qkv_proj.bias, attn.output_proj.weight),
-        *(block.ln2.weight, ffn.gate_up.weight, ffn.w2.weight),
+        block.ln1.weight,
+        join([layer.weight for layer in qkv]),
+        None if bias is None else join([layer.bias for layer in qkv]),
+        *(attn.output_proj.weight, block.ln2.weight),
+        join([layer.weight for layer in ffn.joined_layers()]),
+        ffn.w2.weight,
         None if attn.q_norm is None else (attn.q_norm.weight, attn.k_norm.weight),
     )
 

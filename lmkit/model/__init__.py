@@ -1,5 +1,4 @@
-"""The Transformer language model: `transformer` and `layers` are all of it, with `operations`, `core.rope`
-and `core.loss`.
+"""The Transformer language model: `lmkit.core.model` is all of it; `transformer` adds kernels and recomputation.
 
 from lmkit.model import ModelConfig, TransformerLM
 
@@ -17,14 +16,12 @@ __getattr__, __dir__, __all__ = exports(
         "compile_model": "transformer",
         "plain_name": "names",
         "parameter_names": "names",
-        "Embedding": "layers",
-        "Linear": "layers",
-        "JoinedLinear": "layers",
-        "RMSNorm": "layers",
-        "AddRMSNorm": "layers",
-        "SwiGLU": "layers",
-        "silu": "layers",
-        "softmax": "layers",
+        "SwiGLU": "transformer",
+        "Embedding": "lmkit.core.model",
+        "Linear": "lmkit.core.model",
+        "RMSNorm": "lmkit.core.model",
+        "silu": "lmkit.core.model",
+        "softmax": "lmkit.core.model",
         "Operations": "operations",
         "choose_operations": "operations",
         "RotaryEmbedding": "lmkit.core.rope",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-def again(function: Callable[..., Any], *inputs: Tensor) -> Any:
+def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
     """Return function(*inputs); its backward pass keeps only the inputs and computes the function again.
 
     Nothing in a model is random, so the state of the random generator is not kept.

@@ -20,24 +20,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.core.autograd import differentiable_once
+from lmkit.core.model import Linear
 from lmkit.errors import UsageError
 from lmkit.model.accounting import suits_fp8
-from lmkit.model.layers import JoinedLinear, Linear, SwiGLU
+from lmkit.model.transformer import SwiGLU
 
 
 def use_fp8(blocks: nn.Module) -> int:
-    """Compute the products of the linear layers among these modules in fp8, where that is faster; return how many."""
-    layers = [
-        module
-        for module in blocks.modules()
-        if isinstance(module, Linear | JoinedLinear) and suits_fp8(*module.weight.shape)
-    ]
-    for layer in layers:
-        layer.product = fp8_linear
+    """Compute the matrix products of the blocks in fp8 where that is faster; return how many."""
+    products = 0
     for module in blocks.modules():
-        if isinstance(module, SwiGLU) and module.gate_up in layers and module.w2 in layers:
-            module.casts = True
-    return len(layers)
+        joined: tuple[Linear, ...] = getattr(module, "joined_layers", tuple)()
+        others = [x for x in module.children() if isinstance(x, Linear) and x not in joined]
+        for layers in [joined, *([layer] for layer in others)]:
+            if layers and suits_fp8(sum(x.out_features for x in layers), layers[0].in_features):
+                products += 1
+                for layer in layers:
+                    layer.product = fp8_linear
+        if isinstance(module, SwiGLU):
+            module.casts = module.w1.product is module.w2.product is fp8_linear
+    return products
 
 
 def check_fp8(device: torch.device) -> None:

@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.core.autograd import differentiable_once
 from lmkit.core.loss import SliceGradient, linear_cross_entropy
+from lmkit.core.norm import rms_norm
 from lmkit.core.rope import apply_rope
 from lmkit.errors import UsageError
-from lmkit.model.memory import tokens_per_slice
 from lmkit.registry import OPERATIONS
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of q (batch, heads, seq, head_dim) to k, v (batch, kv_heads, seq, head_dim), shaped as q."""
 
 
 @OPERATIONS.register("plain", order=2)
@@ -54,12 +49,11 @@ class Operations:
         tensor.
 
         Args:
-            q_norm, k_norm: `AddRMSNorm` of head_dim channels.
+            q_norm, k_norm: `RMSNorm` of head_dim channels.
         """
         heads = qkv.unflatten(-1, (-1, len(q_norm.weight)))  # (..., heads + 2 kv_heads, head_dim)
         q, k, v = heads.split((heads.shape[-2] - 2 * kv_heads, kv_heads, kv_heads), dim=-2)
-        q, k = (norm(x, None, self)[1].to(v.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
-        return torch.cat([q, k, v], dim=-2).flatten(-2)
+        return torch.cat([q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v], dim=-2).flatten(-2)
 
     def rotated(self, qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, joined: bool) -> tuple[Tensor, ...]:
         """Rotate q and k in the projection q|k|v.
@@ -91,8 +85,7 @@ class Operations:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
     ) -> Tensor:
         """Return the mean cross-entropy of hidden weight^T, see `lmkit.core.loss`."""
-        rows = tokens_per_slice(len(weight), hidden.device.type)
-        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss, rows=rows)
+        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss)
 
 
 PLAIN = Operations()
@@ -129,39 +122,3 @@ def _runs(name: str, weight: Tensor) -> bool:
     except UsageError:
         return False
     return True
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, (..., d_model) -> (..., d_model)."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
-        # about twenty operations, which is slower than the eight of `_RMSNormOnCPU`.
-        return _RMSNormOnCPU.apply(x, weight, eps)[0]
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm with its gradient written by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
-        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
-        unit = x * inverse_rms  # (..., d_model)
-        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
-        empty = x.new_empty(0)
-        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(unit, inverse_rms, weight, empty)
-        return (unit * weight).to(x.dtype), empty
-
-    @staticmethod
-    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
-    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        # y = w u with u = x r and r = (mean(x^2) + eps)^-1/2, hence du/dx = r (1 - u u^T / d).
-        unit, inverse_rms, weight = saved[:3]
-        product = grad * unit  # (..., d_model)
-        grad_weight = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
-        along_unit = (product @ weight.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
-        grad_x = torch.addcmul(grad * weight, unit, along_unit, value=-1).mul_(inverse_rms)  # (..., d_model)
-        return grad_x.to(grad.dtype), grad_weight.to(weight.dtype), None

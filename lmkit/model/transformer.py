@@ -1,194 +1,188 @@
-"""The language model: attention, block and TransformerLM. Its smaller layers are in `layers`, RoPE in `rope`."""
+"""The model of `lmkit.core.model` as it trains: the attention kernel of the recipe, joined matrix products, fused
+operations, and blocks that are computed again in the backward pass.
+
+With PyTorch's operations and nothing computed again, what runs is the core's forward pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmkit.attention import attention_function, joined_function
-from lmkit.core.attention import first_in_document, first_in_window, latest
+from lmkit.core import model as core
 from lmkit.core.kv_cache import KVCache
+from lmkit.core.model import Firsts, Linear
 from lmkit.core.ranges import range_
-from lmkit.core.rope import RotaryEmbedding, scale_frequencies
 from lmkit.model.again import again, again_but_products, attend_again
-from lmkit.model.layers import (
-    AddRMSNorm,
-    Device,
-    DType,
-    Embedding,
-    Head,
-    JoinedLinear,
-    Linear,
-    SwiGLU,
-)
+from lmkit.model.joined import are_plain, joined_product, place_side_by_side
 from lmkit.model.memory import Form, Keep, kept_by_layers
-from lmkit.model.operations import PLAIN, Attend, Operations, choose_operations
+from lmkit.model.operations import PLAIN, Operations, choose_operations
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
 
-
-class Given(NamedTuple):
-    """What blocks read of a batch beside the residual stream.
-
-    Attributes:
-        cos_sin: of the positions, see `apply_rope`.
-        first: the first token that each token sees, (batch or 1, seq), in a layer without a window and in one with;
-            None: all earlier ones.
-    """
-
-    cos_sin: Tensor
-    first: tuple[Tensor | None, Tensor | None] = (None, None)
+Device = torch.device | str | None
+DType = torch.dtype | None
 
 
-class SelfAttention(nn.Module):
-    """Causal multi-head attention with rotary positions and, where the configuration says so, fewer key/value heads
-    than query heads (grouped-query attention, Ainslie et al. 2023).
+class SelfAttention(core.SelfAttention):
+    """Attention by a registered kernel, with q, k and v from one matrix product."""
 
-    Args:
-        layer: counts from 0.
-    """
-
-    def __init__(
-        self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
-    ) -> None:
-        super().__init__()
-        self.window = config.window(layer)
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+    def __init__(self, config: ModelConfig, layer: int = 0, **where: Any) -> None:
+        super().__init__(config, layer, **where)
         self.attention = attention_function(config.attention)
         self.joined_attention = joined_function(config.attention)
-        d_kv = config.kv_heads * config.head_dim
-        self.qkv_proj = JoinedLinear(
-            config.d_model, config.d_model + 2 * d_kv, bias=config.qkv_bias, device=device, dtype=dtype
-        )
-        self.q_proj = self.qkv_proj.part(config.d_model)
-        self.k_proj = self.qkv_proj.part(d_kv)
-        self.v_proj = self.qkv_proj.part(d_kv)
-        self.output_proj = Linear(
-            config.d_model, config.d_model, zeros=config.zero_init, device=device, dtype=dtype
-        )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = AddRMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
-            self.k_norm = AddRMSNorm(config.head_dim, eps=config.norm_eps, device=device, dtype=dtype)
 
-    def forward(
-        self, x: Tensor, given: Given, operations: Operations = PLAIN, attend: Attend | None = None
-    ) -> Tensor:
-        """(batch, seq, d_model) -> (batch, seq, d_model)
+    def joined_layers(self) -> tuple[Linear, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
 
-        Args:
-            attend: replaces causal attention within the sequence; a KV cache's.
-        """
-        heads = self.rotated(self.qkv_proj(x), given, operations, attend)
-        return self.output_proj(self.attend(heads, given, attend))  # (batch, seq, d_model)
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        layers = self.joined_layers()
+        if not are_plain(*layers):
+            return super().project(x)
+        return joined_product(x, *layers).split([layer.out_features for layer in layers], dim=-1)
 
-    def rotated(
-        self, qkv: Tensor, given: Given, operations: Operations, attend: Attend | None = None
-    ) -> tuple[Tensor, ...]:
+    # The parts of a block that computes some of them again, or by fused operations
+
+    def rotated(self, qkv: Tensor, cos_sin: Tensor, operations: Operations) -> tuple[Tensor, ...]:
         """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
-        joined = attend is None and self.joined_attention is not None
         if self.q_norm is not None:
             qkv = operations.heads_norm(qkv, self.q_norm, self.k_norm, self.kv_heads)
-        return operations.rotated(qkv, given.cos_sin, self.kv_heads, joined=joined)
+        joined = self.joined_attention is not None
+        return operations.rotated(qkv, cos_sin, self.kv_heads, joined=joined)
 
-    def attend(self, heads: tuple[Tensor, ...], given: Given, attend: Attend | None = None) -> Tensor:
+    def attend(self, heads: tuple[Tensor, ...], firsts: Firsts) -> Tensor:
         """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
-        first = given.first[int(self.window is not None)]
-        hides = {} if first is None else {"first": first}  # kernels without the fact `windows` do not know it
+        first = firsts[self.window is not None]
+        hides: dict[str, Any] = (
+            {} if first is None else {"first": first}
+        )  # kernels without the fact `windows` do not know it
         with range_("attention"):
             if len(heads) == 1:
                 assert self.joined_attention is not None
                 return self.joined_attention(
                     heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hides
                 )
-            out = self.attention(*heads, causal=True, **hides) if attend is None else attend(*heads)
-        return out.transpose(1, 2).flatten(2)
+            return self.attention(*heads, causal=True, **hides).transpose(1, 2).flatten(2)
 
 
-class TransformerBlock(nn.Module):
-    """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x)).
+class SwiGLU(core.SwiGLU):
+    """The feed-forward network with gate and up from one matrix product.
 
-    The last sum is left to whoever reads it, because its norm is computed in the same pass over memory.
-
-    Args:
-        layer: counts from 0.
+    Attributes:
+        casts: whether the products around the activation are in fp8.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer: int = 0, *, device: Device = None, dtype: DType = None
-    ) -> None:
-        super().__init__()
-        self.ln1 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.attn = SelfAttention(config, layer, device=device, dtype=dtype)
-        self.ln2 = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.ffn = SwiGLU(config.d_model, config.d_ff, zeros=config.zero_init, device=device, dtype=dtype)
+    casts = False
 
-    def forward(
+    def joined_layers(self) -> tuple[Linear, ...]:
+        return self.w1, self.w3
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        if not are_plain(self.w1, self.w3):
+            return super().project(x)
+        return joined_product(x, self.w1, self.w3).chunk(2, dim=-1)
+
+    def contract(self, expanded: Tensor, operations: Operations) -> Tensor:
+        """Return the output for gate|up (..., 2 d_ff), which may be overwritten."""
+        return self.w2(operations.swiglu(expanded, casts=self.casts))  # (..., d_model)
+
+
+class TransformerBlock(core.TransformerBlock):
+    """A block that can leave its last sum to the next norm, which computes it in the same pass over memory."""
+
+    Attention, FeedForward = SelfAttention, SwiGLU
+    attn: SelfAttention
+    ffn: SwiGLU
+
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        delta: Tensor | None,
-        given: Given,
+        cos_sin: Tensor,
+        firsts: Firsts = (None, None),
+        cache: KVCache | None = None,
+        *,
+        delta: Tensor | None = None,
         operations: Operations = PLAIN,
-        attend: Attend | None = None,
         keep: Keep = "all",
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model).
 
         Args:
-            keep: for the backward pass; the rest is computed again. Values but "all" take neither delta nor attend.
+            operations: of the block.
+            keep: for the backward pass; the rest is computed again.
         """
+        plain_forward = super().forward
+        is_plain = type(operations) is Operations
+        if delta is not None and (keep != "all" or is_plain):
+            x, delta = x + delta, None
+        if cache is not None or not are_plain(*(part for part in self.modules() if part is not self)):
+            x = x if delta is None else x + delta
+            if keep == "all" or cache is not None:
+                return plain_forward(x, cos_sin, firsts, cache), None
+            return again(lambda x: plain_forward(x, cos_sin, firsts), x), None
+        if keep == "input":
+            return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
         if keep != "all":
-            return self._forward_and_again(x, given, operations, keep)
-        x, normed = self.ln1(x, delta, operations)
-        delta = self.attn(normed, given, operations, attend)
-        x, normed = self.ln2(x, delta, operations)
-        return x, self.ffn(normed, operations)
+            return self._forward_and_again(x, cos_sin, firsts, operations, keep)
+        if is_plain:
+            return plain_forward(x, cos_sin, firsts), None
+        x, normed = self.normed(self.ln1, x, delta, operations)
+        heads = self.attn.rotated(joined_product(normed, *self.attn.joined_layers()), cos_sin, operations)
+        delta = self.attn.output_proj(self.attn.attend(heads, firsts))
+        x, normed = self.normed(self.ln2, x, delta, operations)
+        return x, self.ffn.contract(joined_product(normed, *self.ffn.joined_layers()), operations)
+
+    def normed(
+        self, norm: core.RMSNorm, x: Tensor, delta: Tensor | None, operations: Operations
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and its norm."""
+        return operations.add_rms_norm(x, delta, norm.weight, norm.eps)
 
     def _forward_and_again(
-        self, x: Tensor, given: Given, operations: Operations, keep: Keep
+        self, x: Tensor, cos_sin: Tensor, firsts: Firsts, operations: Operations, keep: Keep
     ) -> tuple[Tensor, Tensor]:
         """Do as `forward`, in parts. Each part keeps its inputs and is computed again in the backward pass.
 
         A part is computed again up to the last tensor that it had saved: the matrix product at its end is not.
         """
+        attn, ffn = self.attn, self.ffn
 
         def project(x: Tensor) -> Tensor:
-            return self.attn.qkv_proj(self.ln1(x, None, operations)[1])
+            return joined_product(self.normed(self.ln1, x, None, operations)[1], *attn.joined_layers())
 
         def expand(x: Tensor) -> Tensor:
-            return self.ffn.expand(self.ln2(x, None, operations)[1])
+            return joined_product(self.normed(self.ln2, x, None, operations)[1], *ffn.joined_layers())
 
         def contract(expanded: Tensor) -> Tensor:
-            return self.ffn.contract(expanded, operations)
+            return ffn.contract(expanded, operations)
 
         def all_after_attention(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-            x, normed = self.ln2(x, self.attn.output_proj(out), operations)
-            return x, self.ffn(normed, operations)
+            x, normed = self.normed(self.ln2, x, attn.output_proj(out), operations)
+            return x, contract(joined_product(normed, *ffn.joined_layers()))
 
         def heads(x: Tensor) -> tuple[Tensor, ...]:
-            return self.attn.rotated(project(x), given, operations)
+            return attn.rotated(project(x), cos_sin, operations)
 
-        if keep == "input":
-            return again(lambda x: self.forward(x, None, given, operations), x)
         if keep == "attention":
-            out = attend_again(heads, lambda heads: self.attn.attend(heads, given), x)
+            out = attend_again(heads, lambda heads: attn.attend(heads, firsts), x)
         elif torch.compiler.is_compiling() and operations.name != "fused":
             # Outside, the compiler would keep rotated heads beside the projection.
-            out = self.attn.attend(again_but_products(heads, x), given)
+            out = attn.attend(again_but_products(heads, x), firsts)
         else:
-            out = self.attn.attend(self.attn.rotated(again(project, x), given, operations), given)
+            out = attn.attend(attn.rotated(again(project, x), cos_sin, operations), firsts)
         if keep != "products":
             return again(all_after_attention, x, out)
-        x = x + self.attn.output_proj(out)
+        x = x + attn.output_proj(out)
         return x, again(contract, again_but_products(expand, x))
 
 
-class Layers(nn.ModuleList):
-    """The stack of blocks. A module of its own, so that `compile_model` can compile it as one graph.
+class Layers(core.Layers):
+    """The stack of blocks.
 
     Attributes:
         operations: of the blocks; None: those of the model.
@@ -200,12 +194,14 @@ class Layers(nn.ModuleList):
         self.sums = False
         self.operations: Operations | None = None
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        given: Given,
+        cos_sin: Tensor,
+        firsts: Firsts,
+        cache: KVCache | None = None,
+        *,
         operations: Operations,
-        kv_cache: KVCache | None = None,
         keeps: Sequence[Keep] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model).
@@ -218,20 +214,32 @@ class Layers(nn.ModuleList):
         for index, block in enumerate(self):
             if self.sums and delta is not None:
                 x, delta = x + delta, None
-            if kv_cache is not None:
-                # `forward`, because `__call__` may be compiled and would make a graph for every length.
-                x, delta = block.forward(x, delta, given, operations, partial(kv_cache.attend, index))
-            elif keeps is None or keeps[index] == "all":
-                x, delta = block(x, delta, given, operations)
-            else:  # keeps the block's input, one tensor
-                x = x if delta is None else x + delta
-                x, delta = block(x, None, given, operations, keep=keeps[index])
+            keep = "all" if keeps is None else keeps[index]
+            x, delta = block(x, cos_sin, firsts, cache, delta=delta, operations=operations, keep=keep)
         return x, delta
 
 
-class TransformerLM(nn.Module):
-    """A decoder-only Transformer in the style of LLaMA (Touvron et al. 2023): pre-norm blocks with RMSNorm, rotary
-    positions, causal attention and SwiGLU.
+class Embedding(core.Embedding):
+    """An embedding whose rows are read by the given operations."""
+
+    def forward(self, ids: Tensor, operations: Operations = PLAIN) -> Tensor:
+        """(batch, seq) -> (batch, seq, d_model)"""
+        return operations.embedding(ids, self.weight)
+
+
+class Head(core.Head):
+    """The last matrix, and the loss by the given operations."""
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, operations: Operations = PLAIN
+    ) -> Tensor:
+        if targets is None:
+            return super().forward(hidden)
+        return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)
+
+
+class TransformerLM(core.TransformerLM):
+    """A decoder-only Transformer in the style of LLaMA, see `lmkit.core.model.TransformerLM`.
 
     >>> from lmkit.model import ModelConfig, TransformerLM
     >>> model = TransformerLM(ModelConfig(vocab_size=1000, context_length=64, d_model=96, num_heads=4))
@@ -251,79 +259,58 @@ class TransformerLM(nn.Module):
     Raises:
         ValueError: the configuration has no vocabulary size.
         UsageError: no attention kernel has this name, or the named operations do not run here.
-
-    Parameters draw their first values from torch's default generator. With `tie_embeddings` the head's matrix is the
-    embedding (Press and Wolf 2017), initialised as a head, which is smaller.
     """
 
+    Table, Stack, Block, LastLayer = Embedding, Layers, TransformerBlock, Head
+    layers: Layers
+
     def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
-        super().__init__()
-        if config.vocab_size is None:
-            raise ValueError("vocab_size is not set: the tokenizer decides it")
-        self.config = config
-        self.token_embeddings = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
-        self.layers = Layers(
-            [
-                TransformerBlock(config, layer, device=device, dtype=dtype)
-                for layer in range(config.num_layers)
-            ]
-        )
-        self.ln_final = AddRMSNorm(config.d_model, eps=config.norm_eps, device=device, dtype=dtype)
-        self.lm_head = Head(config.d_model, config.vocab_size, device=device, dtype=dtype)
-        if config.tie_embeddings:
-            self.token_embeddings.weight = self.lm_head.weight
-        self.rope = RotaryEmbedding(
-            head_dim=config.head_dim,
-            context_length=config.context_length,
-            theta=config.rope_theta,
-            scale=partial(scale_frequencies, config),
-            device=device,
-        )
-        self.operations = choose_operations(config.operations, self.lm_head.weight)
+        super().__init__(config, device=device, dtype=dtype)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        place_side_by_side(self)
+        self.operations = choose_operations(self.config.operations, self.lm_head.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
         # nn.Module calls this in .to(), .half() and .to_empty().
         super()._apply(fn, recurse)
-        self.operations = choose_operations(self.config.operations, self.lm_head.weight)
+        self._arrange()
         return self
 
-    def hidden_states(self, ids: Tensor, kv_cache: KVCache | None = None) -> Tensor:
-        """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy, whose parameters were copied one by one
+        place_side_by_side(self)
 
-        With `separate_documents`, a document begins at an id that is given as its complement, ~id.
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*args, **options)
+        if options.get("assign"):
+            self._arrange()
+        return found
 
-        Raises:
-            ValueError: the sequence is longer than the context.
-        """
+    def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         operations = self.operations
-        ids, first = self._first(ids)
+        ids, firsts = self.visible(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
-        if kv_cache is None:
-            given = Given(self.rope(ids.shape[1]), first)
-            x, delta = self.layers(x, given, operations, keeps=self._keeps(x))  # (batch, seq, d_model)
+        if cache is None:
+            x, delta = self.layers(
+                x, self.rope(ids.shape[1]), firsts, operations=operations, keeps=self._keeps(x)
+            )
         else:
-            cos_sin = self.rope.at(kv_cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
-            # `forward`: not compiled, see `Layers`
-            x, delta = self.layers.forward(x, Given(cos_sin), operations, kv_cache)
-        _, normed = self.ln_final(x, delta, operations)
-        return normed
+            cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
+            with self._without_compiler():
+                x, delta = self.layers(x, cos_sin, firsts, cache, operations=operations)
+        if not are_plain(self.ln_final) or type(operations) is Operations:
+            return self.ln_final(x if delta is None else x + delta)
+        return operations.add_rms_norm(x, delta, self.ln_final.weight, self.ln_final.eps)[1]
 
-    def _first(self, ids: Tensor) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """Return the ids without the marks of documents, and the first token that each of them sees, as `Given` holds
-        it: (batch, seq).
+    def _without_compiler(self) -> AbstractContextManager:
+        """Run compiled blocks as they are: the compiler would make a graph for every length of a cache."""
+        if self.config.compile == "none":
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
-        RoPE needs nothing: attention depends on the distance of two positions only, and those of a document are as
-        far apart as if it stood alone.
-        """
-        documents = None
-        if self.config.separate_documents:
-            begins = ids < 0
-            documents = first_in_document(begins)
-            ids = torch.where(begins, ~ids, ids)
-        window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
-        return ids, (documents, latest(documents, window))
-
-    def _keeps(self, x: Tensor) -> list[Keep] | None:
+    def _keeps(self, x: Tensor) -> Sequence[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""
         if self.config.activation_checkpointing == "none" or not torch.is_grad_enabled():
             return None
@@ -338,21 +325,7 @@ class TransformerLM(nn.Module):
         )
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
-    def forward(self, ids: Tensor, kv_cache: KVCache | None = None) -> Tensor:
-        """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).
-
-        Args:
-            kv_cache: holds the tokens before `ids`; takes `ids` in.
-        """
-        return self.lm_head(self.hidden_states(ids, kv_cache))
-
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar.
-
-        Args:
-            ids: (batch, seq)
-            targets: (batch, seq), the token that follows each of `ids`.
-        """
         hidden = self.hidden_states(ids)  # (batch, seq, d_model)
         with range_("loss"):
             return self.lm_head(hidden, targets, self.operations)

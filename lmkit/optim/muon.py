@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -62,29 +61,23 @@ def _dtype_of_directions(part: Tensor) -> torch.dtype:
 
 
 class MatrixShard(NamedTuple):
-    """This rank's elements of linear maps. The maps lie in a flat tensor that is cut into one part per rank.
+    """This rank's elements of matrices, which lie in a flat tensor that is cut into one part per rank.
 
     Attributes:
         part: this rank's part, flat; on some ranks it may be padding alone.
         pieces: parameters of the optimizer (flat), each with its place in this rank's part.
-        maps: start in the flat tensor, rows and columns of every linear map, also of those on other ranks.
+        matrices: start in the flat tensor, rows and columns of every matrix, also of those on other ranks.
         begin: of this rank's part.
         gather: (n,), like `part` -> (ranks * n,), the parts of all ranks. Collective.
-        has_gradient: whether this step updates the maps; equal on all ranks.
+        has_gradient: whether this step updates the matrices; equal on all ranks.
     """
 
     part: Tensor
     pieces: list[tuple[Tensor, slice]]
-    maps: list[tuple[int, int, int]]
+    matrices: list[tuple[int, int, int]]
     begin: int
     gather: Callable[[Tensor], Tensor]
     has_gradient: Callable[[], bool]
-
-
-def maps_of(rows: Sequence[int], columns: int, start: int) -> list[tuple[int, int, int]]:
-    """Return `MatrixShard.maps` of a parameter whose linear maps have these rows, and which begins at `start`."""
-    before = accumulate(rows, initial=0)
-    return [(start + first * columns, some, columns) for first, some in zip(before, rows, strict=False)]
 
 
 class Muon(AdamW):
@@ -95,11 +88,11 @@ class Muon(AdamW):
 
     with r the matrices' own learning rate, which follows the schedule of `lr`: r = lr matrix_lr / (the recipe's lr).
 
-    A group may have the key "parts": for each parameter the numbers of rows of the linear maps that lie in it, one
-    above the other, or () for AdamW. Each map is orthogonalised alone; all maps of one shape in one batched product.
+    The matrices are the parameters of groups with the key "is_matrix" set. All matrices of one shape are
+    orthogonalised in one batched product.
 
     Args:
-        params: groups, as in `AdamW`, with "parts"; `lmkit.model.layers.linear_maps` returns a model's.
+        params: groups, as in `AdamW`, with "is_matrix"; see `lmkit.training.setup.matrices_of`.
         lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
         matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
         momentum: decay of the running mean of their gradients.
@@ -107,7 +100,7 @@ class Muon(AdamW):
 
     Attributes:
         shards: set by a strategy that shards the optimizer. Momentum, weights and their updates stay on the rank that
-            holds them. Directions are gathered, and a rank orthogonalises every map that has elements in its part.
+            holds them. Directions are gathered, and a rank orthogonalises every matrix that has elements in its part.
 
     Raises:
         ValueError: a setting is out of range.
@@ -149,7 +142,7 @@ class Muon(AdamW):
                 return loss
             self.decision = None
         for group in self.param_groups:
-            for sweep in sweeps(_matrices(group), lambda pair: pair[0].numel(), SWEEP_ELEMENTS["cuda"]):
+            for sweep in sweeps(_matrices(group), Tensor.numel, SWEEP_ELEMENTS["cuda"]):
                 self._update_matrices(sweep, group)
         reached = [shard for shard in self.shards if shard.has_gradient()]
         for shards in sweeps(reached, _elements_of, SWEEP_ELEMENTS["cuda"]):
@@ -158,7 +151,7 @@ class Muon(AdamW):
         return loss
 
     def _updates(self, params: list[Tensor]) -> Any:
-        matrices = {param for group in self.param_groups for param, _ in _matrices(group)}
+        matrices = {param for group in self.param_groups for param in _matrices(group)}
         matrices.update(param for shard in self.shards for param, _ in shard.pieces)
         return super()._updates([param for param in params if param not in matrices])
 
@@ -198,13 +191,11 @@ class Muon(AdamW):
             rate = (rate * (self.decision != 0).to(torch.float32)).float()
         return rate, rate * group["weight_decay"]
 
-    def _update_matrices(self, matrices: list[tuple[Tensor, Sequence[int]]], group: dict[str, Any]) -> None:
+    def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-        params = [param for param, _ in matrices]
-        for (param, parts), direction in zip(matrices, self._directions(params), strict=True):
+        for param, direction in zip(params, self._directions(params), strict=True):
             exact = self.state[param].get(MASTER, param)
-            for pair in zip(exact.split(list(parts)), direction.split(list(parts)), strict=True):
-                by_shape.setdefault(pair[0].shape, []).append(pair)
+            by_shape.setdefault(param.shape, []).append((exact, direction))
         rate, decay = self._rates(group)
         for shape, alike in by_shape.items():
             weights, directions = zip(*alike, strict=True)
@@ -231,7 +222,7 @@ class Muon(AdamW):
         by_kind: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, slice, slice]]] = {}
         for shard, direction, pieces in zip(shards, sent, updated, strict=True):
             whole = shard.gather(direction)
-            for start, rows, columns in shard.maps:
+            for start, rows, columns in shard.matrices:
                 matrix = whole[start : start + rows * columns].view(rows, columns)
                 for param, where in pieces:
                     before = shard.begin + where.start
@@ -255,15 +246,13 @@ class Muon(AdamW):
             torch._foreach_copy_([self.copies[param] for param in copied], exacts)
 
 
-def _matrices(group: dict[str, Any]) -> list[tuple[Tensor, Sequence[int]]]:
-    """Return the group's matrices that have a gradient, with their parts."""
-    parts = group.get("parts", [()] * len(group["params"]))
-    pairs = zip(group["params"], parts, strict=True)
-    return [(param, rows) for param, rows in pairs if rows and param.grad is not None]
+def _matrices(group: dict[str, Any]) -> list[Tensor]:
+    """Return the group's matrices that have a gradient."""
+    return [param for param in group["params"] if group.get("is_matrix") and param.grad is not None]
 
 
 def _elements_of(shard: MatrixShard) -> int:
-    return sum(rows * columns for _, rows, columns in shard.maps)
+    return sum(rows * columns for _, rows, columns in shard.matrices)
 
 
 def _scale(rows: int, columns: int) -> float:

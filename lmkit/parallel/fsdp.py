@@ -24,6 +24,7 @@ from torch import nn
 from lmkit.core.buckets import on_gradient
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
+from lmkit.model.joined import in_order_of_memory
 from lmkit.model.names import parameter_names, plain_name
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
@@ -159,7 +160,8 @@ class Fsdp(Strategy):
             key = (*of, parameter.dtype, parameter.device, parameter.requires_grad)
             together.setdefault(key, []).append(parameter)
         names = parameter_names(model)
-        for parameters in together.values():
+        for group in together.values():
+            parameters = in_order_of_memory(group, model)
             dtype, layers_of = parameters[0].dtype, owners[parameters[0]]
             compute_dtype = reduce_dtype_for(dtype, self.config.weights)
             if dtype == torch.float32 and self.compute_dtype is not None:

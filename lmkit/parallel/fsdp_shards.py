@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.model.layers import pieces
+from lmkit.core.model import pieces
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import FlatShards, Names, Piece

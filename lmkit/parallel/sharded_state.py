@@ -54,7 +54,7 @@ class ShardedState(torch.optim.Optimizer):
         self._pieces: list[Piece] = []
         self._buckets: tuple[BucketLayout, ...] = ()
         given = [{**group, "params": list(group["params"])} for group in groups]
-        maps = _rows_of_maps(given)
+        maps = _matrices(given)
         group_of = {parameter: index for index, group in enumerate(given) for parameter in group["params"]}
         parts: list[list[torch.Tensor]] = [[] for _ in given]
         for piece in (piece for flat in flats for piece in flat.held()):
@@ -176,11 +176,9 @@ class ShardedState(torch.optim.Optimizer):
             self._spread()
 
 
-def _rows_of_maps(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Sequence[int]]:
-    """Return parameter -> rows of its linear maps, from the key "parts" of the groups."""
-    pairs = (zip(group["params"], group.get("parts", ()), strict=False) for group in groups)
-    return {parameter: rows for pair in pairs for parameter, rows in pair if rows}
+def _matrices(groups: Sequence[dict[str, Any]]) -> set[nn.Parameter]:
+    return {p for group in groups if group.get("is_matrix") for p in group["params"]}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "parts")}
+    return {key: value for key, value in group.items() if key not in ("params", "is_matrix")}

@@ -16,7 +16,7 @@ from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
 from lmkit.core.buckets import PendingMean, Work
-from lmkit.optim.muon import MatrixShard, maps_of
+from lmkit.optim.muon import MatrixShard
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
@@ -230,19 +230,15 @@ class FlatShards:
         parts = flat[: self._offsets[-1]].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
-    def matrices(self, parts: Mapping[nn.Parameter, Sequence[int]]) -> MatrixShard:
-        """Return this rank's part of the linear maps. `parts`: parameter -> the rows of its maps."""
+    def matrices(self, among: Set[nn.Parameter]) -> MatrixShard:
+        """Return this rank's part of the parameters that are `among` an optimizer's matrices."""
         return MatrixShard(
             self.shard,
+            [(piece.part, piece.in_shard) for piece in self.held() if not among.isdisjoint(piece.parameters)],
             [
-                (piece.part, piece.in_shard)
-                for piece in self.held()
-                if any(p in parts for p in piece.parameters)
-            ],
-            [
-                linear_map
+                (start, *p.shape)
                 for p, start in zip(self.parameters, self._offsets, strict=False)
-                for linear_map in (maps_of(parts[p], p.shape[1], start) if p in parts else ())
+                if p in among
             ],
             self._ranks.rank * self.shard_size,
             self.gather_state,

@@ -15,6 +15,7 @@ from torch import nn
 
 from lmkit.core.buckets import MIB
 from lmkit.core.clipping import clip_for, gradient_norm
+from lmkit.model.joined import in_order_of_memory
 from lmkit.model.names import parameter_names
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
@@ -60,7 +61,10 @@ class Zero1(Strategy):
         weights = [group.pop("weights", self.config.weights) for group in given]
         names = parameter_names(self._model)
         planned = [
-            (parameters, reduce_dtype_for(parameters[0].dtype, weights[group]))
+            (
+                in_order_of_memory(parameters, self._model),
+                reduce_dtype_for(parameters[0].dtype, weights[group]),
+            )
             for group, parameters in plan_shards(
                 [group["params"] for group in given],
                 names,

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,10 +19,11 @@ from lmkit import __version__
 from lmkit.attention import check_kernel
 from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
+from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.model.fp8 import check_fp8, use_fp8
-from lmkit.model.layers import linear_maps
+from lmkit.model.joined import place_side_by_side
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.parallel.place import read_place
@@ -101,6 +102,7 @@ def build_step(
         parallel = parallel.changed(weights="bf16")  # the strategy keeps masters itself
     else:
         masters = hold_weights(plain, precision)
+        place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
     call = sync.attach(plain, fingerprint=fingerprint)
     sync.take_first_ranks(masters.values())
@@ -110,7 +112,7 @@ def build_step(
             if group["params"][0].dim() < 2:
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them
     if not OPTIMIZERS.facts(table.name).elementwise:
-        groups = _with_parts(groups, linear_maps(plain.layers))
+        groups = _split(groups, matrices_of(plain.layers))
     made = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         if not hasattr(made, "keep_masters"):
@@ -135,14 +137,19 @@ def build_step(
     )
 
 
-def _with_parts(groups: list[dict[str, Any]], maps: Mapping[Tensor, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Split groups into those of linear maps and of other parameters; add "parts", see `lmkit.optim.Muon`."""
+def matrices_of(blocks: nn.Module) -> set[Tensor]:
+    """Return the matrices of the linear layers among these modules, which Muon orthogonalises."""
+    return {module.weight for module in blocks.modules() if isinstance(module, Linear)}
+
+
+def _split(groups: list[dict[str, Any]], matrices: Set[Tensor]) -> list[dict[str, Any]]:
+    """Split groups into matrices and other parameters, with the key "is_matrix"; see `lmkit.optim.Muon`."""
     split = []
     for group in groups:
-        for is_map in (True, False):
-            params = [param for param in group["params"] if (param in maps) == is_map]
+        for is_matrix in (True, False):
+            params = [param for param in group["params"] if (param in matrices) == is_matrix]
             if params:
-                split.append({**group, "params": params, "parts": [maps.get(param, ()) for param in params]})
+                split.append({**group, "params": params, "is_matrix": is_matrix})
     return split
 
 
@@ -294,7 +301,7 @@ def check_optimizer(table: OptimizerConfig) -> None:
     """Refuse what the optimizer of the table refuses, by making it for two small parameters."""
     groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:
-        groups = _with_parts(groups, {})
+        groups = _split(groups, set())
     _make_optimizer(table, groups)
 
 

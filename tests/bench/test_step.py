@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.kernel_classes import CLASSES
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import count_parameters, flops_per_token
+from lmkit.model.joined import join
 from lmkit.model.operations import Operations
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
@@ -253,9 +255,11 @@ def test_plain_is_our_architecture():
         (plain.head, ours.lm_head),
     ]
     for rival, block in zip(plain.blocks, ours.layers, strict=True):
-        pairs += [(rival.ln1, block.ln1), (rival.qkv, block.attn.qkv_proj)]
-        pairs += [(rival.output, block.attn.output_proj), (rival.ln2, block.ln2)]
-        pairs += [(rival.gate_up, block.ffn.gate_up), (rival.down, block.ffn.w2)]
+        pairs += [(rival.ln1, block.ln1), (rival.output, block.attn.output_proj)]
+        pairs += [(rival.ln2, block.ln2), (rival.down, block.ffn.w2)]
+        for joined, owner in ((rival.qkv, block.attn), (rival.gate_up, block.ffn)):
+            weights = [x.weight for x in owner.joined_layers()]
+            pairs.append((joined, SimpleNamespace(weight=join(weights), parts=weights)))
     for rival, part in pairs:
         rival.weight.data = part.weight.detach().clone()
     assert {id(p) for p in plain.parameters()} == {id(rival.weight) for rival, _ in pairs}
@@ -266,7 +270,8 @@ def test_plain_is_our_architecture():
     loss.backward()
     wanted.backward()
     for rival, part in pairs:
-        torch.testing.assert_close(rival.weight.grad, part.weight.grad, rtol=1e-9, atol=1e-12)
+        gradient = torch.cat([weight.grad for weight in getattr(part, "parts", [part.weight])])
+        torch.testing.assert_close(rival.weight.grad, gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_nanogpt_is_gpt2():

@@ -82,7 +82,8 @@ def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
     )
     with torch.no_grad():
         for layer in model.layers:
-            layer.attn.qkv_proj.bias.normal_()
+            for part in layer.attn.joined_layers():
+                part.bias.normal_()
     decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
     check_next_logits(decoder, model)

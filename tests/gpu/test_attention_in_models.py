@@ -136,7 +136,7 @@ def test_documents_of_a_row_are_as_each_alone(window):
         assert (model.layers[0].attn.joined_attention is not None) == (attention == "flash_triton")
         loss = model.loss(ids, targets)
         loss.backward()
-        gradient = model.layers[0].attn.qkv_proj.weight.grad
+        gradient = model.layers[0].attn.k_proj.weight.grad
         alone, tokens = 0.0, 0
         with torch.no_grad():
             for row, wanted in zip(ids, targets, strict=True):

@@ -8,9 +8,8 @@ from lmkit.kernels import fp8 as kernels
 from lmkit.kernels import swiglu_fp8
 from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
-from lmkit.model import accounting, fp8
+from lmkit.model import SwiGLU, accounting, fp8
 from lmkit.model.fused import Fused
-from lmkit.model.layers import SwiGLU
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step

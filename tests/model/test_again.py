@@ -54,11 +54,11 @@ def test_activation_checkpointing_recomputes_the_same_gradients(make_model, fiel
 @pytest.mark.parametrize(
     ("keep", "again"),
     [
-        ("input", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 2}),
-        ("attention", {"qkv_proj": 2, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
-        ("qkv", {"qkv_proj": 1, "output_proj": 2, "gate_up": 2, "swiglu": 2, "attention": 1}),
-        ("products", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 2, "attention": 1}),
-        ("all", {"qkv_proj": 1, "output_proj": 1, "gate_up": 1, "swiglu": 1, "attention": 1}),
+        ("input", {"q_proj": 2, "output_proj": 2, "w1": 2, "swiglu": 2, "attention": 2}),
+        ("attention", {"q_proj": 2, "output_proj": 2, "w1": 2, "swiglu": 2, "attention": 1}),
+        ("qkv", {"q_proj": 1, "output_proj": 2, "w1": 2, "swiglu": 2, "attention": 1}),
+        ("products", {"q_proj": 1, "output_proj": 1, "w1": 1, "swiglu": 2, "attention": 1}),
+        ("all", {"q_proj": 1, "output_proj": 1, "w1": 1, "swiglu": 1, "attention": 1}),
     ],
 )
 def test_what_a_block_keeps_is_not_computed_again(make_model, monkeypatch, keep, again):
@@ -74,9 +74,8 @@ def test_what_a_block_keeps_is_not_computed_again(make_model, monkeypatch, keep,
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is torch.ops.aten.mm.default and args[1].is_contiguous() is False:
-                for name in ("qkv_proj", "output_proj", "gate_up"):
-                    owner = block.ffn if name == "gate_up" else block.attn
-                    weight = getattr(owner, name).weight
+                for name in ("q_proj", "output_proj", "w1"):
+                    weight = getattr(block.ffn if name == "w1" else block.attn, name).weight
                     calls[name] += args[1].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
             calls["swiglu"] += function is torch.ops.aten.silu.default
             calls["attention"] += function is torch.ops.aten._softmax.default
@@ -138,11 +137,11 @@ def test_the_compiler_keeps_what_blocks_keep(make_model, keep, again):
     )
     block = torch.compile(model.layers[0], backend=backend)
     x = torch.randn(2, 9, model.config.d_model, requires_grad=True)
-    given = transformer.Given(model.rope(9))
+    cos_sin = model.rope(9)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        outputs = block(x, None, given, PLAIN, keep=keep)
+        outputs = block(x, cos_sin, operations=PLAIN, keep=keep)
     sum(output.sum() for output in outputs).backward()
-    for constant in (given.cos_sin, *model.parameters()):
+    for constant in (cos_sin, *model.parameters()):
         storages.pop(constant.untyped_storage().data_ptr(), None)
     form = Form(reuses_memory=False, device="cuda", stream=4, product=4, compiled=True)
     assert sum(storages.values()) == 18 * kept(model.config, form, keep)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, TransformerLM, parameter_names
+from lmkit.model.joined import lie_side_by_side
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,6 @@ def test_parameter_names(make_model):
     for parameter, shapes in parts.items():
         assert all(state[name].shape == shape for name, shape in shapes.items())
         assert torch.equal(torch.cat([state[name] for name in shapes]), parameter)
-    assert list(parts[model.layers[0].attn.qkv_proj.weight]) == [
-        f"layers.0.attn.{name}_proj.weight" for name in "qkv"
-    ]
 
 
 def test_biases_have_names_of_their_own_and_start_from_zero(make_model):
@@ -114,9 +112,7 @@ def test_biases_have_names_of_their_own_and_start_from_zero(make_model):
     assert not any(value.any() for value in biases.values())
     other = TransformerLM(config)
     other.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    assert torch.equal(other.layers[1].attn.qkv_proj.bias, torch.ones(64))
-    names = parameter_names(model)[model.layers[1].attn.qkv_proj.bias]
-    assert list(names) == [f"layers.1.attn.{name}_proj.bias" for name in "qkv"]
+    assert torch.equal(other.layers[1].attn.k_proj.bias, torch.ones(16))
 
 
 def test_joined_matrices_load_by_their_own_names(make_model):
@@ -126,7 +122,7 @@ def test_joined_matrices_load_by_their_own_names(make_model):
     twin.load_state_dict(state)
     assert all(torch.equal(mine, state[name]) for name, mine in twin.state_dict().items())
     assert not torch.equal(other.layers[0].attn.k_proj.weight, twin.layers[0].attn.k_proj.weight)
-    assert twin.layers[0].attn.k_proj.weight.data_ptr() == twin.layers[0].attn.qkv_proj.weight[32:].data_ptr()
+    assert lie_side_by_side([layer.weight for layer in twin.layers[0].attn.joined_layers()])
     name = "layers.1.attn.k_proj.weight"
     wrong = {**state, name: state[name][1:]}
     lacking = {key: value for key, value in state.items() if key != name}
@@ -157,7 +153,7 @@ def test_switches_are_all_listed_and_zero_init_zeroes_what_writes_to_the_stream(
     for layer in model.layers:
         assert not layer.attn.output_proj.weight.any()
         assert not layer.ffn.w2.weight.any()
-        assert layer.attn.qkv_proj.weight.any()
+        assert layer.attn.v_proj.weight.any()
 
 
 def test_a_token_sees_nothing_that_follows(make_model):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
-from lmkit.model.transformer import Layers
+from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.fsdp_shards import draw, leave_meta
 from lmkit.parallel.strategy import (
     MakeOptimizer,
@@ -69,9 +69,8 @@ class TorchFsdp(Strategy):
             of_layer = list(layer.parameters())
             if all(owners[p] == 1 for p in of_layer) and any(p.dim() >= 2 for p in of_layer):
                 fully_shard(layer, **keys)
-        for module in model.modules():
-            if isinstance(module, Layers):
-                module.sums = True  # the inputs of a sharded layer are views, which may not be written to
+        if isinstance(model, TransformerLM):
+            model.layers.sums = True  # the inputs of a sharded layer are views, which may not be written to
         fully_shard(model, **keys)
         if hasattr(model, "loss"):
             register_fsdp_forward_method(model, "loss")

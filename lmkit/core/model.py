@@ -1,0 +1,382 @@
+"""The language model: a decoder-only Transformer in the style of LLaMA (Touvron et al. 2023).
+
+    x = embedding[ids]
+    in each block:  x = x + attention(norm(x));  x = x + feed_forward(norm(x))
+    logits = norm(x) head^T
+
+Norms are RMSNorm, positions rotate queries and keys (RoPE), attention is causal, the feed-forward network is SwiGLU.
+
+Modules read the configuration by the names of a recipe's table `[model]`: vocab_size, context_length, d_model, d_ff,
+num_layers, num_heads, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and
+the switches qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lmkit.core.attention import first_in_document, first_in_window, latest, reference
+from lmkit.core.kv_cache import KVCache
+from lmkit.core.loss import SliceLoss, linear_cross_entropy
+from lmkit.core.norm import rms_norm
+from lmkit.core.ranges import range_
+from lmkit.core.rope import RotaryEmbedding, apply_rope, scale_frequencies
+
+Firsts = tuple[Tensor | None, Tensor | None]
+"""The first token that each token sees in a layer without a window, and in one with, (batch or 1, seq); None: all
+earlier tokens are seen."""
+PIECE = 1 << 25
+"""Elements of a weight whose first values are drawn at a time."""
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`. The maximum is subtracted first, so that exp cannot overflow.
+
+    >>> softmax(torch.tensor([1000.0, 1000.0]))
+    tensor([0.5000, 0.5000])
+    """
+    exp = (x - x.amax(dim=dim, keepdim=True)).exp()
+    return exp / exp.sum(dim=dim, keepdim=True)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), element by element (Elfwing et al. 2018).
+
+    >>> silu(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.7311])
+    """
+    return x * torch.sigmoid(x)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b; W is `weight` (out_features, in_features), b is `bias` (out_features) if there is one.
+
+    Weights start from a normal distribution of variance 2 / (in + out) (Glorot and Bengio 2010, eq. 12), which keeps
+    the scale of signals forwards and of gradients backwards, cut at three standard deviations; or from zeros. Biases
+    start from zeros.
+
+    Attributes:
+        product: computes (x, weight, bias) -> y; training in fp8 sets another.
+    """
+
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, zeros: bool = False, **where: Any
+    ) -> None:
+        super().__init__()
+        self.zeros = zeros
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **where))
+        self.bias = nn.Parameter(torch.empty(out_features, **where)) if bias else None
+        self.reset_parameters()
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def reset_parameters(self) -> None:
+        """Draw new weights from torch's default generator; set the bias to zero."""
+        for rows in pieces(self.weight):
+            self.draw_rows(rows)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def draw_rows(self, rows: Tensor) -> None:
+        """Draw the first values of the next rows of the weight, (number, in_features), in place."""
+        std = 0.0 if self.zeros else (2 / sum(self.weight.shape)) ** 0.5
+        if std:
+            nn.init.trunc_normal_(rows, std=std, a=-3 * std, b=3 * std)
+        else:
+            nn.init.zeros_(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        # A model of bf16 matrices keeps biases in float32.
+        return self.product(x, self.weight, None if self.bias is None else self.bias.to(self.weight.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return a weight's rows in order, as views of at most `PIECE` elements, or of one row.
+
+    First values are drawn piece by piece, so that a sharded weight gets the same values without ever being whole.
+    """
+    return weight.detach().split(max(1, PIECE // weight.shape[1]))
+
+
+class Embedding(nn.Module):
+    """Row `id` of `weight` (vocab_size, d_model) for each id.
+
+    Weights start from a standard normal distribution cut at three standard deviations, so that the residual stream
+    starts at the unit scale to which every RMSNorm returns it: embeddings that are small against the output of the
+    blocks make training unstable (Takase et al. 2023, "Spike No More").
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, **where: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, **where))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors from torch's default generator."""
+        for rows in pieces(self.weight):
+            self.draw_rows(rows)
+
+    def draw_rows(self, rows: Tensor) -> None:
+        """Draw the next vectors, (number, d_model), in place."""
+        nn.init.trunc_normal_(rows, std=1.0, a=-3.0, b=3.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, seq) -> (batch, seq, d_model)"""
+        return F.embedding(ids, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, see `rms_norm`."""
+
+    def __init__(self, d_model: int, *, eps: float = 1e-5, **where: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model, **where))
+
+    def reset_parameters(self) -> None:
+        """Set the gains to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)"""
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention with rotary positions and, where the configuration says so, fewer key/value heads
+    than query heads (grouped-query attention, Ainslie et al. 2023).
+
+    Args:
+        layer: counts from 0.
+
+    Attributes:
+        attention: computes (q, k, v, causal=, first=) -> out, see `lmkit.core.attention`.
+        window: how many tokens a token sees, itself among them; None: all earlier ones.
+    """
+
+    attention = staticmethod(reference)
+
+    def __init__(self, config: Any, layer: int = 0, **where: Any) -> None:
+        super().__init__()
+        d_model, d_kv = config.d_model, config.kv_heads * config.head_dim
+        self.layer, self.window = layer, config.window(layer)
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self.q_proj = Linear(d_model, d_model, bias=config.qkv_bias, **where)
+        self.k_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **where)
+        self.v_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **where)
+        self.output_proj = Linear(d_model, d_model, zeros=config.zero_init, **where)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **where)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **where)
+
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = (None, None), cache: KVCache | None = None
+    ) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model)
+
+        Args:
+            cos_sin: of the positions, see `apply_rope`.
+            firsts: the first token that each token sees, in layers without and with a window.
+            cache: holds the keys and values of earlier tokens.
+        """
+        # (batch, seq, heads or kv_heads, head_dim)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        # (batch, heads or kv_heads, seq, head_dim)
+        q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos_sin), apply_rope(k, cos_sin), v))
+        with range_("attention"):
+            if cache is not None:
+                out = cache.attend(self.layer, q, k, v)
+            else:
+                # A kernel that takes no `first` sees all earlier tokens.
+                first = firsts[self.window is not None]
+                hides: dict[str, Any] = (
+                    {} if first is None else {"first": first}
+                )  # some kernels do not take it
+                out = self.attention(q, k, v, causal=True, **hides)  # (batch, heads, seq, head_dim)
+        return self.output_proj(out.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (batch, seq, d_model), k and v (batch, seq, kv_heads * head_dim)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
+    without biases). `zeros`: W2 starts from zeros."""
+
+    def __init__(self, d_model: int, d_ff: int, *, zeros: bool = False, **where: Any) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, **where)
+        self.w2 = Linear(d_ff, d_model, zeros=zeros, **where)
+        self.w3 = Linear(d_model, d_ff, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)"""
+        gate, up = self.project(x)  # (..., d_ff)
+        return self.w2(F.silu(gate) * up)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return W1 x and W3 x, (..., d_ff)."""
+        return self.w1(x), self.w3(x)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual layer (Xiong et al. 2020): x + attn(ln1(x)), then x + ffn(ln2(x))."""
+
+    Attention: type[SelfAttention] = SelfAttention
+    FeedForward: type[SwiGLU] = SwiGLU
+
+    def __init__(self, config: Any, layer: int = 0, **where: Any) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, **where)
+        self.attn = self.Attention(config, layer, **where)
+        self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps, **where)
+        self.ffn = self.FeedForward(config.d_model, config.d_ff, zeros=config.zero_init, **where)
+
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = (None, None), cache: KVCache | None = None
+    ) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model). The arguments are those of `SelfAttention`."""
+        x = x + self.attn(self.ln1(x), cos_sin, firsts, cache)
+        return x + self.ffn(self.ln2(x))
+
+
+class Layers(nn.ModuleList):
+    """The stack of blocks."""
+
+    def forward(self, x: Tensor, cos_sin: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
+        """(batch, seq, d_model) -> (batch, seq, d_model). The arguments are those of `SelfAttention`."""
+        for block in self:
+            x = block(x, cos_sin, firsts, cache)
+        return x
+
+
+class Head(Linear):
+    """The last matrix, (vocab_size, d_model), and the loss.
+
+    The loss is computed in this layer's call, so that hooks of the layer run before its weight is read.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int, **where: Any) -> None:
+        super().__init__(d_model, vocab_size, **where)
+        self.slice_loss = SliceLoss()
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the logits (..., vocab_size) of hidden states (..., d_model), or with `targets` (...) their mean
+        cross-entropy in nats, for which the logits are never held all at once (see `linear_cross_entropy`)."""
+        if targets is None:
+            return F.linear(hidden, self.weight)
+        return linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
+
+
+class TransformerLM(nn.Module):
+    """The whole model.
+
+    Parameters draw their first values from torch's default generator. With `tie_embeddings` the head's matrix is the
+    embedding (Press and Wolf 2017), initialised as a head, which is smaller.
+
+    Args:
+        where: `device` and `dtype` of the parameters.
+
+    Raises:
+        ValueError: the configuration has no vocabulary size.
+    """
+
+    Table: type[Embedding] = Embedding
+    Stack: type[Layers] = Layers
+    Block: type[TransformerBlock] = TransformerBlock
+    LastLayer: type[Head] = Head
+
+    def __init__(self, config: Any, **where: Any) -> None:
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("vocab_size is not set: the tokenizer decides it")
+        self.config = config
+        self.token_embeddings = self.Table(config.vocab_size, config.d_model, **where)
+        self.layers = self.Stack([self.Block(config, layer, **where) for layer in range(config.num_layers)])
+        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps, **where)
+        self.lm_head = self.LastLayer(config.d_model, config.vocab_size, **where)
+        if config.tie_embeddings:
+            self.token_embeddings.weight = self.lm_head.weight
+        self.rope = RotaryEmbedding(
+            head_dim=config.head_dim,
+            context_length=config.context_length,
+            theta=config.rope_theta,
+            scale=partial(scale_frequencies, config),
+            device=where.get("device"),
+        )
+
+    def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
+
+        With `separate_documents`, a document begins at an id that is given as its complement, ~id.
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        ids, firsts = self.visible(ids)
+        x = self.token_embeddings(ids)  # (batch, seq, d_model)
+        seq = ids.shape[1]
+        # (seq, head_dim / 2, 2), or with a cache (batch, seq, head_dim / 2, 2)
+        cos_sin = self.rope(seq) if cache is None else self.rope.at(cache.positions(seq))
+        return self.ln_final(self.layers(x, cos_sin, firsts, cache))
+
+    def visible(self, ids: Tensor) -> tuple[Tensor, Firsts]:
+        """Return the ids without the marks of documents, and the first token that each of them sees.
+
+        RoPE needs nothing: attention depends on the distance of two positions only, and those of a document are as
+        far apart as if it stood alone.
+        """
+        documents = None
+        if self.config.separate_documents:
+            begins = ids < 0
+            documents = first_in_document(begins)
+            ids = torch.where(begins, ~ids, ids)
+        window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
+        return ids, (documents, latest(documents, window))
+
+    def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).
+
+        Args:
+            cache: holds the tokens before `ids`; takes `ids` in.
+        """
+        return self.lm_head(self.hidden_states(ids, cache))
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the targets in nats per token, a float32 scalar.
+
+        Args:
+            ids: (batch, seq)
+            targets: (batch, seq), the token that follows each of `ids`.
+        """
+        hidden = self.hidden_states(ids)  # (batch, seq, d_model)
+        with range_("loss"):
+            return self.lm_head(hidden, targets)
