@@ -12,7 +12,7 @@ EXAMPLES = [
     "core.bpe",
     "core.sampling",
     "model.accounting",
-    "model.layers",
+    "core.model",
     "core.loss",
     "core.rope",
     "model.transformer",

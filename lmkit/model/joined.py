@@ -16,18 +16,21 @@ from lmkit.core.model import Linear
 
 
 def are_plain(*modules: nn.Module) -> bool:
-    """Whether nobody replaced these modules of the core, or hooked into their calls."""
-    return all(
-        type(module).__module__.startswith("lmkit.")
-        and not (
+    """Whether nobody replaced these modules or a part of them, or hooked into their calls."""
+    for module in modules:
+        if (
             module._forward_pre_hooks
             or module._forward_hooks
             or module._backward_pre_hooks
             or module._backward_hooks
-        )
-        and "forward" not in module.__dict__
-        for module in modules
-    )
+            or "forward" in module.__dict__
+            or not type(module).__module__.startswith("lmkit.")
+        ):
+            return False
+        for part in module._modules.values():
+            if part is not None and not are_plain(part):
+                return False
+    return True
 
 
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:

@@ -7,11 +7,11 @@ With PyTorch's operations and nothing computed again, what runs is the core's fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
@@ -118,19 +118,18 @@ class TransformerBlock(core.TransformerBlock):
         """
         plain_forward = super().forward
         is_plain = type(operations) is Operations
-        if delta is not None and (keep != "all" or is_plain):
+        if delta is not None and keep != "all":
             x, delta = x + delta, None
-        if cache is not None or not are_plain(*(part for part in self.modules() if part is not self)):
+        if cache is not None or (is_plain and keep == "all"):
+            return plain_forward(x if delta is None else x + delta, cos_sin, firsts, cache), None
+        if not are_plain(self.ln1, self.attn, self.ln2, self.ffn):
             x = x if delta is None else x + delta
-            if keep == "all" or cache is not None:
-                return plain_forward(x, cos_sin, firsts, cache), None
-            return again(lambda x: plain_forward(x, cos_sin, firsts), x), None
+            whole = partial(plain_forward, cos_sin=cos_sin, firsts=firsts)
+            return (whole(x) if keep == "all" else again(whole, x)), None
         if keep == "input":
             return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
         if keep != "all":
             return self._forward_and_again(x, cos_sin, firsts, operations, keep)
-        if is_plain:
-            return plain_forward(x, cos_sin, firsts), None
         x, normed = self.normed(self.ln1, x, delta, operations)
         heads = self.attn.rotated(joined_product(normed, *self.attn.joined_layers()), cos_sin, operations)
         delta = self.attn.output_proj(self.attn.attend(heads, firsts))
@@ -215,8 +214,14 @@ class Layers(core.Layers):
             if self.sums and delta is not None:
                 x, delta = x + delta, None
             keep = "all" if keeps is None else keeps[index]
-            x, delta = block(x, cos_sin, firsts, cache, delta=delta, operations=operations, keep=keep)
+            run = block if cache is None else as_written(block)
+            x, delta = run(x, cos_sin, firsts, cache, delta=delta, operations=operations, keep=keep)
         return x, delta
+
+
+def as_written(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls a module without its compiled form, which would be made for every length of a cache."""
+    return module if module._compiled_call_impl is None else module.forward
 
 
 class Embedding(core.Embedding):
@@ -284,7 +289,8 @@ class TransformerLM(core.TransformerLM):
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         found = super().load_state_dict(*args, **options)
-        if options.get("assign"):
+        if options.get("assign"):  # new tensors, perhaps the first that are not on "meta"
+            self.rope.to_empty(device=self.lm_head.weight.device)  # computes its table
             self._arrange()
         return found
 
@@ -298,17 +304,10 @@ class TransformerLM(core.TransformerLM):
             )
         else:
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
-            with self._without_compiler():
-                x, delta = self.layers(x, cos_sin, firsts, cache, operations=operations)
+            x, delta = as_written(self.layers)(x, cos_sin, firsts, cache, operations=operations)
         if not are_plain(self.ln_final) or type(operations) is Operations:
             return self.ln_final(x if delta is None else x + delta)
         return operations.add_rms_norm(x, delta, self.ln_final.weight, self.ln_final.eps)[1]
-
-    def _without_compiler(self) -> AbstractContextManager:
-        """Run compiled blocks as they are: the compiler would make a graph for every length of a cache."""
-        if self.config.compile == "none":
-            return nullcontext()
-        return torch.compiler.set_stance("force_eager")
 
     def _keeps(self, x: Tensor) -> Sequence[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

@@ -24,7 +24,7 @@ Place = tuple[str, int]
 
 
 def line_of(stack: Iterable[Place]) -> str:
-    """Return `model/layers.py:30  the code` of the innermost line that counts; `AUTOGRAD` without one.
+    """Return `core/model.py:130  the code` of the innermost line that counts; `AUTOGRAD` without one.
 
     Args:
         stack: innermost first.

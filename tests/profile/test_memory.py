@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lmkit.measure.memory import GIB
-from lmkit.model import layers
+from lmkit.model import transformer
 from lmkit.model.accounting import count_parameters
 from lmkit.profile import allocations, contexts, memory
 from lmkit.profile.contexts import table
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
 
 
 def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
-    ours, own = layers.__file__, "/home/me/my_kernel.py"
+    ours, own = transformer.__file__, "/home/me/my_kernel.py"
     inside = [
         ("", 0),
         ("??", 0),
@@ -135,7 +135,7 @@ def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
         (torch.nn.functional.__file__, 1),
         (run_profile.__code__.co_filename, 3),
     ]
-    assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/layers.py:1  ")
+    assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/transformer.py:1  ")
     assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
     assert line_of(inside) == AUTOGRAD
 

@@ -1,0 +1,116 @@
+"""q, k, v and gate, up as one matrix product of modules that stay modules."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lmkit.model import TransformerLM
+from lmkit.model.joined import in_order_of_memory, join, joined_sets, lie_side_by_side
+from lmkit.training.precision import hold_weights
+from lmkit.training.setup import build_step
+
+IDS = torch.arange(18).reshape(2, 9)
+JOINED = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3"]
+
+
+def all_lie_side_by_side(model: TransformerLM) -> bool:
+    sets = list(joined_sets(model))
+    assert len(sets) == len(model.layers) * (3 if model.config.qkv_bias else 2)
+    return all(lie_side_by_side(parameters) for parameters in sets)
+
+
+class Adapted(nn.Module):
+    """A layer that somebody wrapped: twice its output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.layer(x)
+
+
+@pytest.mark.parametrize("keep", ["none", "block", "attention"])
+@pytest.mark.parametrize("name", [*JOINED, "attn.output_proj", "ln2"])
+def test_a_layer_that_somebody_replaced_computes(make_model, name, keep):
+    """Twice its output is what twice its weights give."""
+    model, twice = (make_model(activation_checkpointing=keep, num_kv_heads=2) for _ in range(2))
+    block = model.layers[1]
+    owner, _, last = name.rpartition(".")
+    setattr(block.get_submodule(owner), last, Adapted(block.get_submodule(name)))
+    with torch.no_grad():
+        twice.layers[1].get_submodule(name).weight.mul_(2)
+    losses = [each.loss(IDS, IDS) for each in (model, twice)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)  # float64
+    mine = block.get_submodule(name).layer.weight.grad
+    torch.testing.assert_close(
+        mine, 2 * twice.layers[1].get_submodule(name).weight.grad, rtol=1e-9, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("keep", ["none", "block"])
+def test_hooks_fire_and_may_change_what_they_see(make_model, keep):
+    model, plain = (make_model(activation_checkpointing=keep) for _ in range(2))
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep_output(name):
+        return lambda module, inputs, output: seen.setdefault(name, output)
+
+    for name in JOINED:
+        model.layers[0].get_submodule(name).register_forward_hook(keep_output(name))
+    model.layers[1].ffn.w1.register_forward_hook(lambda module, inputs, output: output * 0)
+    loss = model.loss(IDS, IDS)
+    assert list(seen) == JOINED
+    normed = model.layers[0].ln1(model.token_embeddings(IDS))
+    torch.testing.assert_close(seen["attn.k_proj"], normed @ plain.layers[0].attn.k_proj.weight.T)
+    with torch.no_grad():
+        plain.layers[1].ffn.w1.weight.zero_()
+    torch.testing.assert_close(loss, plain.loss(IDS, IDS), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_stay_side_by_side(make_model, bias):
+    model = make_model(qkv_bias=bias, num_kv_heads=2, dtype=torch.float32)
+    assert all_lie_side_by_side(model)
+    assert all_lie_side_by_side(copy.deepcopy(model))
+    assert all_lie_side_by_side(copy.deepcopy(model).bfloat16())
+    deferred = TransformerLM(model.config, device="meta")
+    deferred.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    assert all_lie_side_by_side(deferred)
+    assert torch.equal(deferred(IDS), model(IDS))
+    hold_weights(model, "bf16")
+    assert not all_lie_side_by_side(model)
+    torch.testing.assert_close(model(IDS).float(), deferred(IDS), rtol=0.1, atol=0.1)  # a copy: 8 bits
+    assert all_lie_side_by_side(build_step(model.config, precision="bf16").model)
+
+
+def test_gradients_are_those_of_a_copy():
+    torch.manual_seed(0)
+    memory = torch.randn(7, 3, dtype=torch.float64)
+    beside = [nn.Parameter(part) for part in memory.split([2, 4, 1])]
+    apart = [nn.Parameter(part.clone()) for part in beside]
+    beside[1].requires_grad_(False)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    joined = join(beside)
+    assert joined.data_ptr() == memory.data_ptr()
+    for parts in (beside, apart):
+        (x @ join(parts).T).square().sum().backward()
+    assert beside[1].grad is None
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(beside[::2], apart[::2], strict=True))
+    assert not lie_side_by_side(beside[::-1])
+    assert not lie_side_by_side([nn.Parameter(memory[:4]), nn.Parameter(memory[3:])])
+
+
+def test_flat_tensors_hold_a_set_in_its_order(make_model):
+    model = make_model()
+    backwards = list(model.layers[0].parameters())[::-1]
+    ordered = in_order_of_memory(backwards, model)
+    assert set(ordered) == set(backwards)
+    flat = torch.cat([parameter.detach().flatten() for parameter in ordered])
+    for parameter, part in zip(ordered, flat.split([p.numel() for p in ordered]), strict=True):
+        parameter.data = part.view_as(parameter)
+    assert all_lie_side_by_side(model)
