@@ -10,6 +10,7 @@ from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.model import SwiGLU, accounting, fp8
 from lmkit.model.fused import Fused
+from lmkit.model.joined import joined_product
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step
@@ -100,7 +101,7 @@ def test_casts_that_were_kept_are_used():
     for casts in (True, False):
         network.casts = casts
         with_casts = count_calls(kernels.row_calls)
-        out = network(x, Fused())
+        out = network.contract(joined_product(x, *network.joined_layers()), Fused())
         gradients = torch.autograd.grad(out, [x, *network.parameters()], torch.ones_like(out))
         found.append((with_casts(), out.detach(), *gradients))
     (few, *mine), (many, *theirs) = found
