@@ -60,15 +60,19 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state.update(new_state(param))
-                    state["step"] += 1
-                    scalars = scalars_of(group, int(state["step"]))
-                    adamw_update([param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], scalars)
+            self.update(group, [param for param in group["params"] if param.grad is not None])
         return loss
+
+    def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update parameters of a group, which all have a gradient."""
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state.update(new_state(param))
+            state["step"] += 1
+            scalars = scalars_of(group, int(state["step"]))
+            assert param.grad is not None
+            adamw_update([param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], scalars)
 
 
 def new_state(param: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised, for the matrices of a model's blocks; AdamW for everything else (Jordan 2024)."""
+"""Muon for training: `lmkit.core.muon` with masters, decisions on the device, and shards of matrices."""
 
 from __future__ import annotations
 
@@ -8,43 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.core import muon as core
+from lmkit.core.muon import (
+    MOMENTUM,
+    directions_of,
+    move,
+    move_matrices,
+    orthogonalize,
+    scale_of,
+)
 from lmkit.measure.limits import has_bf16
 from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, settings_of, sweeps
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
-
-MOMENTUM = "momentum_buffer"
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the odd polynomial a x + b x^3 + c x^5. Five iterations of it take singular values from 0.002 to 1 to
-about 1; its slope at 0 is as steep as that allows (Jordan 2024)."""
-
-
-def orthogonalize(matrices: Tensor, *, iterations: int = 5) -> Tensor:
-    """Bring all singular values of each matrix near 1, by Newton-Schulz iterations of degree 5.
-
-    With G = U S V^T, the result is U p(S / |G|) V^T, where p is the iterated polynomial of `COEFFICIENTS`. Singular
-    values of at least 0.002 |G| (the Frobenius norm) end between 0.68 and 1.21 after five iterations.
-
-    Args:
-        matrices: (..., rows, columns)
-
-    Returns:
-        A tensor of the same shape and dtype. GPUs and CPUs that have instructions for it compute it in bfloat16;
-        CPUs not if the matrices are float64.
-    """
-    a, b, c = COEFFICIENTS
-    rows, columns = matrices.shape[-2:]
-    x = matrices.reshape(-1, rows, columns).to(_dtype_of_products(matrices))
-    x = x.mT.contiguous() if rows > columns else x  # the Gram matrix has the shorter side
-    # Zeros stay zeros. Elements below 1e-22 have squares of 0 in float32: their norm would be too small.
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-15)
-    for _ in range(iterations):
-        gram = x @ x.mT  # (batch, short, short)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return (x.mT if rows > columns else x).reshape(matrices.shape).to(matrices.dtype)
 
 
 def _dtype_of_products(matrices: Tensor) -> torch.dtype:
@@ -80,54 +58,21 @@ class MatrixShard(NamedTuple):
     has_gradient: Callable[[], bool]
 
 
-class Muon(AdamW):
-    """Muon for matrices in blocks, AdamW for embedding, head and gains (Jordan 2024, "Muon").
+class Muon(AdamW, core.Muon):
+    """`lmkit.core.muon.Muon`, whose arguments it has, and what fast training needs of it; see `AdamW`.
 
-        m = momentum m + (1 - momentum) g        u = momentum m + (1 - momentum) g
-        w = (1 - r decay) w - r sqrt(max(1, rows / columns)) orthogonalize(u)
-
-    with r the matrices' own learning rate, which follows the schedule of `lr`: r = lr matrix_lr / (the recipe's lr).
-
-    The matrices are the parameters of groups with the key "is_matrix" set. All matrices of one shape are
-    orthogonalised in one batched product.
-
-    Args:
-        params: groups, as in `AdamW`, with "is_matrix"; see `lmkit.training.setup.matrices_of`.
-        lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
-        matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
-        momentum: decay of the running mean of their gradients.
-        iterations: of `orthogonalize`.
+    All matrices of one shape are orthogonalised in one batched product, in bfloat16 where the device has instructions
+    for it; on CPUs not if they are float64.
 
     Attributes:
         shards: set by a strategy that shards the optimizer. Momentum, weights and their updates stay on the rank that
             holds them. Directions are gathered, and a rank orthogonalises every matrix that has elements in its part.
 
-    Raises:
-        ValueError: a setting is out of range.
-
     State of a matrix: `momentum_buffer` (its shape; the dtype of `master` if that is there), `master` as in AdamW.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1e-3,
-        matrix_lr: float = 0.02,
-        momentum: float = 0.95,
-        iterations: int = 5,
-        **adamw: Any,
-    ) -> None:
-        if not matrix_lr >= 0:
-            raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-        if not iterations >= 1:
-            raise ValueError(f"iterations must be 1 or more, got {iterations}")
-        super().__init__(params, lr=lr, **adamw)
-        self.momentum = momentum
-        self.iterations = iterations
-        self.lr_ratio = matrix_lr / lr if lr else 0.0
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, **settings)
         self.shards: list[MatrixShard] = []
 
     @torch.no_grad()
@@ -142,7 +87,7 @@ class Muon(AdamW):
                 return loss
             self.decision = None
         for group in self.param_groups:
-            for sweep in sweeps(_matrices(group), Tensor.numel, SWEEP_ELEMENTS["cuda"]):
+            for sweep in sweeps(matrices_with_gradient(group), Tensor.numel, SWEEP_ELEMENTS["cuda"]):
                 self._update_matrices(sweep, group)
         reached = [shard for shard in self.shards if shard.has_gradient()]
         for shards in sweeps(reached, _elements_of, SWEEP_ELEMENTS["cuda"]):
@@ -151,7 +96,7 @@ class Muon(AdamW):
         return loss
 
     def _updates(self, params: list[Tensor]) -> Any:
-        matrices = {param for group in self.param_groups for param in _matrices(group)}
+        matrices = {param for group in self.param_groups for param in matrices_with_gradient(group)}
         matrices.update(param for shard in self.shards for param, _ in shard.pieces)
         return super()._updates([param for param in params if param not in matrices])
 
@@ -178,8 +123,7 @@ class Muon(AdamW):
             gradients = [torch.where(made, gradient, mean) for gradient, mean in pairs]
         if factor is not None:
             gradients = list(torch._foreach_mul(gradients, factor.to(gradients[0].device)))
-        torch._foreach_lerp_(means, gradients, 1 - self.momentum)
-        return list(torch._foreach_lerp(gradients, means, self.momentum))
+        return directions_of(gradients, means, self.momentum)
 
     def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
@@ -192,20 +136,17 @@ class Muon(AdamW):
         return rate, rate * group["weight_decay"]
 
     def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-        for param, direction in zip(params, self._directions(params), strict=True):
-            exact = self.state[param].get(MASTER, param)
-            by_shape.setdefault(param.shape, []).append((exact, direction))
+        directions = self._directions(params)
+        weights = [self.state[param].get(MASTER, param) for param in params]
         rate, decay = self._rates(group)
-        for shape, alike in by_shape.items():
-            weights, directions = zip(*alike, strict=True)
-            kind = _dtype_of_products(directions[0])
-            joined = directions[0].new_empty((len(alike), *shape), dtype=kind)
-            torch._foreach_copy_(joined.unbind(), directions)
-            changes = orthogonalize(joined, iterations=self.iterations)
-            scaled = rate * _scale(*shape)
-            for weight, change in zip(weights, changes, strict=True):
-                _move(weight, change, scaled, decay, group)
+        move_matrices(
+            weights,
+            directions,
+            rate=rate,
+            decay=decay if group["weight_decay"] else 0.0,
+            iterations=self.iterations,
+            dtype=_dtype_of_products(directions[0]),
+        )
         rounded = [param for param in params if MASTER in self.state[param]]
         if rounded:
             torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
@@ -234,47 +175,27 @@ class Muon(AdamW):
                         kind = rows, columns, id(group_of[param])
                         by_kind.setdefault(kind, []).append((matrix, param, own, in_matrix))
         for (rows, columns, which), alike in by_kind.items():
-            changes = orthogonalize(torch.stack([matrix for matrix, *_ in alike]), iterations=self.iterations)
+            joined = torch.stack([matrix for matrix, *_ in alike])
+            dtype = _dtype_of_products(joined)
+            changes = orthogonalize(joined, iterations=self.iterations, dtype=dtype)
             rate, decay = rates[which]
-            scaled = rate * _scale(rows, columns)
+            scaled = rate * scale_of(rows, columns)
             for (_, param, own, in_matrix), change in zip(alike, changes, strict=True):
                 weight = self.state[param].get(MASTER, param)[own]
-                _move(weight, change.flatten()[in_matrix], scaled, decay, group_of[param])
+                group = group_of[param]
+                move(weight, change.flatten()[in_matrix], scaled, decay if group["weight_decay"] else 0.0)
         copied = [param for param in params if param in self.copies]
         if copied:
             exacts = [self.state[param].get(MASTER, param) for param in copied]
             torch._foreach_copy_([self.copies[param] for param in copied], exacts)
 
 
-def _matrices(group: dict[str, Any]) -> list[Tensor]:
-    """Return the group's matrices that have a gradient."""
+def matrices_with_gradient(group: dict[str, Any]) -> list[Tensor]:
     return [param for param in group["params"] if group.get("is_matrix") and param.grad is not None]
 
 
 def _elements_of(shard: MatrixShard) -> int:
     return sum(rows * columns for _, rows, columns in shard.matrices)
-
-
-def _scale(rows: int, columns: int) -> float:
-    """Return the factor of the learning rate of a matrix."""
-    return max(1.0, rows / columns) ** 0.5
-
-
-def _move(
-    weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor, group: dict[str, Any]
-) -> None:
-    """Subtract `decay` times a weight from it, and `rate` times an orthogonalised direction."""
-    if group["weight_decay"]:
-        _subtract(weight, weight, decay)
-    _subtract(weight, direction, rate)
-
-
-def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
-    """Subtract factor * change, multiplied in the weight's dtype; on a GPU in one pass over memory."""
-    if isinstance(factor, Tensor) and factor.is_cuda:
-        weight.addcmul_(change, factor, value=-1)
-    else:
-        weight.sub_(change.to(weight.dtype) * factor)
 
 
 @OPTIMIZERS.register(

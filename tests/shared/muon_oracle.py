@@ -2,7 +2,7 @@
 
 import torch
 
-from lmkit.optim.muon import COEFFICIENTS
+from lmkit.core.muon import COEFFICIENTS
 
 
 def by_svd(matrix, iterations):

@@ -1,0 +1,156 @@
+"""Muon: momentum, orthogonalised, for the matrices of a model's blocks; AdamW for everything else (Jordan 2024).
+
+    m = momentum m + (1 - momentum) g        u = momentum m + (1 - momentum) g
+    w = (1 - r decay) w - r sqrt(max(1, rows / columns)) orthogonalize(u)
+
+with r the matrices' own learning rate, which follows the schedule of `lr`: r = lr matrix_lr / (the first lr).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmkit.core.adamw import AdamW
+
+MOMENTUM = "momentum_buffer"
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of the odd polynomial a x + b x^3 + c x^5. Five iterations of it take singular values from 0.002 to 1 to
+about 1; its slope at 0 is as steep as that allows (Jordan 2024)."""
+
+
+def orthogonalize(matrices: Tensor, *, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Bring all singular values of each matrix near 1, by Newton-Schulz iterations of degree 5.
+
+    With G = U S V^T, the result is U p(S / |G|) V^T, where p is the iterated polynomial of `COEFFICIENTS`. Singular
+    values of at least 0.002 |G| (the Frobenius norm) end between 0.68 and 1.21 after five iterations.
+
+    Args:
+        matrices: (..., rows, columns)
+        dtype: of the products; bfloat16 suffices. None: that of the matrices.
+
+    Returns:
+        A tensor of the same shape and dtype.
+    """
+    a, b, c = COEFFICIENTS
+    rows, columns = matrices.shape[-2:]
+    x = matrices.reshape(-1, rows, columns).to(dtype or matrices.dtype)
+    x = x.mT.contiguous() if rows > columns else x  # the Gram matrix has the shorter side
+    # Zeros stay zeros. Elements below 1e-22 have squares of 0 in float32: their norm would be too small.
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-15)
+    for _ in range(iterations):
+        gram = x @ x.mT  # (batch, short, short)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if rows > columns else x).reshape(matrices.shape).to(matrices.dtype)
+
+
+def directions_of(grads: Sequence[Tensor], means: Sequence[Tensor], momentum: float) -> list[Tensor]:
+    """Add gradients to their running means m; return u of each, a new tensor."""
+    torch._foreach_lerp_(list(means), list(grads), 1 - momentum)
+    return list(torch._foreach_lerp(list(grads), list(means), momentum))
+
+
+def move_matrices(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    decay: float | Tensor,
+    iterations: int = 5,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Move weights along their orthogonalised directions, in place; all matrices of a shape in one batched product.
+
+    Args:
+        rate: r.
+        decay: r times the weight decay; the number 0 decays nothing.
+        iterations, dtype: of `orthogonalize`.
+    """
+    by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+    for pair in zip(weights, directions, strict=True):
+        by_shape.setdefault(pair[0].shape, []).append(pair)
+    for shape, alike in by_shape.items():
+        joined = directions[0].new_empty((len(alike), *shape), dtype=dtype or directions[0].dtype)
+        torch._foreach_copy_(list(joined.unbind()), [direction for _, direction in alike])
+        changes = orthogonalize(joined, iterations=iterations)
+        for (weight, _), change in zip(alike, changes, strict=True):
+            move(weight, change, rate * scale_of(*shape), decay)
+
+
+def scale_of(rows: int, columns: int) -> float:
+    """Return the factor of the learning rate of a matrix."""
+    return max(1.0, rows / columns) ** 0.5
+
+
+def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor) -> None:
+    """Subtract `decay` times a weight from it, and `rate` times an orthogonalised direction."""
+    if isinstance(decay, Tensor) or decay:
+        _subtract(weight, weight, decay)
+    _subtract(weight, direction, rate)
+
+
+def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
+    """Subtract factor * change, multiplied in the weight's dtype; on a GPU in one pass over memory."""
+    if isinstance(factor, Tensor) and factor.is_cuda:
+        weight.addcmul_(change, factor, value=-1)
+    else:
+        weight.sub_(change.to(weight.dtype) * factor)
+
+
+class Muon(AdamW):
+    """Muon for the parameters of groups with the key "is_matrix" set, AdamW for the others.
+
+    State of a matrix: `momentum_buffer`, shaped as the matrix.
+
+    Args:
+        params: groups, as in `AdamW`, with "is_matrix".
+        lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
+        matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
+        momentum: decay of the running mean of their gradients.
+        iterations: of `orthogonalize`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        matrix_lr: float = 0.02,
+        momentum: float = 0.95,
+        iterations: int = 5,
+        **adamw: Any,
+    ) -> None:
+        check_settings(matrix_lr, momentum, iterations)
+        super().__init__(params, lr=lr, **adamw)
+        self.momentum, self.iterations = momentum, iterations
+        self.lr_ratio = matrix_lr / lr if lr else 0.0
+
+    def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        if not group.get("is_matrix"):
+            return super().update(group, params)
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            state.setdefault(MOMENTUM, torch.zeros_like(param))
+        means = [state[MOMENTUM] for state in states]
+        grads = [param.grad for param in params if param.grad is not None]
+        directions = directions_of(grads, means, self.momentum)
+        rate = group["lr"] * self.lr_ratio
+        decay = rate * group["weight_decay"]
+        return move_matrices(params, directions, rate=rate, decay=decay, iterations=self.iterations)
+
+
+def check_settings(matrix_lr: float, momentum: float, iterations: int) -> None:
+    """Raise ValueError if a setting is out of range."""
+    if not matrix_lr >= 0:
+        raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if not iterations >= 1:
+        raise ValueError(f"iterations must be 1 or more, got {iterations}")
