@@ -13,6 +13,7 @@ EXAMPLES = [
     "core.sampling",
     "model.accounting",
     "core.model",
+    "core.step",
     "core.loss",
     "core.rope",
     "model.transformer",

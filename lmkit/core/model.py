@@ -54,7 +54,7 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = x W^T + b; W is `weight` (out_features, in_features), b is `bias` (out_features) if there is one.
 
     Weights start from a normal distribution of variance 2 / (in + out) (Glorot and Bengio 2010, eq. 12), which keeps
@@ -70,19 +70,8 @@ class Linear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, zeros: bool = False, **where: Any
     ) -> None:
-        super().__init__()
-        self.zeros = zeros
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **where))
-        self.bias = nn.Parameter(torch.empty(out_features, **where)) if bias else None
-        self.reset_parameters()
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
+        self.zeros = zeros  # before the weights, which are drawn where PyTorch's class makes them
+        super().__init__(in_features, out_features, bias=bias, **where)
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator; set the bias to zero."""
@@ -103,9 +92,6 @@ class Linear(nn.Module):
         """(..., in_features) -> (..., out_features)"""
         # A model of bf16 matrices keeps biases in float32.
         return self.product(x, self.weight, None if self.bias is None else self.bias.to(self.weight.dtype))
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 def pieces(weight: Tensor) -> tuple[Tensor, ...]:
@@ -324,7 +310,7 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps, **where)
         self.lm_head = self.LastLayer(config.d_model, config.vocab_size, **where)
         if config.tie_embeddings:
-            self.token_embeddings.weight = self.lm_head.weight
+            self.token_embeddings.weight = self.lm_head.weight  # type: ignore[assignment]
         self.rope = RotaryEmbedding(
             head_dim=config.head_dim,
             context_length=config.context_length,

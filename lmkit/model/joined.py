@@ -36,7 +36,7 @@ def are_plain(*modules: nn.Module) -> bool:
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
     weight = join([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else join([layer.bias for layer in layers])  # type: ignore[misc]
+    bias = None if layers[0].bias is None else join([layer.bias for layer in layers])
     return layers[0].product(x, weight, None if bias is None else bias.to(weight.dtype))
 
 

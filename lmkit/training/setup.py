@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from lmkit.training.outcome import Outcome
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
 from lmkit.training.run_data import Data, check_token_files, make_batches, resolved_tables
 from lmkit.training.state import TrainingState, capture_rng
-from lmkit.training.step import Step, TrainableModel, load_batch
+from lmkit.training.step import Step, load_batch
 
 ALONE = ParallelConfig(strategy="none")
 RANDOM = Data(None, None)
@@ -124,7 +124,7 @@ def build_step(
         made.keep_masters(masters)
     return Step(
         plain,
-        cast(TrainableModel, call),  # attach keeps the model's `loss`
+        call,  # attach keeps the model's `loss`
         made,
         sync,
         ranks,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from lmkit.core import step as core
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.ranges import range_
 from lmkit.model.transformer import TransformerLM
@@ -32,21 +32,15 @@ def load_batch(batches: BatchSource, step: int, device: torch.device) -> Batch:
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-class TrainableModel(Protocol):
-    """What a step needs of a model: the mean loss of (rows, seq) ids, in nats per token."""
-
-    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
-
-
-class Step:
-    """Turn batches into weight updates, the same on every rank. `lmkit.training.build_step` makes one.
+class Step(core.Step):
+    """`lmkit.core.step.Step` for long trainings. `lmkit.training.build_step` makes one.
 
     The device itself decides whether an update is made: with our AdamW on a GPU, nothing in a step waits for it, and
     the host may launch further steps before it reads the `Outcome` of one.
 
     Args:
         model: the plain model.
-        call: what `Strategy.attach` returned for it: `call.loss(ids, targets)` is the mean loss.
+        call: what `Strategy.attach` returned for it: `call.loss(ids, targets)` is the mean loss, in nats per token.
         precision: how the model computes; see `lmkit.training.precision`.
         grad_clip: largest norm of the gradient; 0 does not clip.
         masked: some targets do not count (they are below zero). Each that counts then has the same weight, in
@@ -59,15 +53,18 @@ class Step:
             `StepGraph`.
 
     Attributes:
+        sync: the strategy.
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
 
     Example: `outcome = step(inputs, targets, lr=1e-3)`.
     """
 
+    sync: Strategy
+
     def __init__(
         self,
         model: TransformerLM,
-        call: TrainableModel,
+        call: Any,
         optimizer: torch.optim.Optimizer,
         sync: Strategy,
         ranks: Ranks,
@@ -79,17 +76,13 @@ class Step:
         spike_sigmas: float = 0.0,
         cuda_graph: Literal["auto", "on", "off"] = "off",
     ) -> None:
-        self.model = model
-        self.call = call
-        self.optimizer = optimizer
-        self.sync = sync
-        self.ranks = ranks
+        super().__init__(call.loss, optimizer, sync, max_norm=grad_clip or math.inf)
+        self.model, self.call, self.ranks = model, call, ranks
         self.masked = masked
         self.max_skips = max_skips
         self.skipped = torch.zeros((), dtype=torch.int32, device=ranks.device)
         self._wished = Wishes()
         self._wishes = torch.zeros(2, dtype=torch.int32, device=ranks.device)
-        self._max_norm = grad_clip or math.inf
         self.precision = precision
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
         self.spikes = SpikeGuard(spike_sigmas, ranks.device) if spike_sigmas else None
@@ -108,7 +101,7 @@ class Step:
         inner = getattr(self.optimizer, "inner", self.optimizer)  # of a sharded optimizer
         return inner if hasattr(inner, "decision") else None
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -147,7 +140,7 @@ class Step:
             lr: a scalar on the device.
         """
         loss = self.accumulate(inputs, targets)
-        report = self._update(loss, self._reduce(), lr)
+        report = self._update(loss, self.reduce(), lr)
         self.sync.end_step()
         return report
 
@@ -157,25 +150,24 @@ class Step:
         Args:
             inputs, targets: int64, (accumulation, rows, seq), on the device.
         """
-        total = torch.zeros((), device=inputs.device)
-        sums = GradientSums(self.model.parameters() if len(inputs) > 2 else ())
-        scale = (1.0 if self.loss_scale is None else self.loss_scale.scale) / len(inputs)
-        weights = self._weights(targets) if self.masked else None
-        for index, (ids, wanted) in enumerate(zip(inputs, targets, strict=True)):
-            is_last = index == len(inputs) - 1
-            if is_last:
-                sums.give()
-            with nullcontext() if is_last else self.sync.no_sync():
-                with range_("forward"), autocast(self.ranks.device, self.precision):
-                    loss = self.call.loss(ids, wanted)  # (rows, seq) -> scalar
-                    if weights is not None:
-                        loss = loss * weights[index]
-                with range_("backward"):
-                    (loss * scale).backward()
-            if not is_last:
-                sums.take()
-            total += loss.detach().float()
-        return total / len(inputs)
+        self._sums = GradientSums(self.model.parameters() if len(inputs) > 2 else ())
+        self._shares = self._weights(targets) if self.masked else None
+        return super().accumulate(inputs, targets)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor, index: int, count: int) -> torch.Tensor:
+        is_last = index == count - 1
+        if is_last:
+            self._sums.give()
+        with range_("forward"), autocast(self.ranks.device, self.precision):
+            loss = self.loss(inputs, targets)  # (rows, seq) -> scalar
+            if self._shares is not None:
+                loss = loss * self._shares[index]
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        with range_("backward"):
+            (loss * (scale / count)).backward()
+        if not is_last:
+            self._sums.take()
+        return loss.detach().float()
 
     def _weights(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the factors that turn the mean losses of the micro-batches of all ranks, whose mean is taken, into
@@ -200,12 +192,11 @@ class Step:
             ask: called after the backward pass; returns what this rank wants.
             before_update: called before the weights change.
         """
-        norm = self._reduce()
+        norm = self.reduce()
         self._hear(ask, before_update)
         return Outcome(self._update(loss, norm, lr), self.ranks)
 
-    def _reduce(self) -> torch.Tensor:
-        """Reduce and clip the gradients; return their norm before that."""
+    def reduce(self) -> torch.Tensor:
         with range_("sync"):
             # Unscaling reads the gradients itself; clipping waits for the gradients that it reads.
             self.sync.finish(wait=self.loss_scale is not None)
@@ -213,7 +204,7 @@ class Step:
             if self.loss_scale is not None:
                 # The optimizer's tensors: parameters, or this rank's flat shards.
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
-            return self.sync.clip_gradients(self._max_norm)
+            return self.sync.clip_gradients(self.max_norm)
 
     def _hear(self, ask: Callable[[], Wishes], before_update: Callable[[], None] | None) -> None:
         """Tell the device what this rank wants; say that the weights are about to change."""

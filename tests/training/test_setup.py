@@ -63,7 +63,7 @@ def test_the_tables_reach_the_optimizer_and_the_step():
     decayed, rest = step.optimizer.param_groups
     assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
     assert step.loss_scale is not None
-    assert step._max_norm == 0.125
+    assert step.max_norm == 0.125
 
 
 @pytest.mark.parametrize("strategy", ["none", "zero1"])
