@@ -106,7 +106,7 @@ def saving(session: nox.Session) -> None:
 
 @nox.session
 def stopwatch(session: nox.Session) -> None:
-    """How often the comparison of two times, and of two versions, is right on a busy machine."""
+    """How often the comparison of two times is right on a busy machine."""
     record = "artifacts/cpu/stopwatch/results.json"
     _python(
         session,
@@ -114,7 +114,6 @@ def stopwatch(session: nox.Session) -> None:
         "-m",
         "slow",
         "tests/measure/test_stopwatch.py",
-        "tests/bench/test_against.py",
         "-s",
         *session.posargs,
         LMKIT_STOPWATCH_RECORD=record,
