@@ -7,18 +7,21 @@ step reads at least all weights but the embedding, and the filled part of the ca
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import build_what_fits, time_what_fits
-from lmkit.bench.harness import add_figures, time_fields
+from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fits
+from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
+    Samples,
+    believed_samples,
     compare_with_first,
     comparison,
     comparison_column,
@@ -32,7 +35,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import cache_bytes, clock_for
+from lmkit.measure.timing import SteadyStateClock, cache_bytes, clock_for
 from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -260,19 +263,21 @@ def _measure(
         writer.refill()
         return writer
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, tuple[float, ...]]:
+    def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> Samples:
         steps = {variant: writer.step for variant, writer in left.items()}
         refill = {variant: writer.refill for variant, writer in left.items()}
-        return samples_in_turns(steps, context, turns, prepare=refill)
+        clock = SteadyStateClock(device, options.steps_per_sample)
+        limits = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+        return samples_in_turns(steps, context, turn, clock, prepare=refill, **limits)
 
     built: dict[str, Any] = build_what_fits(rows, build, device)
-    samples = time_what_fits(built, rows, device, time_together)
+    samples = time_what_fits(built, rows, partial(failure_is_a_row, device=device), time_together)
     element_bytes = 2 if options.precision == "bf16" else 4
 
-    def figures(variant: str) -> dict[str, Any]:
+    def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
         fp8 = variant == "lmkit_fp8"
         least = least_bytes(config, batch_size, filled, element_bytes, fp8=fp8)
-        fields = time_fields(samples[variant])
+        fields = time_fields(samples_ms)
         seconds = fields["median_ms"] * 1e-3
         share = least / seconds / limits.copy_bytes_per_s
         fields |= {"tokens_per_s": batch_size / seconds, "least_bytes": least}
@@ -282,12 +287,7 @@ def _measure(
             fields["queue_share"] = queued * seconds / batch_size
         return fields
 
-    believed = {
-        variant: samples_ms
-        for variant, samples_ms in samples.items()
-        if add_figures(rows[variant], limits, partial(figures, variant))
-    }
-    compare_with_first(rows, believed, options.variants[0])
+    compare_with_first(rows, believed_samples(rows, samples, limits, figures), options.variants[0])
     return list(rows.values())
 
 

@@ -1,6 +1,7 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fi
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost
 
+GUARD = partial(failure_is_a_row, device="cpu")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
@@ -79,13 +81,13 @@ def test_variants_that_do_not_fit_together_give_way_from_the_largest():
     rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
     timed = []
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+    def time_together(left: Any, turn: Any) -> dict[str, str]:
         timed.append(list(left))
         if len(left) > 1:
             raise FULL
         return dict.fromkeys(left, "timed")
 
-    assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
+    assert time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together) == {"a": "timed"}
     assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
     assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
 
@@ -93,13 +95,13 @@ def test_variants_that_do_not_fit_together_give_way_from_the_largest():
 def test_a_variant_that_fails_in_its_turn_is_left_out():
     rows = {name: {"status": "ok"} for name in "abc"}
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+    def time_together(left: Any, turn: Any) -> dict[str, str]:
         for name in left:
-            turns.append(name)
+            turn(name)
             if name == "b":
                 raise KeyError("k")
         return dict.fromkeys(left, "timed")
 
-    found = time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together)
+    found = time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together)
     assert found == {"a": "timed", "c": "timed"}
     assert [rows[name]["status"] for name in "abc"] == ["ok", "failed", "ok"]

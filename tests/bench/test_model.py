@@ -7,7 +7,6 @@ import torch
 from raising import raises
 
 from lmkit.bench import harness
-from lmkit.bench import model as bench
 from lmkit.bench.context import Journal
 from lmkit.bench.model import findings
 from lmkit.errors import UsageError
@@ -113,36 +112,6 @@ def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, 
     study = next(row for row in result.rows if row["part"] == "warm-up")
     assert study["status"] == ("out of memory" if method == "run" else "ok")
     assert "CUDA out of memory" in result.files["model_report.md"]
-
-
-def test_fault_85_what_fits_alone_but_not_in_turns_is_a_row_too(run_bench, monkeypatch):
-    real, turns = bench.time_variants, []
-
-    def crowded(calls, **options):
-        turns.append(list(calls))
-        if "step fp32" in calls:
-            raise FULL
-        return real(calls, **options)
-
-    monkeypatch.setattr(bench, "time_variants", crowded)
-    peaks = iter([1, 2, 3])
-    monkeypatch.setattr(bench, "track_peak", lambda device: _Peak(next(peaks)))
-    rows = {row["mode"]: row for row in run_bench("model", **SMALL).rows}
-    assert turns == [["forward fp32", "fwd+bwd fp32", "step fp32"], ["forward fp32", "fwd+bwd fp32"]]
-    assert rows["step"]["status"] == "out of memory"
-    assert rows["forward"]["median_ms"] > 0
-    assert rows["fwd+bwd"]["median_ms"] > 0
-
-
-class _Peak:
-    def __init__(self, gigabytes: int) -> None:
-        self.peak_bytes = gigabytes * 10**9
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
 
 
 def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monkeypatch):
