@@ -77,10 +77,7 @@ def check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
 def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatches:
     """Return the batches of one of the ranks."""
     from lmkit.core.batches import TokenBatches
-    from lmkit.data.checks import check_divisible, check_length
 
-    check_divisible(context.options.batch_size, ranks.world_size, 1)
-    check_length(tokens, context.options.context_length)
     return TokenBatches(
         tokens,
         batch_size=context.options.batch_size,

@@ -205,10 +205,9 @@ def test_a_kernel_that_is_wrong_on_one_of_two_ranks_is_wrong_on_both(monkeypatch
 
 
 def test_a_loss_that_is_not_finite_is_no_result(run_bench, monkeypatch):
-    real = lm_matrix.Training.fields
-    monkeypatch.setattr(
-        lm_matrix.Training, "fields", lambda *arguments: real(*arguments) | {"final_loss": math.nan}
-    )
+    real = lm_matrix.speed_fields
+    fields = {"final_loss": math.nan}
+    monkeypatch.setattr(lm_matrix, "speed_fields", lambda *args, **work: real(*args, **work) | fields)
     result = run_bench("lm_matrix", kernels=["sdpa"], **SMALL)
     assert [(row["status"], row["detail"]) for row in result.rows] == [
         ("wrong result", "final_loss is not finite")
