@@ -7,17 +7,18 @@ from typing import Any
 
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
-from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
+from lmkit.measure.plots import grouped_bars, heat_map, line_plot
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION
 
+TIME = Column("median_ms", "ms", ".3g", instead="status", axis="time, ms")
 COLUMNS = (
     Column("tier", "tier"),
     Column("head_dim", "D", "d"),
     Column("mask", "mask"),
     Column("direction", "direction"),
     Column("kernel", "kernel"),
-    Column("median_ms", "ms", ".4g", instead="status"),
+    TIME,
     Column("spread", "spread", ".0%"),
     Column("tflops", "TFLOP/s", ".3g"),
     Column("share_of_matmul", "% peak", ".1%"),
@@ -140,13 +141,11 @@ def _bars(rows: Rows, direction: str) -> bytes:
     chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
     return grouped_bars(
         chosen,
-        "median_ms",
+        TIME,
         group=_tier,
         series="kernel",
-        whisker=of_time,
         title=_title(chosen, direction) + " (median, whiskers p10 to p90)",
         x_label="sequence length (tokens; queries:keys where they differ)",
-        y_label="time (ms, log scale)",
         log_y=True,
     )
 

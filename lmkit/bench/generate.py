@@ -318,20 +318,22 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
 
 # Rows in words
 
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f")
+SHARE = Column(
+    "share",
+    "bandwidth",
+    ".0%",
+    note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy bandwidth",
+    axis="share of the copy bandwidth",
+)
 COLUMNS = (
     Column("size", "size"),
     Column("batch_size", "texts", "d"),
     Column("context", "context", "d"),
     Column("variant", "variant"),
     Column("median_ms", "ms/token", ".3f", instead="status"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column(
-        "share",
-        "bandwidth",
-        ".0%",
-        note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy "
-        "bandwidth",
-    ),
+    THROUGHPUT,
+    SHARE,
     Column(
         "first_ms",
         "first ms",
@@ -382,32 +384,17 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         heads = "" if row["kv_heads"] == most[row["size"]] else f", {row['kv_heads']} key heads"
         return f"{row['size']}{heads}, {row['batch_size']} x {row['context']}"
 
-    shown = [
-        row
-        | {
-            "case": case(row),
-            "percent": 100 * row["share"] if row.get("share") is not None else None,
-        }
-        for row in rows
-    ]
-    drawn = {
-        "share": (
-            "percent",
-            "Share of the memory's bandwidth in a decode step",
-            "share of the copy bandwidth (%)",
-        ),
-        "throughput": ("tokens_per_s", "Tokens written per second", "tokens/s"),
+    shown = [row | {"case": case(row)} for row in rows]
+    where: dict[str, Any] = {
+        "group": "case",
+        "series": "variant",
+        "x_label": "model, texts x tokens in the cache",
+    }
+    titles = {
+        "share": (SHARE, "Share of the memory's bandwidth in a decode step"),
+        "throughput": (THROUGHPUT, "Tokens written per second"),
     }
     return {
-        f"generate_{name}.png": grouped_bars(
-            shown,
-            key,
-            group="case",
-            series="variant",
-            title=title,
-            x_label="model, texts x tokens in the cache",
-            y_label=label,
-            spec=",.0f",
-        )
-        for name, (key, title, label) in drawn.items()
+        f"generate_{name}.png": grouped_bars(shown, column, title=title, **where)
+        for name, (column, title) in titles.items()
     }

@@ -323,11 +323,12 @@ WIDE = (
     Column("share_of_matmul", "matmul", ".1%"),
     Column("optimizer_floor_ms", "least optimizer ms", ".2f"),
 )
+MEAN = Column("mean_ms", "mean ms", ".2f", instead="status", axis="mean time of a step, ms")
 WARMUP_COLUMNS = (
     Column("size", "size"),
     Column("compile", "compile"),
     Column("warmup", "warm-up steps", "d"),
-    Column("mean_ms", "mean ms", ".2f", instead="status"),
+    MEAN,
     Column("median_ms", "median ms", ".2f"),
     Column("first_ms", "first step ms", ".2f"),
 )
@@ -386,7 +387,7 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     if study:
         files["model_warmup.png"] = grouped_bars(
             study,
-            "mean_ms",
+            MEAN,
             group="warmup",
             series=lambda row: f"{row['size']}, compile {row['compile']}",
             # Not the standard deviation: it is larger than the mean where the first step compiles.
@@ -396,7 +397,6 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             ),
             title="Mean step time by number of warm-up steps (whiskers: fastest and slowest step)",
             x_label="untimed steps before the timed ones",
-            y_label="mean time of a step (ms, log scale)",
             log_y=True,
         )
     return files

@@ -160,13 +160,14 @@ def _memory_fields(name: str, built: TrainingStep, making: PeakMemory) -> dict[s
 
 # Rows in words
 
+STATE = Column("state_mb", "state MB", ",.1f", axis="MB (10^6 bytes)")
 COLUMNS = (
     Column("variant", "variant"),
     Column("step_ms", "ms/step", ".2f", instead="status"),
     Column("spread", "spread", ".1%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
-    Column("state_mb", "state MB", ",.1f"),
+    STATE,
     Column("state_share", "of whole", ".1%"),
     Column("init_mb", "init MB", ",.0f"),
     Column("before_step_mb", "before MB", ",.0f"),
@@ -218,13 +219,7 @@ def findings(rows: Rows) -> list[str]:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the state of each rank."""
-    picture = grouped_bars(
-        [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None],
-        "state_mb",
-        group="variant",
-        title=f"Optimizer state on each of {rows[0]['world_size']} ranks",
-        x_label="variant",
-        y_label="MB (10^6 bytes)",
-        spec=",.1f",
-    )
+    shown = [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None]
+    title = f"Optimizer state on each of {rows[0]['world_size']} ranks"
+    picture = grouped_bars(shown, STATE, group="variant", title=title, x_label="variant")
     return {"optimizer_state.png": picture}

@@ -338,12 +338,13 @@ def _figures(
 _COUNTED = (
     "counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a size"
 )
+MFU = Column("mfu", "MFU", ".1%", note=_COUNTED)
 COLUMNS = (
     Column("size", "size"),
     Column("variant", "variant"),
     Column("median_ms", "ms", ".2f", instead="status"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("mfu", "MFU", ".1%", note=_COUNTED),
+    MFU,
     Column("host_ms", "host ms", ".2f", note="until a step returns, its waits included"),
     Column("peak_gb", "GB", ".2f", note="10^9 bytes, the peak of a step"),
 )
@@ -414,14 +415,6 @@ def class_table(rows: Rows) -> str:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the utilization of each variant."""
-    picture = grouped_bars(
-        [row | {"percent": 100 * row["mfu"] if row.get("mfu") is not None else None} for row in rows],
-        "percent",
-        group="size",
-        series="variant",
-        title="Model FLOPs utilization of a training step",
-        x_label="model",
-        y_label="MFU (%)",
-        spec=".1f",
-    )
+    title = "Model FLOPs utilization of a training step"
+    picture = grouped_bars(rows, MFU, group="size", series="variant", title=title, x_label="model")
     return {"step_mfu.png": picture}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.decoration import blank_figure
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Row, Rows
+from lmkit.measure.tables import Column, Row, Rows
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -122,19 +122,17 @@ def _write_numbers_out(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:,.10g}")
 
 
-def of_time(row: Row, key: str = "median_ms") -> Whisker | None:
-    """Return p10 to p90 around the time at `key`; None if the row has no time."""
-    if row.get(key) is None:
+def of_row(row: Row, key: str) -> Whisker | None:
+    """Return p10 to p90 around a time at `key`, or around `tokens_per_s` (slow samples are low rates); else None."""
+    time = row.get("median_ms", row.get("step_ms"))
+    value = row.get(key)
+    if not time or value is None or "p10_ms" not in row:
         return None
-    return row[key] - row["p10_ms"], row["p90_ms"] - row[key]
-
-
-def of_rate(row: Row, key: str = "median_ms") -> Whisker | None:
-    """Return the same for `tokens_per_s`, which is counted over the time at `key`: slow samples are low rates."""
-    if row.get("tokens_per_s") is None:
-        return None
-    rate = row["tokens_per_s"]
-    return rate - rate * row[key] / row["p90_ms"], rate * row[key] / row["p10_ms"] - rate
+    if key in ("median_ms", "step_ms"):
+        return time - row["p10_ms"], row["p90_ms"] - time
+    if key == "tokens_per_s":
+        return value - value * time / row["p90_ms"], value * time / row["p10_ms"] - value
+    return None
 
 
 def of_samples(samples: Sequence[float]) -> Whisker:
@@ -254,26 +252,27 @@ def loss_curve(
 
 def grouped_bars(
     rows: Rows,
-    value: str,
+    column: Column,
     *,
     group: str | NameOf,
     series: str | NameOf | None = None,
     whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
-    y_label: str,
     log_y: bool = False,
-    spec: str = ".3g",
 ) -> bytes:
     """Draw a group of bars for each `group` of the rows, and in it a bar for each `series`, with its value above it.
 
     A row without a value shows its status. A series without any value is left out.
 
     Args:
-        value: key of the bars' height.
+        column: the bars' height, its name on the axis, and its format.
         group, series: a key, or a function of a row; without `series` all rows are one series.
-        spec: format of the values.
+        whisker: by default those of times and rates (`of_row`).
     """
+    value, y_label, spec = column.key, column.axis or column.header, column.spec or ".3g"
+    y_label += " (log scale)" if log_y else ""
+    whisker = whisker or (lambda row: of_row(row, value))
     group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
     groups = list(dict.fromkeys(map(group_of, rows)))
     found = {(series_of(row), group_of(row)): row for row in rows}
@@ -298,7 +297,7 @@ def grouped_bars(
                 said = _SHORT_STATUS.get(said, said)
             else:
                 said, ink = _bar_text(top, spec), "black"
-                if whisker and (reach := whisker(row)) is not None:
+                if (reach := whisker(row)) is not None:
                     _whisker(axes, x, top, reach)
                     top += reach[1]
             highest = max(highest, top)

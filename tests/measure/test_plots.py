@@ -2,13 +2,13 @@
 
 import io
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from lmkit.measure import plots
+from lmkit.measure.tables import Column
 
 pytestmark = pytest.mark.usefixtures("drawing")
 POINTS = {"ours": [(128.0, 0.1), (1024.0, 2.0)], "theirs": [(128.0, 0.2), (1024.0, 3.0)]}
@@ -29,7 +29,12 @@ def whisker(row):
     return None if row.get("place") == "b" else (0.1, 0.2)
 
 
-bars = partial(plots.grouped_bars, value="ms", group="place", series="name")
+def bars(rows, *, title="t", x_label="x", **options):
+    options = {"column": Column("ms", "ms", ".3g"), "group": "place", "series": "name", **options}
+    options.pop("y_label", None)
+    return plots.grouped_bars(rows, title=title, x_label=x_label, **options)
+
+
 PLOTS = {
     "lines": lambda: plots.line_plot(LINES, "x", "y", series="name", log_y=True, **LABELS),
     "lines with whiskers": lambda: plots.line_plot(
