@@ -18,13 +18,14 @@ from pydantic import Field
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Measured, grouped
 from lmkit.bench.summary import MEASURED, Summary
+from lmkit.bench.turns import samples_in_turns, slowest
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels, line_plot
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -66,8 +67,6 @@ def all_reduce(context: Context) -> Rows:
     """Return one row per operation, dtype and size. A time is the slowest rank's in a round, in ms."""
     import torch
 
-    from lmkit.parallel.collectives import agree, largest_of_ranks
-
     options, ranks = context.options, context.ranks
     rows: Rows = []
     for size_mb in options.sizes_mb:
@@ -79,19 +78,13 @@ def all_reduce(context: Context) -> Rows:
             unit = 128 * ranks.world_size
             count = max(unit, int(size_mb * 1e6) // dtype.itemsize // unit * unit)
             flat = torch.randn(count, device=ranks.device).to(dtype)
-            timings = time_variants(
-                {operation: _call(operation, flat, ranks) for operation in OPERATIONS},
-                device=ranks.device,
-                repeats=options.repeats,
-                warmup=3,
-                # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
-                clock=SteadyStateClock(ranks.device, CALLS_PER_SAMPLE),
-                prepare={operation: (lambda: agree(ranks)) for operation in OPERATIONS},
-            )
+            calls = {operation: _call(operation, flat, ranks) for operation in OPERATIONS}
+            # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
+            clock = SteadyStateClock(ranks.device, CALLS_PER_SAMPLE)
+            samples = samples_in_turns(calls, context, lambda name: None, clock, rounds=options.repeats)
             found = [
-                {"size_mb": size_mb}
-                | _row(operation, name, flat.nbytes, ranks, largest_of_ranks(timing.samples_ms, ranks))
-                for operation, timing in timings.items()
+                {"size_mb": size_mb} | _row(operation, name, flat.nbytes, ranks, slowest(rounds))
+                for operation, rounds in samples.items()
             ]
             rows += found
             context.keep(found)

@@ -111,20 +111,6 @@ def wrong_result(why: str) -> dict[str, Any]:
     return {"status": "wrong result", "detail": why}
 
 
-def build_what_fits(
-    rows: Mapping[Key, dict[str, Any]],
-    build: Callable[[Key, dict[str, Any]], Result | None],
-    device: torch.device | str,
-) -> dict[Key, Result]:
-    """Return variant -> result of `build(variant, row)`, without variants that returned None or raised an error."""
-    built: dict[Key, Result] = {}
-    for name, row in rows.items():
-        with failure_is_a_row(row, device):
-            if (made := build(name, row)) is not None:
-                built[name] = made
-    return built
-
-
 def time_what_fits(
     built: dict[Key, Made],
     rows: Mapping[Key, dict[str, Any]],
@@ -137,7 +123,7 @@ def time_what_fits(
 
     Args:
         built: variants; those that fail are removed.
-        rows: rows of all variants; `peak_gb` is the memory that a variant needs, the same on all ranks.
+        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
         guard: makes a row of an error: `failure_is_a_row`, or `failure_on_any_rank_is_a_row`.
         time_together: times variants, and calls a function with the name of each as its turn comes.
     """
@@ -154,8 +140,9 @@ def time_what_fits(
             samples = time_together(built, turn)
         if trouble["status"] == "ok":
             return samples
-        largest = max(built, key=lambda name: rows[name].get("peak_gb") or 0.0)
-        gone = largest if trouble["status"] == "out of memory" or not turns else turns[-1]
+        sizes = {name: rows[name].get("peak_gb") or rows[name].get("peak_bytes") or 0.0 for name in built}
+        is_full = trouble["status"] == "out of memory" and any(sizes.values())
+        gone = turns[-1] if turns and not is_full else max(sizes, key=lambda name: sizes[name])
         del built[gone]
         together = f"in turns with {len(built)} others: " if trouble["status"] == "out of memory" else ""
         rows[gone] |= {"status": trouble["status"], "detail": together + trouble["detail"]}

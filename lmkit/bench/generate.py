@@ -7,26 +7,23 @@ step reads at least all weights but the embedding, and the filled part of the ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fits
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
+from lmkit.bench.trainings import Variant, measure
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
-    Samples,
     believed_samples,
     compare_with_first,
     comparison,
     comparison_column,
     host_ms,
-    samples_in_turns,
     with_verdicts,
 )
 from lmkit.errors import UsageError
@@ -35,7 +32,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import SteadyStateClock, cache_bytes, clock_for
+from lmkit.measure.timing import cache_bytes, clock_for
 from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
@@ -240,10 +237,13 @@ def _measure(
         for variant in options.variants
     }
 
-    def build(variant: str, row: dict[str, Any]) -> Writer | None:
+    def make(variant: str) -> Writer:
         if variant not in writers:
             writers[variant] = _build(variant, config, batch_size, filled, context)
-        writer = writers[variant]
+        return writers[variant]
+
+    def more(writer: Writer) -> dict[str, Any]:
+        row: dict[str, Any] = {}
         writer.context = filled
         writer.refill()
         for _ in range(FIRST_STEPS):
@@ -260,18 +260,19 @@ def _measure(
         if options.queue and isinstance(writer, OwnWriter):
             writer.queue_seconds(2 * batch_size)  # records
             row["queue_tokens_per_s"] = options.queue * filled / writer.queue_seconds(options.queue)
-        writer.refill()
-        return writer
+        return row
 
-    def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> Samples:
-        steps = {variant: writer.step for variant, writer in left.items()}
-        refill = {variant: writer.refill for variant, writer in left.items()}
-        clock = SteadyStateClock(device, options.steps_per_sample)
-        limits = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-        return samples_in_turns(steps, context, turn, clock, prepare=refill, **limits)
-
-    built: dict[str, Any] = build_what_fits(rows, build, device)
-    samples = time_what_fits(built, rows, partial(failure_is_a_row, device=device), time_together)
+    variants = {
+        variant: Variant(
+            row=row,
+            make=partial(make, variant),
+            more=more,
+            prepare=lambda writer: writer.refill(),
+            run=lambda writer: writer.step(),
+        )
+        for variant, row in rows.items()
+    }
+    samples = measure(variants, context, rounds=options.rounds, max_seconds=options.max_seconds)
     element_bytes = 2 if options.precision == "bf16" else 4
 
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:

@@ -239,7 +239,6 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
             variants[f"{mode} {precision}"] = Variant(
                 row=_row(config, context, "model", mode, precision) | precisions[precision],
                 make=partial(make, precision),
-                judge=lambda training: {},
                 check=partial(check, budget=budget_of(precision)),
                 more=partial(more, mode, precision),
                 run=partial(_call, mode),

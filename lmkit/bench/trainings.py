@@ -1,4 +1,4 @@
-"""The engine of the benches of trainings: `bench model`, `step`, `ddp`, `optimizer` and `lm-matrix`.
+"""The engine of `bench model`, `step`, `ddp`, `optimizer` and `lm-matrix`, and of `bench generate`.
 
 A bench describes its variants (`Variant`). `measure` builds each and checks its first steps, times the right ones in
 turns, and checks them again. A variant that fails, does not fit or is wrong becomes a row on every rank. The bench
@@ -28,25 +28,31 @@ if TYPE_CHECKING:
     from lmkit.parallel.ranks import Ranks
 
 
+def _nothing(training: Any) -> dict[str, Any]:
+    return {}
+
+
 @dataclass
 class Variant:
-    """A training that a bench times.
+    """A training, or a model that writes, that a bench times.
 
     Attributes:
         row: what identifies it, and status "ok"; a row with another status is not built.
         make: builds the training; without collectives.
         judge: makes its first steps; returns fields with a status.
         more: returns what is measured of a right training before it is timed.
+        prepare: called before each sample, untimed.
         run: makes one step, or the part of a step that is timed.
         check: returns status and detail if the training is wrong after it was timed, else {}.
     """
 
     row: dict[str, Any]
     make: Callable[[], Any]
-    judge: Callable[[Any], dict[str, Any]]
-    check: Callable[[Any], dict[str, Any]]
-    more: Callable[[Any], dict[str, Any]] = lambda training: {}
+    judge: Callable[[Any], dict[str, Any]] = _nothing
+    more: Callable[[Any], dict[str, Any]] = _nothing
+    prepare: Callable[[Any], object] = _nothing
     run: Callable[[Any], object] = lambda training: training.run()
+    check: Callable[[Any], dict[str, Any]] = _nothing
 
 
 def measure(
@@ -78,8 +84,19 @@ def measure(
 
     def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> Samples:
         runs = {name: partial(variants[name].run, training) for name, training in left.items()}
-        limits = {"rounds": rounds, "max_seconds": max_seconds, "stage": stage, "keep": keep}
-        return samples_in_turns(runs, context, turn, clock, settled=steps if settle else 0, **limits)  # type: ignore[arg-type]
+        prepare = {name: partial(variants[name].prepare, training) for name, training in left.items()}
+        return samples_in_turns(
+            runs,
+            context,
+            turn,
+            clock,
+            rounds=rounds,
+            max_seconds=max_seconds,
+            prepare=prepare,
+            stage=stage,
+            settled=steps if settle else 0,
+            keep=keep,
+        )
 
     samples = time_what_fits(
         built, rows, partial(failure_on_any_rank_is_a_row, context=context), time_together

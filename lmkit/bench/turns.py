@@ -76,6 +76,7 @@ def samples_in_turns(
     ranks, samples, done = context.ranks, Samples({name: [] for name in steps}), count()
     order: list[str] = []  # of this round
     ahead_ms: list[float] = getattr(clock, "ahead_ms", [])
+    ahead_ms.clear()  # of a round in which a variant failed
     deadline = time.monotonic() + max_seconds
 
     def begin(name: str) -> None:

@@ -301,25 +301,18 @@ def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest
         return "faster"
     if high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
         return "slower"
-    return "no difference" if _is_within(low, high, smallest_difference) else "unclear"
-
-
-def _is_within(low: float, high: float, smallest_difference: float) -> bool:
-    return 1.0 / (1.0 + smallest_difference) <= low and high <= 1.0 + smallest_difference
+    is_within = 1.0 / (1.0 + smallest_difference) <= low and high <= 1.0 + smallest_difference
+    return "no difference" if is_within else "unclear"
 
 
 def verdict_in_words(
     verdict: str, low: float, high: float, smallest_difference: float = SMALLEST_DIFFERENCE
 ) -> str:
-    """Say a verdict on a speedup and its interval.
-
-    Rows of older versions have "no difference" wherever an interval contains 1; the interval decides for them, too.
-    """
-    if verdict not in ("no difference", "unclear") or not math.isfinite(low + high):
-        return verdict
-    if verdict == "no difference" and _is_within(low, high, smallest_difference):
+    """Say a verdict on a speedup and its interval."""
+    if verdict == "no difference":
         return f"no difference above {100 * smallest_difference:.3g}%"
-    return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}"
+    known = verdict == "unclear" and math.isfinite(low + high)
+    return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}" if known else verdict
 
 
 Time = TypeVar("Time", int, float)

@@ -384,7 +384,7 @@ def test_memory_is_compared_with_one_rank_of_the_same_weights():
 def taken(monkeypatch, orders, of_sample=None, device="cuda", world_size=1, rounds=3):
     """Samples of these turns, and what happened; `of_sample`: how far the host was ahead in each."""
     events: list[str] = []
-    clock: Any = SimpleNamespace(ahead_ms=[])
+    clock: Any = SimpleNamespace(ahead_ms=[99.0])  # of a round that failed
     context: Any = SimpleNamespace(
         ranks=Ranks(device=torch.device(device), world_size=world_size), recipe=Recipe(), device=device
     )

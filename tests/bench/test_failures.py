@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from lmkit.bench.context import RankGaveUp
-from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fits
+from lmkit.bench.failures import failure_is_a_row, time_what_fits
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost
 
@@ -56,25 +56,8 @@ def test_an_error_is_a_row(error, status, detail):
     ],
 )
 def test_what_ends_every_variant_is_raised(error):
-    with pytest.raises(type(error)):
-        build_what_fits({"a": {}}, lambda name, row: _raise(error), "cpu")
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def test_variants_that_fail_are_not_built_and_the_others_are():
-    errors = {"large": FULL, "broken": KeyError("k")}
-
-    def build(name: str, row: dict[str, Any]) -> str | None:
-        if name in errors:
-            raise errors[name]
-        return None if name == "refused" else name
-
-    rows: dict[str, dict[str, Any]] = {name: {} for name in ("large", "broken", "refused", "small")}
-    assert build_what_fits(rows, build, "cpu") == {"small": "small"}
-    assert [row.get("status") for row in rows.values()] == ["out of memory", "failed", None, None]
+    with pytest.raises(type(error)), failure_is_a_row({}, "cpu"):
+        raise error
 
 
 def test_variants_that_do_not_fit_together_give_way_from_the_largest():
