@@ -22,7 +22,7 @@ from lmkit.bench.turns import samples_in_turns, slowest
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
-from lmkit.measure.plots import line_panels, line_plot
+from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import SteadyStateClock
@@ -154,6 +154,7 @@ def _bus_share(operation: str, world_size: int) -> float:
 
 # Rows in words
 
+BANDWIDTH = Column("bus_gb_per_s", "bus GB/s", ".3g", axis="bus bandwidth (GB/s, 10^9 bytes)")
 COLUMNS = (
     Column("operation", "operation"),
     Column("backend", "backend"),
@@ -163,7 +164,7 @@ COLUMNS = (
     Column("median_us", "us", ",.1f", instead="status"),
     Column("spread", "spread", ".1%"),
     Column("algorithm_gb_per_s", "GB/s", ".3g"),
-    Column("bus_gb_per_s", "bus GB/s", ".3g"),
+    BANDWIDTH,
     Column("line_us", "line us", ",.1f"),
 )
 LINE_COLUMNS = (
@@ -257,28 +258,32 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     worlds = {(row.get("backend"), row["world_size"]) for row in measured}
     shown = measured if len(worlds) == 1 else [row for row in measured if row["operation"] == "all_reduce"]
     what = "Collectives" if len(worlds) == 1 else "all_reduce"
-    size = "buffer (MB, 10^6 bytes)"
-    bandwidth = line_plot(
+    where: dict[str, Any] = {"x": "size_mb", "x_label": "buffer (MB, 10^6 bytes)"}
+    bandwidth = line_panels(
         shown,
-        "size_mb",
-        "bus_gb_per_s",
-        series=lambda row: (
+        column=BANDWIDTH,
+        group=lambda row: (
             f"{row['operation']} {row['dtype']}"
             if len(worlds) == 1
             else f"{row['backend']}, {row['world_size']} ranks, {row['dtype']}"
         ),
         title=f"{what} on {' and '.join(str(n) for n in sorted({n for _, n in worlds}))} ranks",
-        x_label=size,
-        y_label="bus bandwidth (GB/s, 10^9 bytes)",
         log_y=len({backend for backend, _ in worlds}) > 1,
+        **where,
     )
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]:
-        panel = panels.setdefault(f"{row.get('backend', '')}, {row['world_size']} ranks", {})
-        for kind, key in (("measured", "median_us"), ("line", "line_us")):
-            if key in row:
-                panel.setdefault((row["dtype"], kind), []).append((row["size_mb"], row[key] / 1e3))
     times = line_panels(
-        panels, title="all_reduce: latency + bytes / bandwidth", x_label=size, y_label="time (ms)", log_y=True
+        [
+            {**row, "kind": kind, "ms": row[key] / 1e3}
+            for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]
+            for kind, key in (("measured", "median_us"), ("line", "line_us"))
+            if key in row
+        ],
+        column=Column("ms", "time (ms)"),
+        panel=lambda row: f"{row.get('backend', '')}, {row['world_size']} ranks",
+        group="dtype",
+        kind="kind",
+        title="all_reduce: latency + bytes / bandwidth",
+        log_y=True,
+        **where,
     )
     return {"all_reduce_bandwidth.png": bandwidth, "all_reduce_time.png": times}

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
-from lmkit.measure.plots import grouped_bars, heat_map, line_plot
+from lmkit.measure.plots import grouped_bars, heat_map, line_panels
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION
 
@@ -108,14 +108,13 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     files = {
         "attention_sweep_forward.png": _bars(rows, "forward"),
         "attention_sweep_heatmap.png": _heat_map(grid or square, "forward"),
-        "attention_sweep_scaling.png": line_plot(
+        "attention_sweep_scaling.png": line_panels(
             square,
             "num_keys",
-            "median_ms",
-            series="kernel",
+            TIME,
+            group="kernel",
             title=_title(square, "forward"),
             x_label="sequence length (tokens)",
-            y_label="time (ms, log scale)",
             log_y=True,
         ),
     }

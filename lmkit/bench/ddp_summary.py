@@ -9,15 +9,16 @@ from typing import Any
 from lmkit.bench.ddp_variants import is_own, is_rounded, is_sharded
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
-from lmkit.measure.plots import grouped_bars, line_plot, of_row, of_samples, timeline
+from lmkit.measure.plots import grouped_bars, line_panels, of_samples, timeline
 from lmkit.measure.statistics import FEWEST_PAIRS, overlap, paired_ratio, total
 from lmkit.measure.tables import Column, Rows
 
+TIME = Column("step_ms", "ms/step", ".2f", instead="status", axis="ms per step")
 THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second")
 EXPOSED = Column("exposed_ms", "exposed ms", ".2f", axis="ms per step")
 COLUMNS = (
     Column("variant", "variant"),
-    Column("step_ms", "ms/step", ".2f", instead="status"),
+    TIME,
     Column("spread", "spread", ".1%"),
     THROUGHPUT,
     Column("scaling", "scaling", ".1%"),
@@ -166,16 +167,9 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         title = f"Communication that compute does not hide: {case}"
         files["ddp_exposed.png"] = grouped_bars(exposed, EXPOSED, whisker=beyond, title=title, **by_variant)
     if sized := [row | {"bucket_mb": size} for row in timed if (size := _bucket_mb(row)) is not None]:
-        files["ddp_bucket_sweep.png"] = line_plot(
-            sized,
-            "bucket_mb",
-            "step_ms",
-            series=lambda row: "bucketed",
-            whisker=lambda row: of_row(row, "step_ms"),
-            title=f"Step time over bucket size: {case}",
-            x_label="bucket size (MiB)",
-            y_label="ms per step",
-            from_zero=True,  # differences of a few percent should look small
+        title = f"Step time over bucket size: {case}"
+        files["ddp_bucket_sweep.png"] = line_panels(
+            sized, "bucket_mb", TIME, group=lambda row: "bucketed", title=title, x_label="bucket size (MiB)"
         )
     if traced := next((row["timeline"] for row in rows if row.get("timeline")), None):
         kinds = ("compute", "communication")

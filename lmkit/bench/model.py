@@ -6,6 +6,7 @@ by the wall clock, dispatch included. A variant that does not fit, or is wrong (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -303,17 +304,20 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
 
 # Rows in words
 
+TIME = Column("median_ms", "ms", ".2f", instead="status", axis="time, ms")
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second")
+MEMORY = Column("peak_gb", "GB", ".2f", axis="peak memory (GB = 10^9 bytes)")
 COLUMNS = (
     Column("size", "size"),
     Column("length", "length", "d"),
     Column("precision", "prec."),
     Column("compile", "compile"),
     Column("mode", "mode"),
-    Column("median_ms", "ms", ".2f", instead="status"),
+    TIME,
     Column("spread", "spread", ".0%"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
+    THROUGHPUT,
     Column("mfu", "MFU", ".1%"),
-    Column("peak_gb", "GB", ".2f"),
+    MEMORY,
     Column("versus_fp32", "x fp32", ".2f"),
 )
 WIDE = (
@@ -376,11 +380,17 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw time, memory and throughput over length, and the warm-up study."""
     models = [row for row in rows if row["part"] == "model"]
     study = [row for row in rows if row["part"] == "warm-up"]
+
+    def kind(row: Mapping[str, Any]) -> str:
+        return row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
+
+    where: dict[str, Any] = {"panel": "mode", "group": "size", "kind": kind}
+    where |= {"x_label": "sequence length (tokens)"}
     files = {
-        "model_time.png": _panels(models, "median_ms", "Time of a pass", "time (ms, log scale)"),
-        "model_memory.png": _panels(models, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)"),
-        "model_throughput.png": _panels(
-            models, "tokens_per_s", "Throughput", "tokens per second (log scale)"
+        "model_time.png": line_panels(models, "length", TIME, title="Time of a pass", log_y=True, **where),
+        "model_memory.png": line_panels(models, "length", MEMORY, title="Peak memory", **where),
+        "model_throughput.png": line_panels(
+            models, "length", THROUGHPUT, title="Throughput", log_y=True, **where
         ),
     }
     if study:
@@ -399,25 +409,3 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             log_y=True,
         )
     return files
-
-
-def _panels(models: Rows, key: str, title: str, y_label: str) -> bytes:
-    """Draw a panel per mode; what does not fit leaves a gap and a note."""
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    notes: dict[str, list[str]] = {}
-    for row in models:
-        kind = row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
-        points = panels.setdefault(row["mode"], {}).setdefault((row["size"], kind), [])
-        if row.get(key) is not None:
-            points.append((row["length"], row[key]))
-        elif row["status"] != "ok":
-            note = f"{row['status']}: {row['size']} at {row['length']}, {kind}"
-            notes.setdefault(row["mode"], []).append(note)
-    return line_panels(
-        panels,
-        title=title,
-        x_label="sequence length (tokens)",
-        y_label=y_label,
-        log_y="log" in y_label,
-        notes={mode: "\n".join(lines) for mode, lines in notes.items()},
-    )
