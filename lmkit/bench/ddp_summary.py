@@ -110,9 +110,6 @@ def findings(rows: Rows) -> list[str]:
         )
     for sharded in (False, True):
         found += _against_pytorch([row for row in synced if is_sharded(row["variant"]) is sharded])
-    if alone := timed.get("one rank", {}).get("rank_ms"):
-        each = ", ".join(f"{step_ms:.2f}" for step_ms in alone)
-        found.append(f"Each rank by itself: {each} ms a step.")
     naive, bucketed = timed.get("naive"), timed.get("bucketed")
     if naive and bucketed and naive.get("exposed_ms") and bucketed.get("exposed_ms") is not None:
         found.append(

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lmkit.bench.ddp import read_step
 from lmkit.bench.ddp_summary import findings, pictures, summarize, summarize_sharding
-from lmkit.bench.ddp_timeline import read_step
 from lmkit.bench.summary import terminal_text
 from lmkit.measure import plots
 from lmkit.measure.statistics import overlap, total
