@@ -15,11 +15,10 @@ from lmkit.bench.context import Context
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import Variant, measure
+from lmkit.bench.trainings import Variant, measure_figures
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
-    believed_samples,
     compare_with_first,
     comparison,
     comparison_column,
@@ -272,7 +271,6 @@ def _measure(
         )
         for variant, row in rows.items()
     }
-    samples = measure(variants, context, rounds=options.rounds, max_seconds=options.max_seconds)
     element_bytes = 2 if options.precision == "bf16" else 4
 
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
@@ -288,7 +286,9 @@ def _measure(
             fields["queue_share"] = queued * seconds / batch_size
         return fields
 
-    compare_with_first(rows, believed_samples(rows, samples, limits, figures), options.variants[0])
+    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+    _, believed = measure_figures(variants, context, limits, figures, **turns)
+    compare_with_first(rows, believed, options.variants[0])
     return list(rows.values())
 
 

@@ -23,8 +23,7 @@ from lmkit.bench.harness import ratio_fields
 from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
 from lmkit.bench.lm_matrix_summary import summarize as summarize
-from lmkit.bench.trainings import Memory, Variant, measure, release_freed, speed_fields
-from lmkit.bench.turns import believed_samples
+from lmkit.bench.trainings import Memory, Variant, measure_figures, release_freed, speed_fields
 from lmkit.errors import UsageError, reason
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.statistics import paired_ratio
@@ -250,7 +249,6 @@ def _train_kernel(
         for strategy, row in rows.items()
     }
     clock = SteadyStateClock(ranks.device, options.steps_per_epoch, options.untimed_steps)
-    samples = measure(variants, context, rounds=options.timed_epochs, clock=clock)
 
     def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
         work = {
@@ -263,7 +261,8 @@ def _train_kernel(
         epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
         return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 
-    believed = believed_samples(rows, samples, limits, figures)
+    turns = {"rounds": options.timed_epochs, "clock": clock}
+    _, believed = measure_figures(variants, context, limits, figures, **turns)
     baseline = believed.get(options.strategies[0])
     for strategy, samples_ms in believed.items():
         if baseline is not None and samples_ms is not baseline:

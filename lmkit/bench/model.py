@@ -21,8 +21,7 @@ from lmkit.bench.harness import (
     without_figures,
 )
 from lmkit.bench.summary import UNCHECKED, WRONG, Summary
-from lmkit.bench.trainings import Memory, Variant, measure, speed_fields
-from lmkit.bench.turns import believed_samples
+from lmkit.bench.trainings import Memory, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
@@ -245,11 +244,11 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
                 run=partial(_call, mode),
             )
     clock = clock_for(context.device, "wall")
-    samples = measure(variants, context, rounds=options.iters, clock=clock, max_seconds=options.max_seconds)
+    turns = {"rounds": options.iters, "max_seconds": options.max_seconds}
+    figures = partial(_figures, config, context, limits)
+    rows, believed = measure_figures(variants, context, limits, figures, clock=clock, **turns)
     check.cache_clear()
     trainings.clear()
-    rows = {name: variant.row for name, variant in variants.items()}
-    believed = believed_samples(rows, samples, limits, partial(_figures, config, context, limits))
     for name, samples_ms in believed.items():
         mode, _, precision = name.rpartition(" ")
         if precision != "fp32" and (wide := believed.get(f"{mode} fp32")):

@@ -22,8 +22,7 @@ from lmkit.bench.ddp_variants import (
 )
 from lmkit.bench.harness import mfu_notes
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import measure, speed_fields
-from lmkit.bench.turns import believed_samples
+from lmkit.bench.trainings import measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory, claim_workspaces, track_peak
 from lmkit.measure.plots import grouped_bars
@@ -110,7 +109,7 @@ def optimizer(context: Context) -> Rows:
         if why := unfit(name, case):
             row |= {"status": "unsupported", "detail": why}
         variants = {name: gates.variant(name, row, _memory_fields)}
-        believed_samples({name: row}, measure(variants, context, rounds=options.rounds), limits, figures)
+        measure_figures(variants, context, limits, figures, rounds=options.rounds)
         if row["status"] != "ok":
             row["state_bytes"] = None
         rows.append(row)

@@ -17,11 +17,10 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import not_enough_memory, wrong_result
 from lmkit.bench.harness import grouped, mfu_notes, too_large_for_host
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import Memory, Variant, measure, speed_fields
+from lmkit.bench.trainings import Memory, Variant, measure_figures, speed_fields
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
-    believed_samples,
     compare_with_first,
     comparison,
     comparison_column,
@@ -207,10 +206,10 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         )
         for variant in options.variants
     }
-    samples = measure(variants, context, rounds=options.rounds, max_seconds=options.max_seconds)
+    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+    figures = partial(_figures, size, context, limits)
+    rows, believed = measure_figures(variants, context, limits, figures, **turns)
     shared.clear()
-    rows = {variant: each.row for variant, each in variants.items()}
-    believed = believed_samples(rows, samples, limits, partial(_figures, size, context, limits))
     compare_with_first(rows, believed, options.variants[0])
     release_memory(device)
     return list(rows.values())

@@ -7,7 +7,6 @@ then computes the figures of the rows from the samples.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_on_any_rank_is_a_row, time_what_fits
-from lmkit.bench.harness import mfu_fields, right_after_timing, time_fields
-from lmkit.bench.turns import Samples, samples_in_turns
+from lmkit.bench.harness import add_figures, mfu_fields, right_after_timing, time_fields
+from lmkit.bench.turns import Samples, samples_in_turns, slowest
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
 from lmkit.measure.timing import Clock, SteadyStateClock
@@ -55,25 +54,50 @@ class Variant:
     check: Callable[[Any], dict[str, Any]] = _nothing
 
 
+def measure_figures(
+    variants: Mapping[str, Variant],
+    context: Context,
+    limits: Limits | None,
+    figures: Callable[[str, list[float]], dict[str, Any]],
+    **options: Any,
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[float]]]:
+    """Measure variants, and add figures to their rows.
+
+    Args:
+        figures: returns the figures of a variant, from the samples of the slowest rank.
+        options: of `measure`.
+
+    Returns:
+        The rows, and the samples of rows whose figures are believed.
+    """
+    samples = measure(variants, context, **options)
+    rows = {name: variant.row for name, variant in variants.items()}
+    believed = {}
+    for name, rounds in samples.items():
+        samples_ms = slowest(rounds)
+        if add_figures(rows[name], limits, partial(figures, name, samples_ms)):
+            believed[name] = samples_ms
+    return rows, believed
+
+
 def measure(
     variants: Mapping[str, Variant],
     context: Context,
     *,
-    rounds: int,
     clock: Clock | None = None,
-    max_seconds: float = math.inf,
     stage: str = "",
     settle: bool = False,
-    keep: Callable[[Samples], object] = lambda samples: None,
+    **turns: Any,
 ) -> Samples:
     """Measure variants that fit into memory together; return the samples of the right ones. Collective.
 
     Args:
         clock: None: the options' `steps_per_sample` steps in steady state.
-        stage, max_seconds, keep: as in `samples_in_turns`.
         settle: make untimed steps before the first sample on GPUs.
+        stage, turns: of `samples_in_turns`.
     """
     steps = 0 if clock is not None else context.options.steps_per_sample
+    turns |= {"stage": stage, "settled": steps if settle else 0}
     clock = clock or SteadyStateClock(context.device, steps)
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
@@ -85,22 +109,10 @@ def measure(
     def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> Samples:
         runs = {name: partial(variants[name].run, training) for name, training in left.items()}
         prepare = {name: partial(variants[name].prepare, training) for name, training in left.items()}
-        return samples_in_turns(
-            runs,
-            context,
-            turn,
-            clock,
-            rounds=rounds,
-            max_seconds=max_seconds,
-            prepare=prepare,
-            stage=stage,
-            settled=steps if settle else 0,
-            keep=keep,
-        )
+        return samples_in_turns(runs, context, turn, clock, prepare=prepare, **turns)
 
-    samples = time_what_fits(
-        built, rows, partial(failure_on_any_rank_is_a_row, context=context), time_together
-    )
+    guard = partial(failure_on_any_rank_is_a_row, context=context)
+    samples = time_what_fits(built, rows, guard, time_together)
     samples = right_after_timing(rows, samples, lambda name: variants[name].check(built[name]), context)
     built.clear()
     release_memory(context.device)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import add_figures, ratio_fields
+from lmkit.bench.harness import ratio_fields
 from lmkit.measure.statistics import paired_ratio, verdict_in_words
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import Clock, time_variants, without_garbage_collection
@@ -18,7 +18,6 @@ from lmkit.measure.timing import Clock, time_variants, without_garbage_collectio
 if TYPE_CHECKING:
     import torch
 
-    from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
 
 HOST_STEPS = 5
@@ -134,21 +133,6 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
         for _ in range(steps):
             run()
         torch.cuda.synchronize(ranks.device)
-
-
-def believed_samples(
-    rows: Mapping[str, dict[str, Any]],
-    samples: Samples,
-    limits: Limits | None,
-    figures: Callable[[str, list[float]], dict[str, Any]],
-) -> dict[str, list[float]]:
-    """Add the figures of each variant to its row; return the slowest rank's samples of rows that are believed."""
-    times = {name: slowest(rounds) for name, rounds in samples.items()}
-    return {
-        name: samples_ms
-        for name, samples_ms in times.items()
-        if add_figures(rows[name], limits, lambda name=name: figures(name, times[name]))  # type: ignore[misc]
-    }
 
 
 def host_ms(step: Callable[[], object], device: torch.device) -> float:
