@@ -102,20 +102,3 @@ def fuzz(session: nox.Session) -> None:
 def saving(session: nox.Session) -> None:
     """How long training stands still for a checkpoint of 162 million parameters, against a plain torch.save."""
     _python(session, "pytest", "-m", "slow", "tests/end_to_end/test_saving.py", "-s", *session.posargs)
-
-
-@nox.session
-def stopwatch(session: nox.Session) -> None:
-    """How often the comparison of two times, and of two versions, is right on a busy machine."""
-    record = "artifacts/cpu/stopwatch/results.json"
-    _python(
-        session,
-        "pytest",
-        "-m",
-        "slow",
-        "tests/measure/test_stopwatch.py",
-        "tests/bench/test_against.py",
-        "-s",
-        *session.posargs,
-        LMKIT_STOPWATCH_RECORD=record,
-    )

@@ -18,13 +18,14 @@ from pydantic import Field
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Measured, grouped
 from lmkit.bench.summary import MEASURED, Summary
+from lmkit.bench.turns import samples_in_turns, slowest
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory
-from lmkit.measure.plots import line_panels, line_plot
+from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.measure.timing import SteadyStateClock, time_variants
+from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -66,8 +67,6 @@ def all_reduce(context: Context) -> Rows:
     """Return one row per operation, dtype and size. A time is the slowest rank's in a round, in ms."""
     import torch
 
-    from lmkit.parallel.collectives import agree, largest_of_ranks
-
     options, ranks = context.options, context.ranks
     rows: Rows = []
     for size_mb in options.sizes_mb:
@@ -79,19 +78,13 @@ def all_reduce(context: Context) -> Rows:
             unit = 128 * ranks.world_size
             count = max(unit, int(size_mb * 1e6) // dtype.itemsize // unit * unit)
             flat = torch.randn(count, device=ranks.device).to(dtype)
-            timings = time_variants(
-                {operation: _call(operation, flat, ranks) for operation in OPERATIONS},
-                device=ranks.device,
-                repeats=options.repeats,
-                warmup=3,
-                # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
-                clock=SteadyStateClock(ranks.device, CALLS_PER_SAMPLE),
-                prepare={operation: (lambda: agree(ranks)) for operation in OPERATIONS},
-            )
+            calls = {operation: _call(operation, flat, ranks) for operation in OPERATIONS}
+            # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
+            clock = SteadyStateClock(ranks.device, CALLS_PER_SAMPLE)
+            samples = samples_in_turns(calls, context, lambda name: None, clock, rounds=options.repeats)
             found = [
-                {"size_mb": size_mb}
-                | _row(operation, name, flat.nbytes, ranks, largest_of_ranks(timing.samples_ms, ranks))
-                for operation, timing in timings.items()
+                {"size_mb": size_mb} | _row(operation, name, flat.nbytes, ranks, slowest(rounds))
+                for operation, rounds in samples.items()
             ]
             rows += found
             context.keep(found)
@@ -161,6 +154,7 @@ def _bus_share(operation: str, world_size: int) -> float:
 
 # Rows in words
 
+BANDWIDTH = Column("bus_gb_per_s", "bus GB/s", ".3g", axis="bus bandwidth (GB/s, 10^9 bytes)")
 COLUMNS = (
     Column("operation", "operation"),
     Column("backend", "backend"),
@@ -170,7 +164,7 @@ COLUMNS = (
     Column("median_us", "us", ",.1f", instead="status"),
     Column("spread", "spread", ".1%"),
     Column("algorithm_gb_per_s", "GB/s", ".3g"),
-    Column("bus_gb_per_s", "bus GB/s", ".3g"),
+    BANDWIDTH,
     Column("line_us", "line us", ",.1f"),
 )
 LINE_COLUMNS = (
@@ -264,28 +258,32 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     worlds = {(row.get("backend"), row["world_size"]) for row in measured}
     shown = measured if len(worlds) == 1 else [row for row in measured if row["operation"] == "all_reduce"]
     what = "Collectives" if len(worlds) == 1 else "all_reduce"
-    size = "buffer (MB, 10^6 bytes)"
-    bandwidth = line_plot(
+    where: dict[str, Any] = {"x": "size_mb", "x_label": "buffer (MB, 10^6 bytes)"}
+    bandwidth = line_panels(
         shown,
-        "size_mb",
-        "bus_gb_per_s",
-        series=lambda row: (
+        column=BANDWIDTH,
+        group=lambda row: (
             f"{row['operation']} {row['dtype']}"
             if len(worlds) == 1
             else f"{row['backend']}, {row['world_size']} ranks, {row['dtype']}"
         ),
         title=f"{what} on {' and '.join(str(n) for n in sorted({n for _, n in worlds}))} ranks",
-        x_label=size,
-        y_label="bus bandwidth (GB/s, 10^9 bytes)",
         log_y=len({backend for backend, _ in worlds}) > 1,
+        **where,
     )
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]:
-        panel = panels.setdefault(f"{row.get('backend', '')}, {row['world_size']} ranks", {})
-        for kind, key in (("measured", "median_us"), ("line", "line_us")):
-            if key in row:
-                panel.setdefault((row["dtype"], kind), []).append((row["size_mb"], row[key] / 1e3))
     times = line_panels(
-        panels, title="all_reduce: latency + bytes / bandwidth", x_label=size, y_label="time (ms)", log_y=True
+        [
+            {**row, "kind": kind, "ms": row[key] / 1e3}
+            for row in with_lines([row for row in measured if row["operation"] == "all_reduce"])[0]
+            for kind, key in (("measured", "median_us"), ("line", "line_us"))
+            if key in row
+        ],
+        column=Column("ms", "time (ms)"),
+        panel=lambda row: f"{row.get('backend', '')}, {row['world_size']} ranks",
+        group="dtype",
+        kind="kind",
+        title="all_reduce: latency + bytes / bandwidth",
+        log_y=True,
+        **where,
     )
     return {"all_reduce_bandwidth.png": bandwidth, "all_reduce_time.png": times}

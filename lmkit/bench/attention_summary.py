@@ -7,17 +7,18 @@ from typing import Any
 
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
-from lmkit.measure.plots import grouped_bars, heat_map, line_plot, of_time
+from lmkit.measure.plots import grouped_bars, heat_map, line_panels
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.registry import ATTENTION
 
+TIME = Column("median_ms", "ms", ".3g", instead="status", axis="time, ms")
 COLUMNS = (
     Column("tier", "tier"),
     Column("head_dim", "D", "d"),
     Column("mask", "mask"),
     Column("direction", "direction"),
     Column("kernel", "kernel"),
-    Column("median_ms", "ms", ".4g", instead="status"),
+    TIME,
     Column("spread", "spread", ".0%"),
     Column("tflops", "TFLOP/s", ".3g"),
     Column("share_of_matmul", "% peak", ".1%"),
@@ -107,14 +108,13 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     files = {
         "attention_sweep_forward.png": _bars(rows, "forward"),
         "attention_sweep_heatmap.png": _heat_map(grid or square, "forward"),
-        "attention_sweep_scaling.png": line_plot(
+        "attention_sweep_scaling.png": line_panels(
             square,
             "num_keys",
-            "median_ms",
-            series="kernel",
+            TIME,
+            group="kernel",
             title=_title(square, "forward"),
             x_label="sequence length (tokens)",
-            y_label="time (ms, log scale)",
             log_y=True,
         ),
     }
@@ -140,13 +140,11 @@ def _bars(rows: Rows, direction: str) -> bytes:
     chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
     return grouped_bars(
         chosen,
-        "median_ms",
+        TIME,
         group=_tier,
         series="kernel",
-        whisker=of_time,
         title=_title(chosen, direction) + " (median, whiskers p10 to p90)",
         x_label="sequence length (tokens; queries:keys where they differ)",
-        y_label="time (ms, log scale)",
         log_y=True,
     )
 

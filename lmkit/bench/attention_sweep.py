@@ -253,7 +253,9 @@ class Sweep:
         """Return the times of one direction; rows say which kernels have none."""
         options = self._options
 
-        def time_together(left: Mapping[str, Callable[..., Tensor]], turns: list[str]) -> dict[str, Timing]:
+        def time_together(
+            left: Mapping[str, Callable[..., Tensor]], turn: Callable[[str], object]
+        ) -> dict[str, Timing]:
             calls = {name: timed_call(function, inputs, direction) for name, function in left.items()}
             return time_variants(
                 {name: call for name, (_, call) in calls.items()},
@@ -266,10 +268,11 @@ class Sweep:
                 max_seconds=options.max_seconds,
                 share_seconds=True,
                 seed=self._seed,
-                turn=turns.append,
+                turn=turn,
             )
 
-        return time_what_fits(functions, rows, self._device, time_together)
+        guard = partial(failure_is_a_row, device=self._device)
+        return time_what_fits(dict(functions), rows, guard, time_together)
 
     def _add_times(
         self, timings: Mapping[str, Timing], case: Case, direction: str, rows: dict[str, dict[str, Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from lmkit.bench.report import read_rows
 from lmkit.bench.summary import WRONG
 from lmkit.errors import LmkitError, UsageError, some_of
-from lmkit.measure.statistics import ALL_CHANGED, RunRatio, compare_runs, median, verdict_in_words
+from lmkit.measure.statistics import ALL_CHANGED, compare_runs, median, verdict_in_words
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Text and whole numbers that are results: they do not identify a measurement.
@@ -158,14 +158,8 @@ def compare_rows(
     after: Sequence[Mapping[str, Any]],
     *,
     smallest_difference: float = SMALLEST_DIFFERENCE,
-    in_turns: Callable[[Key], RunRatio] | None = None,
 ) -> Compared:
-    """Match rows by all fields that are not results, and compare their raw samples.
-
-    Args:
-        in_turns: identity of a row -> comparison of samples that both versions took in turns; None: the samples are
-            those of separate runs (`statistics.compare_runs`).
-    """
+    """Match rows by all fields that are not results, and compare their raw samples by `compare_runs`."""
     old = {identity(row): row for row in before}
     new = {identity(row): row for row in after}
     keys = list(dict.fromkeys([*old, *new]))
@@ -173,7 +167,7 @@ def compare_rows(
     for name, value in (pair for key in keys for pair in key):
         values.setdefault(name, set()).add(value)
     rows = []
-    measured: list[tuple[dict[str, Any], Key, tuple[Samples, Samples]]] = []
+    measured: list[tuple[dict[str, Any], bool, tuple[Samples, Samples]]] = []
     for key in keys:
         # Name only the fields in which rows differ.
         what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
@@ -187,17 +181,14 @@ def compare_rows(
             continue
         samples = (samples_ms(old[key]), samples_ms(new[key]))
         if all(samples):
-            measured.append((rows[-1], key, samples))
+            measured.append((rows[-1], _is_reference(new[key]), samples))
         else:
             rows[-1]["verdict"] = (
                 "stopped working" if samples[0] else "works now" if samples[1] else "not measured"
             )
-    if in_turns is not None:
-        found = [in_turns(key) for _, key, _ in measured]
-    else:
-        pairs = [samples for *_, samples in measured]
-        references = [_is_reference(new[key]) for _, key, _ in measured]
-        found = compare_runs(pairs, references, smallest_difference=smallest_difference)
+    references = [is_reference for _, is_reference, _ in measured]
+    pairs = [samples for *_, samples in measured]
+    found = compare_runs(pairs, references, smallest_difference=smallest_difference)
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
     verdicts = [row["verdict"] for row in rows]

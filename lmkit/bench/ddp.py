@@ -16,18 +16,16 @@ It times the step that `lmkit train` runs, variants interleaved, after it has ch
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
+from lmkit.bench import trainings
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_summary import pictures as pictures
 from lmkit.bench.ddp_summary import summarize as summarize
 from lmkit.bench.ddp_summary import summarize_sharding as summarize_sharding
-from lmkit.bench.ddp_timeline import trace_step
 from lmkit.bench.ddp_variants import (
     NAMED,
     SOLO,
@@ -43,13 +41,15 @@ from lmkit.bench.ddp_variants import (
     parallel_of,
     unfit,
 )
-from lmkit.bench.failures import failure_on_any_rank_is_a_row
-from lmkit.bench.harness import without_figures
-from lmkit.bench.turns import host_ms
-from lmkit.measure.memory import claim_workspaces, release_memory
-from lmkit.measure.statistics import median, paired_ratio, spread
+from lmkit.bench.harness import time_fields
+from lmkit.bench.trainings import Variant
+from lmkit.bench.turns import Samples, host_ms, slowest
+from lmkit.measure.memory import PeakMemory, claim_workspaces, release_memory, track_peak
+from lmkit.measure.ranges import quietly
+from lmkit.measure.statistics import clip, median, paired_ratio, union
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
+from lmkit.measure.timing import SteadyStateClock, without_garbage_collection
+from lmkit.measure.trace import DeviceWork
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
 
@@ -57,9 +57,10 @@ if TYPE_CHECKING:
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
-SETTLE_S = 1.5
-"""Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
-reacts late: without these steps the first samples would be too short and the next ones too long."""
+TRACE_WARMUP = 5
+TRACE_STEPS = 16  # in the first traced steps the host is not yet ahead of its GPU
+Timeline = dict[str, list[tuple[float, float]]]
+""""compute" or "communication" -> when its kernels ran: (start, end) in ms since the step's start, merged."""
 
 
 class Options(RanksOptions):
@@ -69,24 +70,6 @@ class Options(RanksOptions):
     """Bucket sizes in MiB to compare; empty: no sweep."""
     max_seconds: PositiveFloat = 600.0
     """Seconds of timing for the variants, and as many for the bucket sizes; whole rounds only."""
-
-
-class Sample(NamedTuple):
-    """The measurement of one rank.
-
-    Attributes:
-        step_ms: ms per step.
-        ahead_ms: ms that the host was ahead of its GPU, see `SteadyStateClock`; NaN on a CPU.
-    """
-
-    step_ms: float
-    ahead_ms: float
-
-
-Samples = dict[str, list[list[Sample]]]
-"""Variant -> round -> rank."""
-Trainings = dict[str, "TrainingStep"]
-"""Variant -> its training."""
 
 
 def ladder() -> tuple[str, ...]:
@@ -138,32 +121,24 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
     claim_workspaces(ranks.device)
     gates = Gates(names, case, ranks)
     release_memory(ranks.device)
-    trainings: Trainings = {}
-    facts: dict[str, dict[str, Any]] = {
-        name: {
+    known = [row for row in context.journal.rows() if row["part"] == part]
+    failed = {row["variant"]: row for row in known if row["status"] != "ok"}
+    variants: dict[str, Variant] = {}
+    for name in names:
+        row: dict[str, Any] = {
             "case": case.recipe.run.name,
             "variant": name,
             "world_size": 1 if name in SOLO else ranks.world_size,
             "part": part,
-            "status": "ok",
         }
-        for name in names
-    }
-    for row in context.journal.rows():
-        if row["part"] == part and row["status"] != "ok" and row["variant"] in facts:
-            facts[row["variant"]] = row
-    for number, name in enumerate(names):
-        context.progress(f"{part}, building", number, len(names))
-        if why := unfit(name, case):
-            facts[name] |= {"status": "unsupported", "detail": why}
-        if facts[name]["status"] != "ok":
-            continue
-        if (built := _build(name, case, context, gates, facts[name])) is not None:
-            trainings[name] = built
+        why = unfit(name, case)
+        row |= {"status": "unsupported", "detail": why} if why else {"status": "ok"}
+        variants[name] = gates.variant(name, failed.get(name, row), _first_facts)
 
     def rows_of(samples: Samples) -> Rows:
         rows = [
-            facts[name] | numbers(name, case, ranks, samples) | {"rounds": options.rounds} for name in names
+            each.row | numbers(name, case, ranks, samples) | {"rounds": options.rounds}
+            for name, each in variants.items()
         ]
         compare_with_expected(rows, case)
         return rows
@@ -172,90 +147,21 @@ def measure(case: Case, names: Sequence[str], context: Context, *, part: str, jo
         if journal and ranks.is_first:
             context.journal.replace(rows_of(samples))
 
-    samples: Samples = {}
-    trouble: dict[str, Any] = {"status": "failed"}
-    while trainings and trouble["status"] != "ok":
-        trouble = {"status": "ok"}
-        with failure_on_any_rank_is_a_row(trouble, context), without_garbage_collection():
-            samples = _time_together(trainings, context, part, keep, trouble)
-        if trouble["status"] != "ok":
-            del trainings[trouble["variant"]]
-            facts[trouble["variant"]] |= trouble
-            samples = {}
-    for name, training in trainings.items():
-        with failure_on_any_rank_is_a_row(facts[name], context):
-            facts[name] |= gates.after_timing(name, training)
-        if facts[name]["status"] != "ok":
-            facts[name] = without_figures(facts[name])
-            del samples[name]
-    trainings.clear()
-    release_memory(ranks.device)
-    return rows_of(samples)
+    limits = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+    return rows_of(trainings.measure(variants, context, stage=part, settle=True, keep=keep, **limits))
 
 
-def _build(
-    name: str, case: Case, context: Context, gates: Gates, facts: dict[str, Any]
-) -> TrainingStep | None:
-    """Build a variant and check its first steps; add its memory and traffic to `facts`, its row.
+def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, Any]:
+    """Run a step (not the first, which settles the order of buckets); return its loss, traffic, memory, host time.
 
-    Return None if it fails, or is wrong.
+    Args:
+        peak: of making the training.
     """
-    import torch
-    import torch.distributed as dist
-
-    ranks = context.ranks
+    ranks, sync = built.step.ranks, built.step.sync
     on_gpu = ranks.device.type == "cuda"
-    built: TrainingStep | None = None
-    start = 0
-    with failure_on_any_rank_is_a_row(facts, context):
-        begin_account(ranks)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(ranks.device)
-            start = torch.cuda.memory_allocated(ranks.device)
-        built = make_training(name, case, ranks)
-    # Steps are collective: they begin where all ranks have built the variant.
-    if built is None or facts["status"] != "ok":
-        return None
-    with failure_on_any_rank_is_a_row(facts, context):
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated(ranks.device)
-        facts |= gates.judge(name, built)
-        if facts["status"] == "ok":
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(ranks.device)  # of reading the weights for the check
-            facts |= _one_step(built, name)
-            if on_gpu:
-                torch.cuda.synchronize(ranks.device)
-                facts["peak_bytes"] = max(peak, torch.cuda.max_memory_allocated(ranks.device)) - start
-                facts["host_ms"] = host_ms(built.run, ranks.device)
-            facts["communication_alone_ms"] = _communication_alone(name, built, ranks)
-    if facts["status"] != "ok":
-        del built
-        release_memory(ranks.device)
-        return None
-    of_first: list[Any] = [facts]  # so that all ranks return the same rows
-    dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
-    facts |= of_first[0]
-    return built
-
-
-def begin_account(ranks: Ranks) -> None:
-    """Empty the allocator before building a variant whose memory is measured. Collective."""
-    import torch
-
-    from lmkit.parallel.ranks import release_collectives
-
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
-        release_collectives(ranks)
-    release_memory(ranks.device)
-
-
-def _one_step(built: TrainingStep, name: str) -> dict[str, Any]:
-    """Run a step (not the first, which settles the order of buckets); return its loss and traffic."""
-    sync = built.step.sync
     sync.traffic.reset()
-    loss = built.run()
+    with track_peak(ranks.device) as of_step:
+        loss = built.run()
     facts: dict[str, Any] = {
         "calls_per_step": sync.traffic.calls,
         "payload_bytes": sync.traffic.payload_bytes,
@@ -265,7 +171,10 @@ def _one_step(built: TrainingStep, name: str) -> dict[str, Any]:
     }
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
-    return facts
+    if on_gpu:
+        facts["peak_bytes"] = max(peak.peak_bytes, of_step.peak_bytes) - peak.start_bytes
+        facts["host_ms"] = host_ms(built.run, ranks.device)
+    return facts | {"communication_alone_ms": _communication_alone(name, built, ranks)}
 
 
 def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float | None:
@@ -282,112 +191,28 @@ def _communication_alone(name: str, built: TrainingStep, ranks: Ranks) -> float 
     return median(samples)
 
 
-def _time_together(
-    trainings: Trainings,
-    context: Context,
-    part: str,
-    keep: Callable[[Samples], None],
-    row: dict[str, Any],
-) -> Samples:
-    """Return interleaved samples; call `keep` with the samples so far after each round.
-
-    Args:
-        row: gets the part and the variant whose turn it is.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from lmkit.parallel.collectives import agree
-
-    ranks, options = context.ranks, context.options
-    deadline = time.monotonic() + options.max_seconds
-    samples: Samples = {name: [] for name in trainings}
-    samples_before = count()
-    clock = SteadyStateClock(ranks.device, options.steps_per_sample)
-    turns: list[str] = []  # variants in the order of this round
-
-    def prepare(name: str) -> None:
-        done = next(samples_before)
-        row.update(variant=name, part=part)
-        context.progress(f"{part}, timing", done, options.rounds * len(trainings))
-        if done == 0 and ranks.device.type == "cuda":  # the GPUs were idle while the last variant was built
-            settle(trainings[name].run, ranks, options.steps_per_sample)
-        turns.append(name)
-        agree(ranks)
-
-    def after_round(own: dict[str, float]) -> bool:
-        ahead = dict(zip(turns, clock.ahead_ms, strict=True)) if clock.ahead_ms else {}
-        turns.clear()
-        clock.ahead_ms.clear()
-        mine = torch.tensor(
-            [(own[name], ahead.get(name, math.nan)) for name in trainings], dtype=torch.float64
-        )
-        of_rank = [mine.clone() for _ in range(ranks.world_size)]
-        if ranks.world_size > 1:
-            dist.all_gather(of_rank, mine)
-        for number, name in enumerate(trainings):
-            samples[name].append([Sample(*each[number].tolist()) for each in of_rank])
-        keep(samples)
-        return agree(ranks, stop=time.monotonic() > deadline)
-
-    time_variants(
-        {name: built.run for name, built in trainings.items()},
-        device=ranks.device,
-        repeats=options.rounds,
-        warmup=0,
-        prepare={name: partial(prepare, name) for name in trainings},
-        clock=clock,
-        after_round=after_round,
-    )
-    return samples
-
-
-def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
-    """Run steps for `SETTLE_S` seconds. Collective."""
-    import torch
-
-    from lmkit.parallel.collectives import agree
-
-    until = time.perf_counter() + SETTLE_S
-    while not agree(ranks, stop=time.perf_counter() > until):
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize(ranks.device)
-
-
 def numbers(name: str, case: Case, ranks: Ranks, samples: Samples) -> dict[str, Any]:
     """Return the fields of a variant's row that follow from its samples."""
     if name not in samples:
         return {}
-    own = _slowest(samples[name])
-    times = spread(own)
+    own = slowest(samples[name])
+    fields = time_fields(own, "step_ms")
     world_size = 1 if name in SOLO else ranks.world_size
-    fields: dict[str, Any] = {
-        "step_ms": times.median,
-        "p10_ms": times.p10,
-        "p90_ms": times.p90,
-        "tokens_per_s": world_size * case.tokens_per_step / times.median * 1e3,
-        "samples_ms": own,
-    }
+    fields["tokens_per_s"] = world_size * case.tokens_per_step / fields["step_ms"] * 1e3
     if name in SOLO:  # in other variants ranks wait for one another, so their times are equal
         of_ranks = zip(*samples[name], strict=True)
-        fields["rank_ms"] = [median([sample.step_ms for sample in of_rank]) for of_rank in of_ranks]
+        fields["rank_ms"] = [median([sample.ms for sample in of_rank]) for of_rank in of_ranks]
     if ranks.device.type == "cuda":
         least = [min(sample.ahead_ms for sample in of_rank) for of_rank in samples[name]]
         fields["ahead_ms"] = median(least)
     baseline = baseline_of(name)
     if baseline in samples and name not in SOLO:
-        ratio = paired_ratio(own, _slowest(samples[baseline]))
+        ratio = paired_ratio(own, slowest(samples[baseline]))
         fields |= {"scaling": ratio.speedup, "scaling_low": ratio.low, "scaling_high": ratio.high}
     if "none" in samples and name not in (*SOLO, "none") and baseline == SOLO[0]:
-        exposed = [mine - bare for mine, bare in zip(own, _slowest(samples["none"]), strict=True)]
-        fields |= {"exposed_ms": median(exposed), "exposed_share": median(exposed) / times.median}
+        exposed = [mine - bare for mine, bare in zip(own, slowest(samples["none"]), strict=True)]
+        fields |= {"exposed_ms": median(exposed), "exposed_share": median(exposed) / fields["step_ms"]}
     return fields
-
-
-def _slowest(rounds: Sequence[Sequence[Sample]]) -> list[float]:
-    """Return the slowest rank's time of each round: that rank ends the step of all."""
-    return [max(sample.step_ms for sample in of_rank) for of_rank in rounds]
 
 
 def compare_with_expected(rows: Rows, case: Case) -> None:
@@ -402,3 +227,59 @@ def compare_with_expected(rows: Rows, case: Case) -> None:
             row["expected_link_bytes"] = expected_link_bytes(
                 row["variant"], row["parameter_bytes"], row["world_size"], parallel, case.precision
             )
+
+
+# One step, from a trace
+
+
+def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
+    """Trace steps (every rank calls this, on GPUs) and return the last but one; None on ranks other than 0.
+
+    Only rank 0 is traced. Tracing slows down its host, so the other ranks wait for rank 0, and the traced time of its
+    collectives contains no waiting.
+    """
+    import torch
+
+    from lmkit.measure.kineto import chrome_trace, parse_chrome_trace
+    from lmkit.parallel.collectives import agree
+
+    for _ in range(TRACE_WARMUP):
+        built.run()
+    torch.cuda.synchronize(ranks.device)
+    agree(ranks)
+    tracing = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with quietly(tracing) if ranks.is_first else nullcontext() as profiler:
+        for _ in range(TRACE_STEPS):
+            built.run()
+        torch.cuda.synchronize(ranks.device)
+    if profiler is None:
+        return None
+    trace = parse_chrome_trace(json.loads(chrome_trace(profiler)), "bench ddp")
+    return read_step(trace.work or (), TRACE_STEPS)
+
+
+def read_step(work: Sequence[DeviceWork], steps: int) -> Timeline | None:
+    """Return the last but one of `steps` steps; None without collectives (the profiler may not be allowed to see
+    kernels).
+
+    A step begins at the end of the previous step's last collective and ends at the end of its own.
+
+    Raises:
+        ValueError: the steps did not make equally many collectives.
+    """
+    spans: dict[str, list[tuple[int, int]]] = {"compute": [], "communication": []}
+    for item in work:
+        spans["communication" if item.is_communication else "compute"].append((item.start, item.end))
+    collectives = sorted(spans["communication"])
+    if not collectives:
+        return None
+    if len(collectives) % steps:
+        raise ValueError(f"{len(collectives)} collectives in {steps} steps: not the same number in each")
+    per_step = len(collectives) // steps
+    begin, finish = (max(end for _, end in collectives[: n * per_step]) for n in (steps - 2, steps - 1))
+    return {
+        kind: [
+            ((start - begin) / 1e6, (end - begin) / 1e6) for start, end in union(clip(of_kind, begin, finish))
+        ]
+        for kind, of_kind in spans.items()
+    }

@@ -9,17 +9,20 @@ from typing import Any
 from lmkit.bench.ddp_variants import is_own, is_rounded, is_sharded
 from lmkit.bench.harness import grouped
 from lmkit.bench.summary import Summary
-from lmkit.measure.plots import grouped_bars, line_plot, of_rate, of_samples, of_time, timeline
+from lmkit.measure.plots import grouped_bars, line_panels, of_samples, timeline
 from lmkit.measure.statistics import FEWEST_PAIRS, overlap, paired_ratio, total
 from lmkit.measure.tables import Column, Rows
 
+TIME = Column("step_ms", "ms/step", ".2f", instead="status", axis="ms per step")
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second")
+EXPOSED = Column("exposed_ms", "exposed ms", ".2f", axis="ms per step")
 COLUMNS = (
     Column("variant", "variant"),
-    Column("step_ms", "ms/step", ".2f", instead="status"),
+    TIME,
     Column("spread", "spread", ".1%"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
+    THROUGHPUT,
     Column("scaling", "scaling", ".1%"),
-    Column("exposed_ms", "exposed ms", ".2f"),
+    EXPOSED,
     Column("peak_overhead", "memory", "+.1%"),
     Column("calls_per_step", "calls", ",d"),
     Column("link_mb", "MB sent", ",.1f"),
@@ -149,44 +152,21 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     first = [row for row in timed if row.get("part") != "bucket sweep"]
     case = f"{', '.join(dict.fromkeys(str(row['case']) for row in rows))}, whiskers p10 to p90"
     size = max(row["world_size"] for row in rows)
-    files = {
-        "ddp_throughput.png": grouped_bars(
-            first,
-            "tokens_per_s",
-            group="variant",
-            whisker=lambda row: of_rate(row, "step_ms"),
-            title=f"Training throughput on {size} ranks: {case}",
-            x_label="variant",
-            y_label="tokens per second",
-            spec=",.0f",
-        )
-    }
+    by_variant: dict[str, Any] = {"group": "variant", "x_label": "variant"}
+    title = f"Training throughput on {size} ranks: {case}"
+    files = {"ddp_throughput.png": grouped_bars(first, THROUGHPUT, title=title, **by_variant)}
     if exposed := [row for row in first if row.get("exposed_ms") is not None]:
         bare = next(row for row in first if row["variant"] == "none")["samples_ms"]
 
         def beyond(row: Mapping[str, Any]) -> tuple[float, float]:
             return of_samples([mine - alone for mine, alone in zip(row["samples_ms"], bare, strict=True)])
 
-        files["ddp_exposed.png"] = grouped_bars(
-            exposed,
-            "exposed_ms",
-            group="variant",
-            whisker=beyond,
-            title=f"Communication that compute does not hide: {case}",
-            x_label="variant",
-            y_label="ms per step",
-        )
+        title = f"Communication that compute does not hide: {case}"
+        files["ddp_exposed.png"] = grouped_bars(exposed, EXPOSED, whisker=beyond, title=title, **by_variant)
     if sized := [row | {"bucket_mb": size} for row in timed if (size := _bucket_mb(row)) is not None]:
-        files["ddp_bucket_sweep.png"] = line_plot(
-            sized,
-            "bucket_mb",
-            "step_ms",
-            series=lambda row: "bucketed",
-            whisker=lambda row: of_time(row, "step_ms"),
-            title=f"Step time over bucket size: {case}",
-            x_label="bucket size (MiB)",
-            y_label="ms per step",
-            from_zero=True,  # differences of a few percent should look small
+        title = f"Step time over bucket size: {case}"
+        files["ddp_bucket_sweep.png"] = line_panels(
+            sized, "bucket_mb", TIME, group=lambda row: "bucketed", title=title, x_label="bucket size (MiB)"
         )
     if traced := next((row["timeline"] for row in rows if row.get("timeline")), None):
         kinds = ("compute", "communication")

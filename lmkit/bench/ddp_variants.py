@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from lmkit.bench.trainings import Variant, release_freed
 from lmkit.errors import UsageError, did_you_mean
+from lmkit.measure.memory import PeakMemory, track_peak
 from lmkit.recipe.schema import CHECKS, Recipe
 from lmkit.recipe.tables import (
     ModelConfig,
@@ -53,6 +55,9 @@ OPTION = re.compile(
     r"|(?P<bucket_mb>\d*\.?\d+(?:e[+-]?\d+)?) MB)(?: |$)"
 )
 """An option in a name; the group is its key of [parallel]."""
+
+
+First = Callable[[str, "TrainingStep", PeakMemory], dict[str, Any]]
 
 
 class RanksOptions(Table):
@@ -225,10 +230,33 @@ class Gates:
     def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
         from lmkit.bench.training_gate import agreed, reference
 
-        self._case = case
+        self._case, self._ranks = case, ranks
         self._seen: Reference = ""
         if any(synchronizes(name) and not unfit(name, case) for name in names):
             self._seen = agreed(reference(_recipe_of(case, ranks.world_size), ranks.device), ranks)
+
+    def variant(self, name: str, row: dict[str, Any], more: First) -> Variant:
+        """Return a variant whose memory is measured while it is made.
+
+        Args:
+            more: returns what is measured of a right training: of its name, itself, and the peak of making it.
+        """
+        peak = PeakMemory()
+
+        def make() -> TrainingStep:
+            release_freed(self._ranks)
+            with track_peak(self._ranks.device) as of_making:
+                training = make_training(name, self._case, self._ranks)
+            vars(peak).update(vars(of_making))
+            return training
+
+        return Variant(
+            row=row,
+            make=make,
+            judge=partial(self.judge, name),
+            more=lambda training: more(name, training, peak),
+            check=partial(self.after_timing, name),
+        )
 
     def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
         """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""

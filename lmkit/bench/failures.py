@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmkit.bench.context import Context, RankGaveUp
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Key = TypeVar("Key")
+Made = TypeVar("Made")
 Result = TypeVar("Result")
 REFUSALS = ("No available kernel", "No viable backend", "No working C++ compiler")
 """Texts in errors of PyTorch that refuse a pinned backend, on a GPU and on a CPU, or to compile."""
@@ -110,42 +111,39 @@ def wrong_result(why: str) -> dict[str, Any]:
     return {"status": "wrong result", "detail": why}
 
 
-def build_what_fits(
-    rows: Mapping[Key, dict[str, Any]],
-    build: Callable[[Key, dict[str, Any]], Result | None],
-    device: torch.device | str,
-) -> dict[Key, Result]:
-    """Return variant -> result of `build(variant, row)`, without variants that returned None or raised an error."""
-    built: dict[Key, Result] = {}
-    for name, row in rows.items():
-        with failure_is_a_row(row, device):
-            if (made := build(name, row)) is not None:
-                built[name] = made
-    return built
-
-
 def time_what_fits(
-    calls: Mapping[Key, Callable[..., object]],
+    built: dict[Key, Made],
     rows: Mapping[Key, dict[str, Any]],
-    device: torch.device | str,
-    time_together: Callable[[dict[Key, Callable[..., Any]], list[Key]], dict[Key, Result]],
+    guard: Callable[[dict[str, Any]], AbstractContextManager[None]],
+    time_together: Callable[[Mapping[Key, Made], Callable[[Key], object]], dict[Key, Result]],
 ) -> dict[Key, Result]:
-    """Time variants in turns. A variant that fails becomes a row, and the others are timed again.
+    """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
 
-    If they do not fit together, the largest is the one that fails.
+    If they do not fit together, the largest is the one that fails. Collective.
 
     Args:
-        rows: rows of all variants; `peak_gb` is the memory that a variant needs.
-        time_together: times some of the calls, and appends the variants to a list as their turns come.
+        built: variants; those that fail are removed.
+        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
+        guard: makes a row of an error: `failure_is_a_row`, or `failure_on_any_rank_is_a_row`.
+        time_together: times variants, and calls a function with the name of each as its turn comes.
     """
-    left = dict(calls)
-    while left:
+    while built:
         trouble: dict[str, Any] = {"status": "ok"}
         turns: list[Key] = []
-        with failure_is_a_row(trouble, device):
-            return time_together(left, turns)
-        largest = max(left, key=lambda name: rows[name].get("peak_gb") or 0.0)
-        gone = largest if trouble["status"] == "out of memory" or not turns else turns[-1]
-        del left[gone]
-        rows[gone] |= trouble | {"detail": f"in turns with {len(left)} others: {trouble['detail']}"}
+        samples: dict[Key, Result] = {}
+
+        def turn(name: Key) -> None:
+            turns.append(name)  # noqa: B023 (called in this pass of the loop)
+            trouble.update(rows[name])  # noqa: B023
+
+        with guard(trouble):
+            samples = time_together(built, turn)
+        if trouble["status"] == "ok":
+            return samples
+        sizes = {name: rows[name].get("peak_gb") or rows[name].get("peak_bytes") or 0.0 for name in built}
+        is_full = trouble["status"] == "out of memory" and any(sizes.values())
+        gone = turns[-1] if turns and not is_full else max(sizes, key=lambda name: sizes[name])
+        del built[gone]
+        together = f"in turns with {len(built)} others: " if trouble["status"] == "out of memory" else ""
+        rows[gone] |= {"status": trouble["status"], "detail": together + trouble["detail"]}
     return {}

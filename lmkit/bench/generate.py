@@ -12,10 +12,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import build_what_fits, time_what_fits
-from lmkit.bench.harness import add_figures, time_fields
+from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
+from lmkit.bench.trainings import Variant, measure_figures
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
@@ -23,7 +23,6 @@ from lmkit.bench.turns import (
     comparison,
     comparison_column,
     host_ms,
-    samples_in_turns,
     with_verdicts,
 )
 from lmkit.errors import UsageError
@@ -237,10 +236,13 @@ def _measure(
         for variant in options.variants
     }
 
-    def build(variant: str, row: dict[str, Any]) -> Writer | None:
+    def make(variant: str) -> Writer:
         if variant not in writers:
             writers[variant] = _build(variant, config, batch_size, filled, context)
-        writer = writers[variant]
+        return writers[variant]
+
+    def more(writer: Writer) -> dict[str, Any]:
+        row: dict[str, Any] = {}
         writer.context = filled
         writer.refill()
         for _ in range(FIRST_STEPS):
@@ -257,22 +259,24 @@ def _measure(
         if options.queue and isinstance(writer, OwnWriter):
             writer.queue_seconds(2 * batch_size)  # records
             row["queue_tokens_per_s"] = options.queue * filled / writer.queue_seconds(options.queue)
-        writer.refill()
-        return writer
+        return row
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, tuple[float, ...]]:
-        steps = {variant: writer.step for variant, writer in left.items()}
-        refill = {variant: writer.refill for variant, writer in left.items()}
-        return samples_in_turns(steps, context, turns, prepare=refill)
-
-    built: dict[str, Any] = build_what_fits(rows, build, device)
-    samples = time_what_fits(built, rows, device, time_together)
+    variants = {
+        variant: Variant(
+            row=row,
+            make=partial(make, variant),
+            more=more,
+            prepare=lambda writer: writer.refill(),
+            run=lambda writer: writer.step(),
+        )
+        for variant, row in rows.items()
+    }
     element_bytes = 2 if options.precision == "bf16" else 4
 
-    def figures(variant: str) -> dict[str, Any]:
+    def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
         fp8 = variant == "lmkit_fp8"
         least = least_bytes(config, batch_size, filled, element_bytes, fp8=fp8)
-        fields = time_fields(samples[variant])
+        fields = time_fields(samples_ms)
         seconds = fields["median_ms"] * 1e-3
         share = least / seconds / limits.copy_bytes_per_s
         fields |= {"tokens_per_s": batch_size / seconds, "least_bytes": least}
@@ -282,11 +286,8 @@ def _measure(
             fields["queue_share"] = queued * seconds / batch_size
         return fields
 
-    believed = {
-        variant: samples_ms
-        for variant, samples_ms in samples.items()
-        if add_figures(rows[variant], limits, partial(figures, variant))
-    }
+    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+    _, believed = measure_figures(variants, context, limits, figures, **turns)
     compare_with_first(rows, believed, options.variants[0])
     return list(rows.values())
 
@@ -318,20 +319,22 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
 
 # Rows in words
 
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f")
+SHARE = Column(
+    "share",
+    "bandwidth",
+    ".0%",
+    note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy bandwidth",
+    axis="share of the copy bandwidth",
+)
 COLUMNS = (
     Column("size", "size"),
     Column("batch_size", "texts", "d"),
     Column("context", "context", "d"),
     Column("variant", "variant"),
     Column("median_ms", "ms/token", ".3f", instead="status"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column(
-        "share",
-        "bandwidth",
-        ".0%",
-        note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy "
-        "bandwidth",
-    ),
+    THROUGHPUT,
+    SHARE,
     Column(
         "first_ms",
         "first ms",
@@ -382,32 +385,17 @@ def pictures(rows: Rows) -> dict[str, bytes]:
         heads = "" if row["kv_heads"] == most[row["size"]] else f", {row['kv_heads']} key heads"
         return f"{row['size']}{heads}, {row['batch_size']} x {row['context']}"
 
-    shown = [
-        row
-        | {
-            "case": case(row),
-            "percent": 100 * row["share"] if row.get("share") is not None else None,
-        }
-        for row in rows
-    ]
-    drawn = {
-        "share": (
-            "percent",
-            "Share of the memory's bandwidth in a decode step",
-            "share of the copy bandwidth (%)",
-        ),
-        "throughput": ("tokens_per_s", "Tokens written per second", "tokens/s"),
+    shown = [row | {"case": case(row)} for row in rows]
+    where: dict[str, Any] = {
+        "group": "case",
+        "series": "variant",
+        "x_label": "model, texts x tokens in the cache",
+    }
+    titles = {
+        "share": (SHARE, "Share of the memory's bandwidth in a decode step"),
+        "throughput": (THROUGHPUT, "Tokens written per second"),
     }
     return {
-        f"generate_{name}.png": grouped_bars(
-            shown,
-            key,
-            group="case",
-            series="variant",
-            title=title,
-            x_label="model, texts x tokens in the cache",
-            y_label=label,
-            spec=",.0f",
-        )
-        for name, (key, title, label) in drawn.items()
+        f"generate_{name}.png": grouped_bars(shown, column, title=title, **where)
+        for name, (column, title) in titles.items()
     }

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmkit.bench.context import Context, Journal, RankGaveUp, storable
-from lmkit.bench.failures import failure_is_a_row, wrong_result
+from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
 from lmkit.bench.summary import MEASURED, UNCHECKED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.decoration import decorate
@@ -313,22 +313,26 @@ def right_after_timing(
     rows: dict[Key, dict[str, Any]],
     samples: Mapping[Key, Result],
     wrong_by_now: Callable[[Key], dict[str, Any]],
-    device: torch.device | str,
+    context: Context,
 ) -> dict[Key, Result]:
     """Return the samples of variants that are right after they were timed; the rows of others say what is wrong.
+    Collective.
 
     Args:
         wrong_by_now: returns status and detail of a variant that is wrong, else {}.
     """
     right = dict(samples)
     for variant in samples:
-        found: dict[str, Any] = {"status": "ok"}
-        with failure_is_a_row(found, device):
+        row = rows[variant]
+        found = dict(row)  # it names the row if a rank gives up
+        with failure_on_any_rank_is_a_row(found, context):
             found |= wrong_by_now(variant)
         if found["status"] == "out of memory":
-            rows[variant].setdefault(UNCHECKED, "after timing: no room for another step")
+            row.setdefault(UNCHECKED, "after timing: no room for another step")
         elif found["status"] != "ok":
-            rows[variant] = without_figures(rows[variant]) | found
+            wrong = without_figures(row) | {key: found[key] for key in ("status", "detail")}
+            row.clear()
+            row |= wrong
             del right[variant]
     return right
 

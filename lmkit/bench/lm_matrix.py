@@ -10,26 +10,25 @@ starts the ranks again, without that cell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context, FlagNames
-from lmkit.bench.failures import failure_on_any_rank_is_a_row
-from lmkit.bench.harness import add_figures, mfu_fields, ratio_fields, time_fields
-from lmkit.bench.lm_matrix_data import batches_of, check_batches, parted, tokens_of
+from lmkit.bench.harness import ratio_fields
 from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
 from lmkit.bench.lm_matrix_summary import summarize as summarize
-from lmkit.errors import UsageError
-from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.bench.trainings import Memory, Variant, measure_figures, release_freed, speed_fields
+from lmkit.errors import UsageError, reason
+from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import (
     Count,
@@ -43,17 +42,22 @@ from lmkit.recipe.tables import (
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
+from lmkit.storage.inputs import refuse_irregular
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from lmkit.bench.training_gate import Budget, Reference
+    from lmkit.bench.training_gate import Reference
+    from lmkit.core.batches import TokenBatches
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
     from lmkit.training.setup import TrainingStep
 
 EVAL_BATCHES = 20
+STORIES = 400  # about half a megabyte
+HELD_OUT = 0.1
+"""The share of the tokens, at their end, that no training sees."""
 
 
 def _single(name: str) -> str:
@@ -213,13 +217,13 @@ def _train_kernel(
     references: Mapping[bool, Reference],
     limits: Limits | None,
 ) -> Rows:
-    """Return one row per strategy. Epochs are interleaved; each round begins with another strategy."""
-    from lmkit.model.accounting import count_parameters
-    from lmkit.parallel.failures import StepWatch
+    """Return one row per strategy."""
+    from lmkit.model.accounting import count_parameters, flops_per_token
 
     options, ranks = context.options, context.ranks
     config = _config(kernel, options)
     claim_workspaces(ranks.device)
+    memory = Memory(ranks.device)
     rows: dict[str, dict[str, Any]] = {
         strategy: {
             **context.optimizer_field,
@@ -234,189 +238,197 @@ def _train_kernel(
         }
         for strategy in strategies
     }
-    trainings: dict[str, Training] = {}
+    variants = {
+        strategy: Variant(
+            row=row,
+            make=partial(Cell, strategy, context, _recipe(context, config), tokens, memory),
+            judge=lambda cell: cell.judge(references),
+            more=lambda cell: cell.warm_up(),
+            check=lambda cell, row=row: cell.end(row, held_out),  # type: ignore[misc]
+        )
+        for strategy, row in rows.items()
+    }
+    clock = SteadyStateClock(ranks.device, options.steps_per_epoch, options.untimed_steps)
 
-    epochs = options.warmup_epochs + options.timed_epochs
+    def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
+        work = {
+            "tokens": options.batch_size * options.context_length,
+            "flops": flops_per_token(config, options.context_length),
+            "precision": options.precision,
+            "ranks": rows[strategy]["ranks"],
+        }
+        fields = speed_fields(samples_ms, context, limits, **work)
+        epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
+        return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 
-    @contextmanager
-    def attempt(strategy: str, step: int) -> Iterator[None]:
-        """Drop a training that fails in the block, or is wrong."""
-        row, others = rows[strategy], len(trainings.keys() - {strategy})
-        note = f", with {others} other trainings in memory" if others else ""
-        with failure_on_any_rank_is_a_row(row, context, note), watch.step(step):
-            yield
-        if row["status"] != "ok":
-            trainings.pop(strategy, None)
-            release_memory(ranks.device)
-
-    with StepWatch(ranks) as watch:  # reports a rank that gives up as lost
-        for strategy in strategies:
-            with attempt(strategy, 0):
-                trainings[strategy] = Training(strategy, context, config, tokens, references)
-                rows[strategy] |= trainings[strategy].judged
-        order = list(trainings)
-        for epoch in range(epochs):
-            for strategy in order:
-                with attempt(strategy, epoch + 1):
-                    trainings[strategy].run_epoch(timed=epoch >= options.warmup_epochs)
-            order = [name for name in (*order[1:], *order[:1]) if name in trainings]  # the same on every rank
-        for strategy in list(trainings):
-            with attempt(strategy, epochs):
-                rows[strategy] |= trainings[strategy].end(held_out)
-        for strategy, training in trainings.items() if ranks.is_first else ():
-            add_figures(rows[strategy], limits, partial(training.fields, config, limits))
-        baseline = trainings.get(options.strategies[0])
-        for strategy, training in trainings.items() if ranks.is_first else ():
-            both = (rows[strategy]["status"], rows[options.strategies[0]]["status"]) == ("ok", "ok")
-            if baseline not in (None, training) and both:
-                rows[strategy] |= ratio_fields(paired_ratio(training.samples_ms, baseline.samples_ms))
+    turns = {"rounds": options.timed_epochs, "clock": clock}
+    _, believed = measure_figures(variants, context, limits, figures, **turns)
+    baseline = believed.get(options.strategies[0])
+    for strategy, samples_ms in believed.items():
+        if baseline is not None and samples_ms is not baseline:
+            rows[strategy] |= ratio_fields(paired_ratio(samples_ms, baseline))
     return list(rows.values())
 
 
-class Training:
-    """A cell of the matrix: train one kernel with one strategy, an epoch at a time.
+class Cell:
+    """A cell of the matrix: train one kernel with one strategy.
 
     Attributes:
         step: None on ranks that wait for the training of one rank.
-        judged: fields of its row: whether its first steps are right.
     """
 
     def __init__(
-        self,
-        strategy: str,
-        context: Context,
-        config: ModelConfig,
-        tokens: np.ndarray,
-        references: Mapping[bool, Reference],
+        self, strategy: str, context: Context, recipe: Recipe, tokens: np.ndarray, memory: Memory
     ) -> None:
-        from lmkit.bench.training_gate import judge
         from lmkit.parallel.ranks import Ranks
         from lmkit.training.setup import TrainingStep
 
-        self._options = context.options
-        self.judged: dict[str, Any] = {"status": "ok"}
-        self._all_ranks = context.ranks
+        self._strategy, self._options, self._memory = strategy, context.options, memory
         self._ranks = ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
+        self._all_ranks = context.ranks.world_size
+        self._losses: list[Any] = []
         self.step: TrainingStep | None = None
-        self.samples_ms: list[float] = []
-        self._losses: list[float] = []
-        self._valid_loss: float | None = None
-        self._graph = ""
-        self._own_bytes = self._peak_bytes = 0
         if strategy == ONE_RANK and not context.ranks.is_first:
             return
-        batches = batches_of(context, tokens, ranks)
-        _settle(ranks)
-        before = memory_in_use(ranks.device)
+        release_freed(ranks)
+        memory.begin(strategy)
         parallel = ParallelConfig(
             strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
         )
-        self.step = TrainingStep(_recipe(context, config), ranks, batches, parallel=parallel)
-        theirs = references[ranks.world_size == 1 or strategy != "none"]
-        # The optimizer's state exists from here on.
-        self.judged, self._losses = judge(self.step, theirs, self._budget, forward=True)
-        _settle(ranks)
-        self._own_bytes = _kept_bytes(self.step, ranks, before)
+        self.step = TrainingStep(recipe, ranks, batches_of(context, tokens, ranks), parallel=parallel)
 
-    def run_epoch(self, *, timed: bool) -> None:
-        """Run `steps_per_epoch` steps; if `timed`, their ms per step become a sample. Collective."""
-        from lmkit.parallel.collectives import agree
+    def judge(self, references: Mapping[bool, Reference]) -> dict[str, Any]:
+        """Make the first steps; return the fields of `training_gate.judge`."""
+        from lmkit.bench.training_gate import budget_of, judge
 
-        num_steps = self._options.steps_per_epoch
-        _settle(self._ranks)
-        agree(self._all_ranks)  # the other ranks are idle while one rank trains
         if self.step is None:
-            return
-        with track_peak(self._ranks.device) as peak:
-            losses = [self.step.run() for _ in range(self._options.untimed_steps)]
-            clock, run = clock_for(self._ranks.device, "wall"), self.step.run
-            elapsed_ms = clock.sample_ms(lambda: losses.append(run()), num_steps, before=())
-        # Leave out what the other trainings keep on the device.
-        self._peak_bytes = max(self._peak_bytes, self._own_bytes + peak.extra_bytes)
-        self._losses += [loss.item() for loss in losses]
-        if timed:
-            self.samples_ms.append(elapsed_ms / num_steps)
+            return {}
+        theirs = references[self._ranks.world_size == 1 or self._strategy != "none"]
+        found, losses = judge(self.step, theirs, budget_of(self._options.precision), forward=True)
+        self._losses += losses
+        return found
 
-    @property
-    def _budget(self) -> Budget:
-        from lmkit.bench.training_gate import budget_of
+    def warm_up(self) -> dict[str, Any]:
+        """Make the untimed epochs (at least a step), in which a CUDA graph may be captured; return the peak."""
+        if self.step is None:
+            return {}
+        release_freed(self._ranks)
 
-        return budget_of(self._options.precision)
+        def run() -> None:
+            for _ in range(max(1, self._steps_of(self._options.warmup_epochs))):
+                self.run()
 
-    def end(self, held_out: np.ndarray) -> dict[str, Any]:
-        """Evaluate, and average losses over the ranks; return status and detail if it is wrong by now, else {}.
+        return {"peak_gb": self._memory.peak_gb(self._strategy, self.step, run)}
+
+    def _steps_of(self, epochs: int) -> int:
+        return int(epochs * (self._options.untimed_steps + self._options.steps_per_epoch))
+
+    def run(self) -> None:
+        """Make one step."""
+        if self.step is not None:
+            self._losses.append(self.step.run())
+
+    def end(self, row: dict[str, Any], held_out: np.ndarray) -> dict[str, Any]:
+        """Add losses, averaged over the ranks, to the row; return status and detail if it is wrong by now, else {}.
         Collective."""
         import torch
-        import torch.distributed as dist
 
-        from lmkit.bench.training_gate import after_timing
+        from lmkit.bench.training_gate import STEPS, after_timing, budget_of
+        from lmkit.parallel.collectives import sum_over_ranks
         from lmkit.training.evaluation import HeldOut, evaluate
 
         if self.step is None:
             return {}
-        if (graph := self.step.step.graph) is not None:
-            self._graph = graph.note
-        if wrong := after_timing(self.step, self._budget, forward=True):
+        options, ranks, graph = self._options, self._ranks, self.step.step.graph
+        if wrong := after_timing(self.step, budget_of(options.precision), forward=True):
             return wrong
         # Otherwise their memory would be freed while the next kernel is measured.
         self.step.wait_for_weights()
-        if self._ranks.world_size > 1:
-            losses = torch.tensor(self._losses, dtype=torch.float64)
-            dist.all_reduce(losses)
-            self._losses = (losses / self._ranks.world_size).tolist()
-        rows = self._options.batch_size // self._all_ranks.world_size  # the same batches for all
-        data = HeldOut(held_out, None, self._options.context_length, rows)
-        found = evaluate(
-            self.step.model, data, self._ranks, precision=self.step.step.precision, max_batches=EVAL_BATCHES
-        )
-        self._valid_loss = None if found is None else found.loss
+        losses = sum_over_ranks(torch.tensor(list(map(float, self._losses)), dtype=torch.float64), ranks)
+        # If another cell failed while it was timed, the others have made more steps.
+        planned = STEPS + max(1, self._steps_of(options.warmup_epochs)) + self._steps_of(options.timed_epochs)
+        valid_loss = None
+        if len(losses) == planned:
+            # The same batches for all cells.
+            data = HeldOut(held_out, None, options.context_length, options.batch_size // self._all_ranks)
+            precision = self.step.step.precision
+            found = evaluate(self.step.model, data, ranks, precision=precision, max_batches=EVAL_BATCHES)
+            valid_loss = None if found is None else found.loss
+        curve = (losses[:planned] / ranks.world_size).tolist()
+        row |= {
+            "graph": graph.note if graph is not None else "",
+            "first_loss": curve[0],
+            "final_loss": curve[-1],
+            "valid_loss": valid_loss,
+            "losses": curve,
+        }
         return {}
 
-    def fields(self, config: ModelConfig, limits: Limits | None) -> dict[str, Any]:
-        """Return the measured fields of the row."""
-        from lmkit.model.accounting import flops_per_token
 
-        length = self._options.context_length
-        fields = time_fields(self.samples_ms)
-        rate = self._options.batch_size * length / (fields["median_ms"] * 1e-3)
-        flops = rate / self._ranks.world_size * flops_per_token(config, length)
-        fields |= mfu_fields(flops, self._ranks.device, self._options.precision, limits)
-        return fields | {
-            "graph": self._graph,
-            "epochs": len(self.samples_ms),
-            "epoch_s": fields["median_ms"] * self._options.steps_per_epoch / 1e3,
-            "tokens_per_s": rate,
-            "peak_gb": self._peak_bytes / GB,
-            "first_loss": self._losses[0],
-            "final_loss": self._losses[-1],
-            "valid_loss": self._valid_loss,
-            "losses": self._losses,
-        }
+# Tokens
 
 
-def _kept_bytes(step: TrainingStep, ranks: Ranks, before: int) -> int:
-    """Return the bytes that a training keeps from step to step.
+def tokens_of(options: Options, seed: int) -> np.ndarray:
+    """Return the tokens: the token file, memory-mapped, or the bytes of a text or of generated stories."""
+    import numpy as np
 
-    On a CPU the resident set would count what earlier trainings left in the allocator, so weights and optimizer state
-    are added up instead; a strategy's own buffers are missing there.
-    """
-    import torch
+    from lmkit.data.synth import generate_stories
+    from lmkit.data.token_files import open_tokens
 
-    if ranks.device.type == "cuda":
-        return memory_in_use(ranks.device) - before
-    state = [value for slots in step.optimizer.state.values() for value in slots.values()]
-    tensors = [*step.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
-    return sum(tensor.nbytes for tensor in tensors)
+    if options.tokens is not None and options.tokens.suffix == ".npy":
+        return open_tokens(options.tokens).tokens
+    if options.tokens is not None:
+        return _bytes_of(options.tokens)
+    text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
-def _settle(ranks: Ranks) -> None:
-    """Wait until buffers of finished collectives are freed, which would count as memory of another training."""
-    import torch
+def _bytes_of(path: Path) -> np.ndarray:
+    """Return a text's bytes, memory-mapped."""
+    import numpy as np
 
-    from lmkit.parallel.ranks import release_collectives
+    try:
+        refuse_irregular(path)
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:  # numpy refuses empty files with a ValueError
+        why = reason(error) if isinstance(error, OSError) else "an empty file"
+        hint = "name a token file (.npy) or a text"
+        raise UsageError("bench.no_text", f"bench.lm_matrix.tokens: {path}: {why}", hint=hint) from error
 
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
-    release_collectives(ranks)
-    if ranks.device.type == "cuda":
-        torch.empty(1, device=ranks.device)
+
+def parted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens to train on and those that are held out."""
+    border = int(len(tokens) * (1 - HELD_OUT))
+    return tokens[:border], tokens[border:]
+
+
+def check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
+    """Refuse a batch that the ranks do not divide, and a context longer than the text."""
+    if options.batch_size % ranks.world_size:
+        raise UsageError(
+            "bench.batch_size",
+            f"bench.lm_matrix.batch_size: {options.batch_size} sequences are not divisible by "
+            f"{ranks.world_size} ranks",
+            hint=f"give a multiple of {ranks.world_size}",
+        )
+    if (shortest := min(map(len, parted(tokens)))) <= options.context_length:
+        raise UsageError(
+            "bench.context_length",
+            f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the held-out text "
+            f"has, {shortest}",
+            hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
+        )
+
+
+def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatches:
+    """Return the batches of one of the ranks."""
+    from lmkit.core.batches import TokenBatches
+
+    return TokenBatches(
+        tokens,
+        batch_size=context.options.batch_size,
+        context_length=context.options.context_length,
+        seed=context.recipe.run.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )

@@ -6,32 +6,29 @@ by the wall clock, dispatch included. A variant that does not fit, or is wrong (
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lmkit.bench.context import Context, Shortcut
-from lmkit.bench.failures import build_what_fits, failure_is_a_row, not_enough_memory, time_what_fits
+from lmkit.bench.failures import failure_is_a_row, not_enough_memory
 from lmkit.bench.harness import (
-    add_figures,
     grouped,
-    mfu_fields,
     mfu_notes,
     ratio_fields,
-    right_after_timing,
     time_fields,
     too_large_for_host,
     without_figures,
 )
 from lmkit.bench.summary import UNCHECKED, WRONG, Summary
+from lmkit.bench.trainings import Memory, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
+from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.measure.timing import Work, clock_for, time_variants
+from lmkit.measure.timing import clock_for
 from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import PRESETS, Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName, OperationsName
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     from lmkit.training.setup import TrainingStep
 
 Mode = Literal["forward", "fwd+bwd", "step"]
-Variant = tuple[Any, str]  # mode, precision
 MODES: tuple[Mode, ...] = ("forward", "fwd+bwd", "step")
 STUDY_STEPS = 10
 
@@ -189,7 +185,10 @@ def _recipe(config: ModelConfig, precision: str, context: Context) -> Recipe:
 
 
 def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, Any]:
-    """Return fields of the rows of a precision: whether a training of its own is right."""
+    """Return fields of the rows of a precision: whether a training of its own is right.
+
+    It is not one that is measured: the memory of a forward pass must not include the optimizer's state.
+    """
     from lmkit.bench.training_gate import budget_of, judge, of_pytorch, reference
 
     theirs = reference(of_pytorch(_recipe(config, precision, context)), context.device)
@@ -203,89 +202,67 @@ def _judged(config: ModelConfig, precision: str, context: Context) -> dict[str, 
 
 
 def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
-    """Return one row per mode and precision of one model."""
+    """Return one row per mode and precision of one model; the modes of a precision share a training."""
     from lmkit.bench.training_gate import after_timing, budget_of
 
     options = context.options
-    # Cheap modes first: the memory of a forward pass must not include the optimizer's state.
-    rows: dict[Variant, dict[str, Any]] = {
-        (mode, precision): _row(config, context, "model", mode, precision)
-        for mode in MODES
-        if mode in options.modes
-        for precision in options.precisions
-    }
-    steps: dict[str, TrainingStep] = {}
-    own_bytes: Counter[str] = Counter()  # of each precision's step
+    trainings: dict[str, TrainingStep] = {}
+    memory = Memory(context.device)
+    check = cache(partial(after_timing, forward="forward" in options.modes))
+
+    def make(precision: str) -> TrainingStep:
+        for training in trainings.values():
+            training.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
+        memory.begin(precision)
+        if precision not in trainings:
+            trainings[precision] = _build(config, precision, context)
+        return trainings[precision]
+
+    def more(mode: str, precision: str, training: TrainingStep) -> dict[str, Any]:
+        run = partial(_call, mode, training)
+        run()  # compiles and autotunes, which takes memory of its own
+        found = {"peak_gb": memory.peak_gb(precision, training, run)}
+        for _ in range(options.warmup):
+            run()
+        training.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    variants: dict[str, Variant] = {}
+    precisions: dict[str, dict[str, Any]] = {}
     too_large = too_large_for_host(config, context)
-    judged = {
-        precision: _judged(config, precision, context) for precision in options.precisions if not too_large
-    }
-
-    def build(variant: Variant, row: dict[str, Any]) -> Work | None:
-        if too_large:
-            row |= not_enough_memory(too_large)
-            return None
-        mode, precision = variant
-        row |= judged[precision]
-        if row["status"] != "ok":
-            return None
-        for step in steps.values():
-            step.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
-        others = memory_in_use(context.device) - own_bytes[precision]
-        if precision not in steps:
-            steps[precision] = _build(config, precision, context)
-        call = partial(_call, steps[precision], mode)
-        call()  # compiles and autotunes, which takes memory of its own
-        own_bytes[precision] = memory_in_use(context.device) - others
-        with track_peak(context.device) as peak:
-            call()
-        row["peak_gb"] = (peak.peak_bytes - others) / GB
-        return call
-
-    def time_together(left: dict[Variant, Work], turns: list[Variant]) -> dict[Variant, tuple[float, ...]]:
-        for step in steps.values():
-            step.optimizer.zero_grad(set_to_none=True)
-        names = {" ".join(variant): variant for variant in left}
-        timings = time_variants(
-            {name: left[variant] for name, variant in names.items()},
-            device=context.device,
-            kind="wall",
-            repeats=options.iters,
-            warmup=options.warmup,
-            max_seconds=options.max_seconds,
-            seed=context.recipe.run.seed,
-            turn=lambda name: turns.append(names[name]),
-        )
-        return {variant: timings[name].samples_ms for name, variant in names.items()}
-
-    calls = build_what_fits(rows, build, context.device)
-    samples = time_what_fits(calls, rows, context.device, time_together)
-    forward = "forward" in options.modes
-    check = cache(lambda precision: after_timing(steps[precision], budget_of(precision), forward=forward))
-    samples = right_after_timing(rows, samples, lambda variant: check(variant[1]), context.device)
-    believed = {
-        variant: samples_ms
-        for variant, samples_ms in samples.items()
-        if add_figures(
-            rows[variant], limits, partial(_speed_fields, samples_ms, config, variant, context, limits)
-        )
-    }
-    for (mode, precision), samples_ms in believed.items():
-        if precision != "fp32" and (mode, "fp32") in believed:
-            ratio = paired_ratio(samples_ms, believed[mode, "fp32"])
-            rows[mode, precision] |= ratio_fields(ratio, "versus_fp32", "versus_fp32_verdict")
-    calls.clear()
-    steps.clear()
+    for mode in filter(options.modes.__contains__, MODES):  # cheap modes first
+        for precision in options.precisions:
+            if precision not in precisions:
+                precisions[precision] = (
+                    not_enough_memory(too_large) if too_large else _judged(config, precision, context)
+                )
+            variants[f"{mode} {precision}"] = Variant(
+                row=_row(config, context, "model", mode, precision) | precisions[precision],
+                make=partial(make, precision),
+                check=partial(check, budget=budget_of(precision)),
+                more=partial(more, mode, precision),
+                run=partial(_call, mode),
+            )
+    clock = clock_for(context.device, "wall")
+    turns = {"rounds": options.iters, "max_seconds": options.max_seconds}
+    figures = partial(_figures, config, context, limits)
+    rows, believed = measure_figures(variants, context, limits, figures, clock=clock, **turns)
+    check.cache_clear()
+    trainings.clear()
+    for name, samples_ms in believed.items():
+        mode, _, precision = name.rpartition(" ")
+        if precision != "fp32" and (wide := believed.get(f"{mode} fp32")):
+            rows[name] |= ratio_fields(paired_ratio(samples_ms, wide), "versus_fp32", "versus_fp32_verdict")
     release_memory(context.device)
     return list(rows.values())
 
 
-def _call(step: TrainingStep, mode: str) -> object:
-    return {"forward": step.forward, "fwd+bwd": step.forward_backward, "step": step.run}[mode]()
+def _call(mode: str, training: TrainingStep) -> object:
+    return {"forward": training.forward, "fwd+bwd": training.forward_backward, "step": training.run}[mode]()
 
 
-def _speed_fields(
-    samples_ms: Sequence[float], config: ModelConfig, variant: Variant, context: Context, limits: Limits
+def _figures(
+    config: ModelConfig, context: Context, limits: Limits, name: str, samples_ms: list[float]
 ) -> dict[str, Any]:
     from lmkit.model.accounting import (
         count_parameters,
@@ -294,17 +271,13 @@ def _speed_fields(
         update_bytes,
     )
 
-    mode, precision = variant
-    fields = time_fields(samples_ms) | {"repeats": len(samples_ms)}
-    tokens_per_s = context.options.batch_size * config.context_length / (fields["median_ms"] * 1e-3)
-    flops = forward_flops_per_token if mode == "forward" else flops_per_token
-    rate = tokens_per_s * flops(config, config.context_length)
-    fields |= {
-        "tokens_per_s": tokens_per_s,
-        "tflops": rate / 1e12,
-        **mfu_fields(rate, context.device, precision, limits),
-        "share_of_matmul": rate / limits.matmul_flops[precision],
-    }
+    mode, _, precision = name.rpartition(" ")
+    length, options = config.context_length, context.options
+    flops = (forward_flops_per_token if mode == "forward" else flops_per_token)(config, length)
+    work = {"tokens": options.batch_size * length, "flops": flops, "precision": precision}
+    fields = speed_fields(samples_ms, context, limits, **work) | {"repeats": len(samples_ms)}
+    rate = fields["tokens_per_s"] * flops
+    fields |= {"tflops": rate / 1e12, "share_of_matmul": rate / limits.matmul_flops[precision]}
     if mode == "step" and not context.optimizer_field:
         floor = count_parameters(config).total * update_bytes(4) / limits.copy_bytes_per_s
         fields["optimizer_floor_ms"] = floor * 1e3
@@ -330,17 +303,20 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
 
 # Rows in words
 
+TIME = Column("median_ms", "ms", ".2f", instead="status", axis="time, ms")
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second")
+MEMORY = Column("peak_gb", "GB", ".2f", axis="peak memory (GB = 10^9 bytes)")
 COLUMNS = (
     Column("size", "size"),
     Column("length", "length", "d"),
     Column("precision", "prec."),
     Column("compile", "compile"),
     Column("mode", "mode"),
-    Column("median_ms", "ms", ".2f", instead="status"),
+    TIME,
     Column("spread", "spread", ".0%"),
-    Column("tokens_per_s", "tokens/s", ",.0f"),
+    THROUGHPUT,
     Column("mfu", "MFU", ".1%"),
-    Column("peak_gb", "GB", ".2f"),
+    MEMORY,
     Column("versus_fp32", "x fp32", ".2f"),
 )
 WIDE = (
@@ -349,11 +325,12 @@ WIDE = (
     Column("share_of_matmul", "matmul", ".1%"),
     Column("optimizer_floor_ms", "least optimizer ms", ".2f"),
 )
+MEAN = Column("mean_ms", "mean ms", ".2f", instead="status", axis="mean time of a step, ms")
 WARMUP_COLUMNS = (
     Column("size", "size"),
     Column("compile", "compile"),
     Column("warmup", "warm-up steps", "d"),
-    Column("mean_ms", "mean ms", ".2f", instead="status"),
+    MEAN,
     Column("median_ms", "median ms", ".2f"),
     Column("first_ms", "first step ms", ".2f"),
 )
@@ -402,17 +379,23 @@ def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw time, memory and throughput over length, and the warm-up study."""
     models = [row for row in rows if row["part"] == "model"]
     study = [row for row in rows if row["part"] == "warm-up"]
+
+    def kind(row: Mapping[str, Any]) -> str:
+        return row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
+
+    where: dict[str, Any] = {"panel": "mode", "group": "size", "kind": kind}
+    where |= {"x_label": "sequence length (tokens)"}
     files = {
-        "model_time.png": _panels(models, "median_ms", "Time of a pass", "time (ms, log scale)"),
-        "model_memory.png": _panels(models, "peak_gb", "Peak memory", "peak memory (GB = 10^9 bytes)"),
-        "model_throughput.png": _panels(
-            models, "tokens_per_s", "Throughput", "tokens per second (log scale)"
+        "model_time.png": line_panels(models, "length", TIME, title="Time of a pass", log_y=True, **where),
+        "model_memory.png": line_panels(models, "length", MEMORY, title="Peak memory", **where),
+        "model_throughput.png": line_panels(
+            models, "length", THROUGHPUT, title="Throughput", log_y=True, **where
         ),
     }
     if study:
         files["model_warmup.png"] = grouped_bars(
             study,
-            "mean_ms",
+            MEAN,
             group="warmup",
             series=lambda row: f"{row['size']}, compile {row['compile']}",
             # Not the standard deviation: it is larger than the mean where the first step compiles.
@@ -422,29 +405,6 @@ def pictures(rows: Rows) -> dict[str, bytes]:
             ),
             title="Mean step time by number of warm-up steps (whiskers: fastest and slowest step)",
             x_label="untimed steps before the timed ones",
-            y_label="mean time of a step (ms, log scale)",
             log_y=True,
         )
     return files
-
-
-def _panels(models: Rows, key: str, title: str, y_label: str) -> bytes:
-    """Draw a panel per mode; what does not fit leaves a gap and a note."""
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    notes: dict[str, list[str]] = {}
-    for row in models:
-        kind = row["precision"] + (f", compile {row['compile']}" if row["compile"] != "none" else "")
-        points = panels.setdefault(row["mode"], {}).setdefault((row["size"], kind), [])
-        if row.get(key) is not None:
-            points.append((row["length"], row[key]))
-        elif row["status"] != "ok":
-            note = f"{row['status']}: {row['size']} at {row['length']}, {kind}"
-            notes.setdefault(row["mode"], []).append(note)
-    return line_panels(
-        panels,
-        title=title,
-        x_label="sequence length (tokens)",
-        y_label=y_label,
-        log_y="log" in y_label,
-        notes={mode: "\n".join(lines) for mode, lines in notes.items()},
-    )

@@ -5,33 +5,28 @@ It times the step that `lmkit train` runs, after a check of its first steps (`tr
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
-from lmkit.bench.ddp import begin_account
 from lmkit.bench.ddp_summary import with_units
 from lmkit.bench.ddp_variants import (
     SOLO,
     TORCH_ZERO,
-    Case,
     Gates,
     RanksOptions,
     case_of,
     is_own,
     is_sharded,
-    make_training,
     parallel_of,
     unfit,
 )
-from lmkit.bench.failures import failure_on_any_rank_is_a_row
-from lmkit.bench.harness import add_figures, mfu_fields, mfu_notes, time_fields
+from lmkit.bench.harness import mfu_notes
 from lmkit.bench.summary import Summary
+from lmkit.bench.trainings import measure_figures, speed_fields
 from lmkit.errors import UsageError
-from lmkit.measure.memory import claim_workspaces, release_memory
+from lmkit.measure.memory import PeakMemory, claim_workspaces, track_peak
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import SteadyStateClock, time_variants, without_garbage_collection
 from lmkit.registry import BENCHES, STRATEGIES
 
 if TYPE_CHECKING:
@@ -82,7 +77,6 @@ def optimizer(context: Context) -> Rows:
     rank's, in ms.
     """
     from lmkit.model.accounting import flops_per_token
-    from lmkit.parallel.collectives import agree, largest_of_ranks
 
     options, ranks = context.options, context.ranks
     case = case_of(context.recipe, options, "optimizer")
@@ -92,28 +86,18 @@ def optimizer(context: Context) -> Rows:
     names = options.variants or default_variants()
     gates = Gates(names, case, ranks)
     flops = flops_per_token(case.model, case.model.context_length)
+    work: dict[str, Any] = {
+        "tokens": ranks.world_size * case.tokens_per_step,
+        "flops": flops,
+        "precision": dtype,
+        "ranks": ranks.world_size,
+    }
     known = {row["variant"]: row for row in context.journal.rows()}  # where the ranks have started again
     rows: Rows = []
 
-    def measure(name: str, row: dict[str, Any]) -> dict[str, Any]:
-        begin_account(ranks)
-        built, found = _measure_memory(name, case, context, gates)
-        row |= found
-        if row["status"] != "ok":
-            return {}
-        with without_garbage_collection():
-            timing = time_variants(
-                {name: built.run},
-                device=ranks.device,
-                repeats=options.rounds,
-                warmup=0,
-                prepare={name: lambda: agree(ranks)},
-                clock=SteadyStateClock(ranks.device, options.steps_per_sample),
-            )[name]
-        row |= gates.after_timing(name, built)
-        times = time_fields(largest_of_ranks(timing.samples_ms, ranks), "step_ms")
-        times["tokens_per_s"] = ranks.world_size * case.tokens_per_step / times["step_ms"] * 1e3
-        return {"precision": case.precision, "flops_per_token": flops, **times}
+    def figures(name: str, samples_ms: list[float]) -> dict[str, Any]:
+        told = {"precision": case.precision, "flops_per_token": flops}
+        return told | speed_fields(samples_ms, context, limits, name="step_ms", **work)
 
     for number, name in enumerate(names):
         context.progress("optimizer", number, len(names))
@@ -122,19 +106,13 @@ def optimizer(context: Context) -> Rows:
             continue
         row = {"case": case.recipe.run.name, "variant": name, "world_size": ranks.world_size}
         row |= {"state_bytes": None, "status": "ok"}
-        rows.append(row)
         if why := unfit(name, case):
             row |= {"status": "unsupported", "detail": why}
-        else:
-            with failure_on_any_rank_is_a_row(row, context):
-                times = measure(name, row)
-        if row["status"] == "ok":
-            rate = times["tokens_per_s"] / ranks.world_size * flops
-            mfu = partial(mfu_fields, rate, ranks.device, dtype, limits)
-            add_figures(row, limits, lambda: {**times, **mfu()})  # noqa: B023 (called at once)
-        else:
-            row |= {"state_bytes": None}
-            release_memory(ranks.device)
+        variants = {name: gates.variant(name, row, _memory_fields)}
+        measure_figures(variants, context, limits, figures, rounds=options.rounds)
+        if row["status"] != "ok":
+            row["state_bytes"] = None
+        rows.append(row)
         context.keep([row])
     context.progress("optimizer", len(names), len(names))
     whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
@@ -157,50 +135,38 @@ def state_bytes(optimizer: Any) -> int:
     )
 
 
-def _measure_memory(
-    name: str, case: Case, context: Context, gates: Gates
-) -> tuple[TrainingStep, dict[str, Any]]:
-    """Build a variant and check its first steps; return it and its memory, or a status of `WRONG`."""
+def _memory_fields(name: str, built: TrainingStep, making: PeakMemory) -> dict[str, Any]:
+    """Return the memory at some points of a step, after the first, in which state was made."""
     import torch
 
-    device = context.device
+    device = built.step.ranks.device
     on_gpu = device.type == "cuda"
-    points: dict[str, int | None] = {}
+    points: dict[str, int | None] = {"init_bytes": making.end_bytes - making.start_bytes if on_gpu else None}
 
     def note(point: str) -> None:
         if on_gpu:
             torch.cuda.synchronize(device)
-        points[f"{point}_bytes"] = torch.cuda.memory_allocated(device) - start if on_gpu else None
+        points[point] = torch.cuda.memory_allocated(device) - making.start_bytes if on_gpu else None
 
-    start = torch.cuda.memory_allocated(device) if on_gpu else 0
-    built = make_training(name, case, context.ranks)
-    note("init")
-    judged = gates.judge(name, built)  # afterwards state exists, and the order of buckets is settled
-    if judged["status"] != "ok":
-        return built, judged
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    built.run(before_update=lambda: note("before_step"))
-    note("after_step")
-    points["peak_bytes"] = torch.cuda.max_memory_allocated(device) - start if on_gpu else None
+    with track_peak(device) as peak:
+        built.run(before_update=lambda: note("before_step_bytes"))
+        note("after_step_bytes")
+    points["peak_bytes"] = peak.peak_bytes - making.start_bytes if on_gpu else None
     built.wait_for_weights()
-    return built, {
-        **judged,
-        "parameters": sum(p.numel() for p in built.model.parameters()),
-        "state_bytes": state_bytes(built.optimizer),
-        **points,
-    }
+    parameters = sum(p.numel() for p in built.model.parameters())
+    return {"parameters": parameters, "state_bytes": state_bytes(built.optimizer), **points}
 
 
 # Rows in words
 
+STATE = Column("state_mb", "state MB", ",.1f", axis="MB (10^6 bytes)")
 COLUMNS = (
     Column("variant", "variant"),
     Column("step_ms", "ms/step", ".2f", instead="status"),
     Column("spread", "spread", ".1%"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
-    Column("state_mb", "state MB", ",.1f"),
+    STATE,
     Column("state_share", "of whole", ".1%"),
     Column("init_mb", "init MB", ",.0f"),
     Column("before_step_mb", "before MB", ",.0f"),
@@ -252,13 +218,7 @@ def findings(rows: Rows) -> list[str]:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the state of each rank."""
-    picture = grouped_bars(
-        [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None],
-        "state_mb",
-        group="variant",
-        title=f"Optimizer state on each of {rows[0]['world_size']} ranks",
-        x_label="variant",
-        y_label="MB (10^6 bytes)",
-        spec=",.1f",
-    )
+    shown = [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None]
+    title = f"Optimizer state on each of {rows[0]['world_size']} ranks"
+    picture = grouped_bars(shown, STATE, group="variant", title=title, x_label="variant")
     return {"optimizer_state.png": picture}

@@ -30,8 +30,6 @@ SideBySide = Callable[["Sequence[Results]"], Mapping[str, str]]
 ARTIFACTS, PARTS = Path("artifacts"), ("benches", "profiles")
 """Where benches and profiles write by default."""
 PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memory": ("phase", "peak_gib")}
-OLD_NAMES = {"one rank, bf16 weights": "one rank bf16"}
-"""Name of a variant in older rows and recipes -> its present name."""
 
 
 # Rows on disk
@@ -63,7 +61,7 @@ def kind_of(row: Mapping[str, Any]) -> str | None:
 
 
 def read_rows(path: Path) -> Rows:
-    """Return the objects of a file of JSON lines, or of one JSON object. Rows of older versions get today's names.
+    """Return the objects of a file of JSON lines, or of one JSON object.
 
     Raises:
         UsageError: the file cannot be read.
@@ -82,10 +80,8 @@ def read_rows(path: Path) -> Rows:
                 f"{path}: line {number} is not a JSON object ({error})",
                 hint="results are JSON lines; run the command that wrote the file again",
             ) from None
-        if "contender" in row:
+        if "contender" in row:  # records of before 0.2.0
             row["variant"] = row.pop("contender")
-        if isinstance(name := row.get("variant"), str):
-            row["variant"] = OLD_NAMES.get(name, name)
         rows.append(row)
     return rows
 

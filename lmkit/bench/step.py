@@ -8,29 +8,16 @@ variant whose loss is not finite or does not fall is not timed.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import (
-    build_what_fits,
-    not_enough_memory,
-    time_what_fits,
-    wrong_result,
-)
-from lmkit.bench.harness import (
-    add_figures,
-    grouped,
-    mfu_fields,
-    mfu_notes,
-    right_after_timing,
-    time_fields,
-    too_large_for_host,
-)
+from lmkit.bench.failures import not_enough_memory, wrong_result
+from lmkit.bench.harness import grouped, mfu_notes, too_large_for_host
 from lmkit.bench.summary import Summary
+from lmkit.bench.trainings import Memory, Variant, measure_figures, speed_fields
 from lmkit.bench.turns import (
     SPREAD,
     VERDICT,
@@ -38,12 +25,11 @@ from lmkit.bench.turns import (
     comparison,
     comparison_column,
     host_ms,
-    samples_in_turns,
     with_verdicts,
 )
 from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import GB, claim_workspaces, memory_in_use, release_memory, track_peak
+from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
@@ -174,73 +160,77 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
 
     options, device = context.options, context.device
     torch.compiler.reset()
-    rows = {variant: _row(size, variant, context) for variant in options.variants}
     references = _references(size, context)
     shared: dict[str, TrainingStep] = {}
-    own_bytes: Counter[str] = Counter()  # of each set of weights
+    judged: set[str] = set()
+    memory = Memory(device)
 
-    def build(variant: str, row: dict[str, Any]) -> Training | None:
-        if too_large := too_large_for_host(config_of(size, variant, options.attention), context):
-            row |= not_enough_memory(too_large)
-            return None
-        weights = _precision(variant, options) if variant in ABLATIONS else variant
-        before = memory_in_use(device) - own_bytes[weights]
-        training, new = _build(size, variant, context, shared.get(weights))
-        row["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
-        if new is not None:
-            precision = _precision(variant, options)
-            row |= judge(new, references[precision], budget_of(precision))[0]
-            if row["status"] != "ok":
-                return None
-            if variant in ABLATIONS:
-                shared[weights] = new
+    def weights_of(variant: str) -> str:
+        return _precision(variant, options) if variant in ABLATIONS else variant
+
+    def make(variant: str) -> Training:
+        memory.begin(weights_of(variant))
+        return _build(size, variant, context, shared)
+
+    def first_steps(variant: str, training: Training) -> dict[str, Any]:
+        found: dict[str, Any] = {"parameters": sum(p.numel() for p in training.model.parameters())}
+        precision = _precision(variant, options)
+        if is_own(variant) and weights_of(variant) not in judged:
+            own: Any = shared[precision] if variant in ABLATIONS else training
+            found |= judge(own, references[precision], budget_of(precision))[0]
+            if found["status"] != "ok":
+                shared.pop(precision, None)
+                return found
+            judged.add(weights_of(variant))
         losses = [training.run().item() for _ in range(2 * BATCHES)]
         if wrong := _why_wrong(losses, falls=variant not in ABLATIONS):
-            row |= wrong_result(wrong)
-            return None
-        row |= {"first_loss": losses[0], "last_loss": losses[-1]}
-        with track_peak(device) as peak:
-            training.run()
-        row["peak_gb"] = (peak.peak_bytes - before) / GB
-        own_bytes[weights] = max(0, memory_in_use(device) - before)  # a CPU may take memory back
+            return found | wrong_result(wrong)
+        return found | {"first_loss": losses[0], "last_loss": losses[-1]}
+
+    def more(variant: str, training: Training) -> dict[str, Any]:
+        found: dict[str, Any] = {"peak_gb": memory.peak_gb(weights_of(variant), training, training.run)}
         if device.type == "cuda":
-            row["host_ms"] = host_ms(training.run, device)
+            found["host_ms"] = host_ms(training.run, device)
         if options.profiled_steps:
-            row["class_ms"] = _class_ms(training, context)
-        return training
+            found["class_ms"] = _class_ms(training, context)
+        return found
 
-    def check(variant: str) -> dict[str, Any]:
-        return wrong_by_now(trainings[variant], budget_of(_precision(variant, options)))
-
-    trainings: dict[str, Training] = build_what_fits(rows, build, device)
-    calls = {variant: training.run for variant, training in trainings.items()}
-    shared.clear()
-    samples = time_what_fits(calls, rows, device, lambda left, turns: samples_in_turns(left, context, turns))
-    samples = right_after_timing(rows, samples, check, device)
-    trainings.clear()
-    believed = {
-        variant: samples_ms
-        for variant, samples_ms in samples.items()
-        if add_figures(rows[variant], limits, partial(_speed_fields, samples_ms, size, context, limits))
+    too_large = too_large_for_host(config_of(size, "", options.attention), context)
+    variants = {
+        variant: Variant(
+            row=_row(size, variant, context) | (not_enough_memory(too_large) if too_large else {}),
+            make=partial(make, variant),
+            judge=partial(first_steps, variant),
+            more=partial(more, variant),
+            check=partial(wrong_by_now, budget=budget_of(_precision(variant, options))),
+        )
+        for variant in options.variants
     }
+    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
+    figures = partial(_figures, size, context, limits)
+    rows, believed = measure_figures(variants, context, limits, figures, **turns)
+    shared.clear()
     compare_with_first(rows, believed, options.variants[0])
-    calls.clear()
     release_memory(device)
     return list(rows.values())
 
 
+def is_own(variant: str) -> bool:
+    """Return whether a variant is lmkit's, not a rival."""
+    return variant in (*COMPILED, *ABLATIONS)
+
+
 def _row(size: str, variant: str, context: Context) -> dict[str, Any]:
     options = context.options
-    is_own = variant in (*COMPILED, *ABLATIONS)
     return {
-        **(context.optimizer_field if is_own else {}),
+        **(context.optimizer_field if is_own(variant) else {}),
         "size": size,
         "variant": variant,
         "versus": options.variants[0],
         "context_length": config_of(size, variant, options.attention).context_length,
         "batch_size": SIZES[size][0],
         "precision": _precision(variant, options),
-        "attention": options.attention if is_own else "PyTorch's",
+        "attention": options.attention if is_own(variant) else "PyTorch's",
         "status": "ok",
         "detail": "",
     }
@@ -255,19 +245,12 @@ def _references(size: str, context: Context) -> dict[str, Reference]:
     """Return precision of a variant of lmkit -> the steps of PyTorch's operations, where they fit."""
     from lmkit.bench.training_gate import of_pytorch, reference
 
-    options = context.options
-    found: dict[str, Reference] = {}
-    for variant in options.variants:
-        precision = _precision(variant, options)
-        config = config_of(size, "", options.attention)
-        if (
-            variant not in (*COMPILED, *ABLATIONS)
-            or precision in found
-            or too_large_for_host(config, context)
-        ):
-            continue
-        recipe = of_pytorch(context.recipe_of(config, precision=precision))
-        found[precision] = reference(recipe, context.device, _batches(size, context))
+    config, found = config_of(size, "", context.options.attention), {}
+    for variant in () if too_large_for_host(config, context) else context.options.variants:
+        precision = _precision(variant, context.options)
+        if is_own(variant) and precision not in found:
+            recipe = of_pytorch(context.recipe_of(config, precision=precision))
+            found[precision] = reference(recipe, context.device, _batches(size, context))
     return found
 
 
@@ -281,35 +264,33 @@ def _batches(size: str, context: Context) -> FewBatches:
     return FewBatches(tuple(random.batch(number) for number in range(BATCHES)))
 
 
-def _build(
-    size: str, variant: str, context: Context, shared: TrainingStep | None
-) -> tuple[Training, TrainingStep | None]:
-    """Build a variant; return it, and the training of lmkit that it made for it.
+def _build(size: str, variant: str, context: Context, shared: dict[str, TrainingStep]) -> Training:
+    """Build a variant.
 
     Args:
-        shared: the training of the ablations of its precision, if it was made.
+        shared: precision -> the training of its ablations; a missing one is made.
     """
     from lmkit.bench.step_ablations import Ablated
     from lmkit.bench.step_rivals import RivalStep
     from lmkit.model.fp8 import check_fp8
     from lmkit.training.setup import TrainingStep
 
-    options = context.options
+    options, device = context.options, context.device
     config, batches = config_of(size, variant, options.attention), _batches(size, context)
-    precision, new = _precision(variant, options), None
-    if variant in ABLATIONS:
-        if shared is None:
-            recipe = context.recipe_of(config, precision=precision, cuda_graph="off")
-            shared = new = TrainingStep(recipe, context.ranks, batches)
-        return Ablated(variant, shared), new
-    if variant in COMPILED:
-        if precision == "fp8":
-            check_fp8(context.device)
-        new = TrainingStep(context.recipe_of(config, precision=precision), context.ranks, batches)
-        return new, new
-    seed = context.recipe.run.seed
-    rival = RivalStep(variant, config, context.device, batches, precision=options.precision, seed=seed)
-    return rival, None
+    precision = _precision(variant, options)
+    if not is_own(variant):
+        seed = context.recipe.run.seed
+        return RivalStep(variant, config, device, batches, precision=options.precision, seed=seed)
+    if variant in ABLATIONS and precision in shared:
+        return Ablated(variant, shared[precision])
+    if precision == "fp8":
+        check_fp8(device)
+    graph: dict[str, Any] = {"cuda_graph": "off"} if variant in ABLATIONS else {}
+    training = TrainingStep(context.recipe_of(config, precision=precision, **graph), context.ranks, batches)
+    if variant not in ABLATIONS:
+        return training
+    shared[precision] = training
+    return Ablated(variant, training)
 
 
 def _why_wrong(losses: list[float], *, falls: bool) -> str:
@@ -334,25 +315,21 @@ def _class_ms(training: Training, context: Context) -> dict[str, float]:
     return class_times(trace, steps)
 
 
-def _speed_fields(
-    samples_ms: tuple[float, ...], size: str, context: Context, limits: Limits
+def _figures(
+    size: str, context: Context, limits: Limits, variant: str, samples_ms: list[float]
 ) -> dict[str, Any]:
     from lmkit.model.accounting import flops_per_token, step_work
 
     config, precision = config_of(size, "", "sdpa"), context.options.precision
-    rows = SIZES[size][0]
-    fields = time_fields(samples_ms)
-    tokens_per_s = rows * config.context_length / (fields["median_ms"] * 1e-3)
-    rate = tokens_per_s * flops_per_token(config, config.context_length, causal=True)
+    rows, length = SIZES[size][0], config.context_length
+    flops = flops_per_token(config, length, causal=True)
+    work = step_work(config, rows, element_bytes=4 if precision == "fp32" else 2)
     floors = {
-        name: max(work.flops / limits.matmul_flops[precision], work.num_bytes / limits.copy_bytes_per_s) * 1e3
-        for name, work in step_work(config, rows, element_bytes=4 if precision == "fp32" else 2).items()
+        name: max(part.flops / limits.matmul_flops[precision], part.num_bytes / limits.copy_bytes_per_s) * 1e3
+        for name, part in work.items()
     }
-    return fields | {
-        "tokens_per_s": tokens_per_s,
-        **mfu_fields(rate, context.device, precision, limits),
-        "floor_ms": floors,
-    }
+    of_step = {"tokens": rows * length, "flops": flops, "precision": precision}
+    return speed_fields(samples_ms, context, limits, **of_step) | {"floor_ms": floors}
 
 
 # Rows in words
@@ -360,12 +337,13 @@ def _speed_fields(
 _COUNTED = (
     "counts 6 N + 6 L d T operations a token (causal attention by half), the same for all variants of a size"
 )
+MFU = Column("mfu", "MFU", ".1%", note=_COUNTED)
 COLUMNS = (
     Column("size", "size"),
     Column("variant", "variant"),
     Column("median_ms", "ms", ".2f", instead="status"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
-    Column("mfu", "MFU", ".1%", note=_COUNTED),
+    MFU,
     Column("host_ms", "host ms", ".2f", note="until a step returns, its waits included"),
     Column("peak_gb", "GB", ".2f", note="10^9 bytes, the peak of a step"),
 )
@@ -436,14 +414,6 @@ def class_table(rows: Rows) -> str:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the utilization of each variant."""
-    picture = grouped_bars(
-        [row | {"percent": 100 * row["mfu"] if row.get("mfu") is not None else None} for row in rows],
-        "percent",
-        group="size",
-        series="variant",
-        title="Model FLOPs utilization of a training step",
-        x_label="model",
-        y_label="MFU (%)",
-        spec=".1f",
-    )
+    title = "Model FLOPs utilization of a training step"
+    picture = grouped_bars(rows, MFU, group="size", series="variant", title=title, x_label="model")
     return {"step_mfu.png": picture}

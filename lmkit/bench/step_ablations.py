@@ -41,7 +41,7 @@ class Ablated:
     """A training without one idea, on weights that it shares with others."""
 
     def __init__(self, variant: str, training: TrainingStep) -> None:
-        self.model = training.model
+        self.model, self.optimizer = training.model, training.optimizer
         self._variant = variant
         self._training = training
         self._operations = operations_of(variant, training.model.operations)

@@ -155,7 +155,7 @@ def measure(case: Case, rounds: int, folder: Path) -> Rows:
     works = {name: partial(run, name) for name in jobs if name not in wrong}
     timings: dict[str, Timing] = {}
     if works:
-        timings = time_variants(works, repeats=rounds, warmup=0, clock=JobClock(case.workers))
+        timings = time_variants(works, repeats=rounds, warmup=0, clock=JobClock())
     num_bytes = case.text.stat().st_size
     rows: Rows = []
     for name in jobs:
@@ -184,21 +184,14 @@ def _minorities(ids: Mapping[str, str]) -> dict[str, str]:
 
 
 class JobClock:
-    """Reads the seconds of a job from its result.
+    """Reads the seconds of a job from its result."""
 
-    Attributes:
-        cpu_time: the clock of the same jobs' CPU time where one thread works, for `lmkit bench --against`.
-    """
-
-    def __init__(self, workers: int, key: str = "seconds") -> None:
-        self.name = f"{key} of a process"
-        self.cpu_time = JobClock(workers, "cpu_seconds") if workers == 1 and key == "seconds" else None
-        self._key = key
+    name = "seconds of a process"
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
         """Return the milliseconds of `calls` jobs; `work` returns the result of one."""
         results: list[Any] = [work() for _ in range(calls)]
-        return 1e3 * sum(result[self._key] for result in results)
+        return 1e3 * sum(result["seconds"] for result in results)
 
 
 def _speed_fields(timing: Timing, ours: Timing | None, num_bytes: int) -> dict[str, Any]:

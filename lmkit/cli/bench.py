@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from lmkit.cli.options import (
     SetOption,
     option,
 )
-from lmkit.errors import UsageError
-from lmkit.plugins import PLUGINS, load_plugin
+from lmkit.plugins import load_plugin
 from lmkit.registry import BENCHES
 
 _LONGEST_METAVAR = 60  # characters; help has lines of 80
@@ -35,14 +33,6 @@ OutputOption = Annotated[
     option(
         "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
         "--output",
-    ),
-]
-AgainstOption = Annotated[
-    Path | None,
-    option(
-        "Compare with another version of lmkit, sample by sample: a folder that holds it, or a Python executable.",
-        "--against",
-        metavar="PATH",
     ),
 ]
 
@@ -113,7 +103,6 @@ def _command(name: str) -> Any:
         "set_": (SetOption, None),
         **{flag.parameter: (flag.annotation, None) for flag in flags},
         **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
-        **({"against": (AgainstOption, None)} if facts.ranks != "required" else {}),
         "output": (OutputOption, None),
         "force": (ForceOption, False),
         "print_recipe": (PrintRecipeOption, False),
@@ -128,10 +117,9 @@ def _command(name: str) -> Any:
         print_recipe: bool,
         as_json: bool,
         nproc: int = 1,
-        against: Path | None = None,
         **typed: Any,
     ) -> None:
-        from lmkit.recipe.load import find_recipe, load_recipe, recipe_to_toml
+        from lmkit.recipe.load import load_recipe, recipe_to_toml
 
         overrides, values = _given(name, {flag: typed[flag.parameter] for flag in flags}, set_ or [])
         source = recipe if recipe is not None else on_gpu or None
@@ -145,19 +133,6 @@ def _command(name: str) -> Any:
         from lmkit.bench.harness import check_place, run_bench
 
         check_place(loaded, output, force=force)
-        if against is not None:
-            if nproc > 1:
-                raise UsageError(
-                    "bench.against_ranks", "--against: not with --nproc", hint="leave out --nproc"
-                )
-            settings = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
-            settings += [] if loaded.run.threads else ["run.threads=1"]
-            words = [_command_name(name), *([str(find_recipe(source))] if source else [])]
-            words += [word for setting in settings for word in ("--set", setting)]
-            words += [word for plugin in PLUGINS for word in ("--plugin", str(plugin))]
-            words += ["--force"] if force else []
-            _compare(against, words, output, loaded.run.seed, as_json=as_json)
-            return
         with progress_on_stderr() as progress:
             result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
         if result is not None:  # ranks other than the first print nothing
@@ -266,16 +241,6 @@ def _given(name: str, typed: dict[_Flag, Any], overrides: list[str]) -> tuple[li
         for key in empties
     ]
     return [*emptied, *overrides], values
-
-
-def _compare(against: Path, arguments: list[str], output: Path | None, seed: int, *, as_json: bool) -> None:
-    from lmkit.bench.against import run_against
-
-    with progress_on_stderr() as progress:
-        compared = run_against(against, arguments, output, seed=seed, progress=progress)
-    show(compared, as_json=as_json)
-    if not compared.is_fine:
-        raise typer.Exit(1)
 
 
 def _runs_on_gpu(device: str) -> bool:

@@ -22,8 +22,6 @@ from lmkit.measure.trace import Call, DeviceWork, Range, Trace
 from lmkit.storage.inputs import open_input
 
 _RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
-_MOST_BYTES = 2 << 30  # of a trace, unpacked: minutes of training; a packed file could claim any size
-_BLOCK_BYTES = 1 << 24
 _MOST_NS = 1 << 63
 _NOT_A_TRACE = (
     KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError, OverflowError, RecursionError,
@@ -95,15 +93,9 @@ def read_chrome_trace(path: Path) -> Trace:
     """
     if not path.is_file():
         raise UsageError("trace.missing", f"{path}: no such file", hint=_HINT)
-    content = bytearray()
     try:
         with open_input(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
-            while block := file.read(_BLOCK_BYTES):
-                content += block
-                if len(content) > _MOST_BYTES:
-                    too_large = f"{path}: more than {_MOST_BYTES >> 20} MiB of JSON"
-                    raise UsageError("trace.too_large", too_large, hint=_HINT)
-        return parse_chrome_trace(json.loads(content), path.name)
+            return parse_chrome_trace(json.loads(file.read()), path.name)
     except OSError as error:  # gzip says so of what is not compressed
         raise UsageError("trace.damaged", f"{path}: cannot be read: {error}", hint=_HINT) from error
     except _NOT_A_TRACE as error:

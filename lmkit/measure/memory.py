@@ -26,12 +26,14 @@ class PeakMemory:
     Attributes:
         start_bytes: in use when the block began.
         peak_bytes: the most in use at any moment of the block.
+        end_bytes: in use when the block ended, on a GPU.
         source: what was counted: "cuda allocator"; "peak rss" (Linux, reset at the start of the block);
             "peak rss of the process" (elsewhere: the operating system cannot reset it, so it may be older).
     """
 
     start_bytes: int = 0
     peak_bytes: int = 0
+    end_bytes: int = 0
     source: str = ""
 
     @property
@@ -61,6 +63,8 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
         yield peak
     finally:
         peak.peak_bytes = peak_memory(device)
+        if device.type == "cuda":
+            peak.end_bytes = memory_in_use(device)
 
 
 def peak_memory(device: torch.device) -> int:

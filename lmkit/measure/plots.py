@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.decoration import blank_figure
 from lmkit.measure.statistics import spread
-from lmkit.measure.tables import Row, Rows
+from lmkit.measure.tables import Column, Row, Rows
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -122,19 +122,17 @@ def _write_numbers_out(axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:,.10g}")
 
 
-def of_time(row: Row, key: str = "median_ms") -> Whisker | None:
-    """Return p10 to p90 around the time at `key`; None if the row has no time."""
-    if row.get(key) is None:
+def of_row(row: Row, key: str) -> Whisker | None:
+    """Return p10 to p90 around a time at `key`, or around `tokens_per_s` (slow samples are low rates); else None."""
+    time = row.get("median_ms", row.get("step_ms"))
+    value = row.get(key)
+    if not time or value is None or "p10_ms" not in row:
         return None
-    return row[key] - row["p10_ms"], row["p90_ms"] - row[key]
-
-
-def of_rate(row: Row, key: str = "median_ms") -> Whisker | None:
-    """Return the same for `tokens_per_s`, which is counted over the time at `key`: slow samples are low rates."""
-    if row.get("tokens_per_s") is None:
-        return None
-    rate = row["tokens_per_s"]
-    return rate - rate * row[key] / row["p90_ms"], rate * row[key] / row["p10_ms"] - rate
+    if key in ("median_ms", "step_ms"):
+        return time - row["p10_ms"], row["p90_ms"] - time
+    if key == "tokens_per_s":
+        return value - value * time / row["p90_ms"], value * time / row["p10_ms"] - value
+    return None
 
 
 def of_samples(samples: Sequence[float]) -> Whisker:
@@ -143,86 +141,68 @@ def of_samples(samples: Sequence[float]) -> Whisker:
     return summary.median - summary.p10, summary.p90 - summary.median
 
 
-def line_plot(
-    rows: Rows,
-    x: str,
-    y: str,
-    *,
-    series: str | NameOf,
-    whisker: WhiskerOf | None = None,
-    title: str,
-    x_label: str,
-    y_label: str,
-    log_y: bool = False,
-    from_zero: bool = False,
-) -> bytes:
-    """Draw a line with markers for each `series` of the rows, a key or a function, through (row[x], row[y]).
-
-    The x axis is logarithmic; labels carry the units.
-    """
-    figure, axes = _figure(title, x_label, y_label)
-    rows, series_of = [row for row in rows if row.get(y) is not None], _named(series)
-    for index, name in enumerate(dict.fromkeys(map(series_of, rows))):
-        members = sorted((row for row in rows if series_of(row) == name), key=lambda row: (row[x], row[y]))
-        points = [(row[x], row[y]) for row in members]
-        _curve(axes, points, name, index, marker=MARKERS[index % len(MARKERS)])
-        for row in members:
-            if whisker and (reach := whisker(row)) is not None:
-                _whisker(axes, row[x], row[y], reach)
-    _log2_ticks(axes, [row[x] for row in rows])
-    if log_y:
-        _log_y(axes, [row[y] for row in rows])
-    else:
-        _write_numbers_out(axes)
-        if from_zero:
-            axes.set_ylim(bottom=0)
-    return _finish(figure)
-
-
 def _named(key: str | NameOf) -> NameOf:
     return (lambda row: str(row[key])) if isinstance(key, str) else key
 
 
 def line_panels(
-    panels: Mapping[str, Mapping[tuple[str, str], Points]],
+    rows: Rows,
+    x: str,
+    column: Column,
     *,
+    panel: str | NameOf = lambda row: "",
+    group: str | NameOf,
+    kind: str | NameOf | None = None,
     title: str,
     x_label: str,
-    y_label: str,
     log_y: bool = False,
-    notes: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Draw panels with one y axis, a line per (group, kind): the group has a colour, the kind a style.
+    """Draw panels with one y axis, a line through (row[x], row[column.key]) for each (group, kind).
 
-    The x axis is logarithmic and labelled at the points' own values. A line without points is in the legend only;
-    `notes` (panel -> text for its upper left corner) can say why.
+    The group has a colour, the kind a style; times and rates have whiskers (`of_row`). The x axis is logarithmic and
+    labelled at the rows' own values. A row without a value leaves a gap, and a note that says its status.
+
+    Args:
+        panel, group, kind: a key, or a function of a row; without `kind` each group has a style of its own.
     """
-    figure = blank_figure(max(6.0, 1.4 + 3.7 * len(panels)), 4.8)
-    figure.suptitle(title, fontsize=11)
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    groups = list(dict.fromkeys(group for group, _ in names))
-    kinds = list(dict.fromkeys(kind for _, kind in names))
-    everything = [point for lines in panels.values() for points in lines.values() for point in points]
-    row = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
-    for axes, (panel, lines) in zip(row, panels.items(), strict=False):
-        _dress(axes, panel, x_label, "")
-        for (group, kind), points in lines.items():
-            style = kinds.index(kind)
-            look = {"linestyle": STYLES[style % len(STYLES)], "marker": MARKERS[style % len(MARKERS)]}
-            _curve(axes, sorted(points), f"{group}, {kind}", groups.index(group), **look)
-        if notes and panel in notes:
-            text = axes.text(0.03, 0.97, notes[panel], va="top", fontsize=7.5, color="#555555")
-            text.set_transform(axes.transAxes)
-        if log_y and any(lines.values()):
-            _log_y(axes, [y for _, y in everything])
-        if everything:
-            lengths = [x for x, _ in everything]
-            _log2_ticks(axes, lengths)
-            axes.set_xlim(min(lengths) / 1.3, max(lengths) * 1.3)
-    row[0].set_ylabel(y_label)
+    panel_of, group_of, kind_of = _named(panel), _named(group), _named(kind) if kind else lambda row: ""
+    panels = list(dict.fromkeys(map(panel_of, rows))) or [""]
+    names = list(dict.fromkeys((group_of(row), kind_of(row)) for row in rows))
+    groups, kinds = (list(dict.fromkeys(name[part] for name in names)) for part in (0, 1))
+    found = [row for row in rows if row.get(column.key) is not None]
+    figure = blank_figure(max(8.0, 1.4 + 3.7 * len(panels)), 4.8)
+    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=11)
+    drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, panel_name in zip(drawn, panels, strict=True):
+        _dress(axes, panel_name, x_label, "")
+        members = [row for row in rows if panel_of(row) == panel_name]
+        for name in dict.fromkeys((group_of(row), kind_of(row)) for row in members):
+            index = groups.index(name[0])
+            style = kinds.index(name[1]) if kind else 0
+            mark = style if kind else index
+            look = {"linestyle": STYLES[style % len(STYLES)], "marker": MARKERS[mark % len(MARKERS)]}
+            line = [
+                row for row in found if (panel_of(row), group_of(row), kind_of(row)) == (panel_name, *name)
+            ]
+            points = sorted((row[x], row[column.key]) for row in line)
+            _curve(axes, points, ", ".join(filter(None, name)), index, **look)
+            for row in line:
+                if (reach := of_row(row, column.key)) is not None:
+                    _whisker(axes, row[x], row[column.key], reach)
+        lost = [row for row in members if row.get(column.key) is None and row.get("status", "ok") != "ok"]
+        lines = [f"{row['status']}: {group_of(row)} at {row.get(x)} {kind_of(row)}" for row in lost]
+        text = axes.text(0.03, 0.97, "\n".join(lines), va="top", fontsize=7.5, color="#555555")
+        text.set_transform(axes.transAxes)
+        if found:
+            places = [row[x] for row in found]
+            _log2_ticks(axes, places)
+            axes.set_xlim(min(places) / 1.3, max(places) * 1.3)
+            if log_y:
+                _log_y(axes, [row[column.key] for row in found])
+    drawn[0].set_ylabel((column.axis or column.header) + (" (log scale)" if log_y else ""))
     if not log_y:
-        _write_numbers_out(row[0])
-        row[0].set_ylim(bottom=0)
+        _write_numbers_out(drawn[0])
+        drawn[0].set_ylim(bottom=0)
     return _finish(figure, columns=5)
 
 
@@ -254,26 +234,27 @@ def loss_curve(
 
 def grouped_bars(
     rows: Rows,
-    value: str,
+    column: Column,
     *,
     group: str | NameOf,
     series: str | NameOf | None = None,
     whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
-    y_label: str,
     log_y: bool = False,
-    spec: str = ".3g",
 ) -> bytes:
     """Draw a group of bars for each `group` of the rows, and in it a bar for each `series`, with its value above it.
 
     A row without a value shows its status. A series without any value is left out.
 
     Args:
-        value: key of the bars' height.
+        column: the bars' height, its name on the axis, and its format.
         group, series: a key, or a function of a row; without `series` all rows are one series.
-        spec: format of the values.
+        whisker: by default those of times and rates (`of_row`).
     """
+    value, y_label, spec = column.key, column.axis or column.header, column.spec or ".3g"
+    y_label += " (log scale)" if log_y else ""
+    whisker = whisker or (lambda row: of_row(row, value))
     group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
     groups = list(dict.fromkeys(map(group_of, rows)))
     found = {(series_of(row), group_of(row)): row for row in rows}
@@ -298,7 +279,7 @@ def grouped_bars(
                 said = _SHORT_STATUS.get(said, said)
             else:
                 said, ink = _bar_text(top, spec), "black"
-                if whisker and (reach := whisker(row)) is not None:
+                if (reach := whisker(row)) is not None:
                     _whisker(axes, x, top, reach)
                     top += reach[1]
             highest = max(highest, top)

@@ -29,17 +29,6 @@ ALL_CHANGED = "all measurements take"
 NOISE_BETWEEN_RUNS = 0.005
 """What the same code differs by between two processes at least (memory layout), as a standard deviation."""
 
-NOISE_BETWEEN_STARTS = 0.015
-"""What the same code differs by in two processes that take turns, as a standard deviation."""
-
-STARTS_BEFORE = 3
-
-FEWEST_TURNS = 8
-"""Fewer pairs of samples that two processes took in turns give no verdict."""
-
-_NORMAL_98 = 2.33
-"""Half the width of the middle 98% of a normal distribution, in standard deviations."""
-
 _STUDENT_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306),
     *(2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131),
@@ -188,7 +177,7 @@ class RunRatio:
     """How the time of a measurement in one run compares with its time in another run.
 
     Attributes:
-        speedup: before / after, divided by the drift; above 1 the second run is faster. Runs in turns have no drift.
+        speedup: before / after, divided by the drift; above 1 the second run is faster.
         low, high: 98% confidence interval of `speedup`, noise between runs included.
         verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "too few repeats"
             or "unclear".
@@ -271,53 +260,6 @@ def compare_runs(
     return results
 
 
-def compare_starts(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, smallest_difference: float
-) -> RunRatio:
-    """Compare (before, after) samples that two processes took in turns; each pair is of another start of both.
-
-    What slows the machine down slows neighbours in time down alike, so a start's speedup is the median of sample i of
-    one over sample i of the other. The speedup is the geometric mean over the starts. Its interval holds the noise of
-    the samples and what equal code differs by in two processes: `NOISE_BETWEEN_STARTS`, more where these starts
-    differ by more. Few starts estimate that poorly: the constant counts as if it came from `STARTS_BEFORE` others.
-
-    Raises:
-        ValueError: a pair's lists differ in length, are empty, or hold a time that is not positive and finite.
-    """
-    ratios = [_ratios(after, before) for before, after in pairs]
-    logs = [math.log(median(each)) for each in ratios]
-    sampling = fmean([_log_reach(each) ** 2 for each in ratios])
-    noise = (_NORMAL_98 * NOISE_BETWEEN_STARTS) ** 2 + sampling
-    scatter = _NORMAL_98**2 * sum((each - fmean(logs)) ** 2 for each in logs)
-    pooled = (STARTS_BEFORE * noise + scatter) / (STARTS_BEFORE + len(logs) - 1)
-    reach = math.sqrt(max(noise, pooled) / len(logs))
-    speedup, low, high = (math.exp(fmean(logs) + by) for by in (0.0, -reach, reach))
-    verdict, why = _verdict(speedup, (low, high), FEWEST_PAIRS, smallest_difference), ""
-    if min(map(len, ratios)) < FEWEST_TURNS:
-        verdict = "too few repeats"
-    elif verdict == "unclear":
-        found = f"in {len(logs)} starts {min(map(math.exp, logs)):.3f} to {max(map(math.exp, logs)):.3f}"
-        why = f"the speedup is known as {low:.3f} to {high:.3f} ({found}): the machine was busy"
-    return RunRatio(speedup, low, high, verdict, why)
-
-
-def turns_suffice(before: Sequence[float], after: Sequence[float], *, smallest_difference: float) -> bool:
-    """Return whether samples taken in turns tell the speedup of one start closely enough to stop.
-
-    Half of the interval must be narrower than the smallest difference, or than a quarter of what was found. Stopping
-    as soon as a difference is significant would find differences that are not there: each look has a chance to.
-    """
-    ratios = _ratios(after, before)
-    wanted = max(math.log1p(smallest_difference), abs(math.log(median(ratios))) / 4)
-    return len(ratios) >= FEWEST_TURNS and _log_reach(ratios) <= wanted
-
-
-def _log_reach(ratios: Sequence[float]) -> float:
-    """Return half the width of the 98% interval of the median, in logarithms."""
-    low, high = median_interval(ratios, 0.98)
-    return math.log(high / low) / 2.0
-
-
 def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:
     """Return the logarithm of the lower quartile, and its standard error from the order statistics around it."""
     step = math.sqrt(0.25 * 0.75 / len(samples))
@@ -359,25 +301,18 @@ def _verdict(speedup: float, interval: tuple[float, float], pairs: int, smallest
         return "faster"
     if high < 1.0 and speedup <= 1.0 / (1.0 + smallest_difference):
         return "slower"
-    return "no difference" if _is_within(low, high, smallest_difference) else "unclear"
-
-
-def _is_within(low: float, high: float, smallest_difference: float) -> bool:
-    return 1.0 / (1.0 + smallest_difference) <= low and high <= 1.0 + smallest_difference
+    is_within = 1.0 / (1.0 + smallest_difference) <= low and high <= 1.0 + smallest_difference
+    return "no difference" if is_within else "unclear"
 
 
 def verdict_in_words(
     verdict: str, low: float, high: float, smallest_difference: float = SMALLEST_DIFFERENCE
 ) -> str:
-    """Say a verdict on a speedup and its interval.
-
-    Rows of older versions have "no difference" wherever an interval contains 1; the interval decides for them, too.
-    """
-    if verdict not in ("no difference", "unclear") or not math.isfinite(low + high):
-        return verdict
-    if verdict == "no difference" and _is_within(low, high, smallest_difference):
+    """Say a verdict on a speedup and its interval."""
+    if verdict == "no difference":
         return f"no difference above {100 * smallest_difference:.3g}%"
-    return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}"
+    known = verdict == "unclear" and math.isfinite(low + high)
+    return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}" if known else verdict
 
 
 Time = TypeVar("Time", int, float)

@@ -33,6 +33,7 @@ class Column:
         spec: format spec for numbers, such as ".3f", ",d", ".1%".
         instead: key of what to show where there is no value ("status": why there is none).
         note: what it says, for the notes below a table that shows it.
+        axis: its name on the axis of a picture, with the unit; by default the header.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Column:
     spec: str = ""
     instead: str = ""
     note: str = ""
+    axis: str = ""
 
     def text(self, row: Row) -> str:
         value = row.get(self.key)

@@ -163,7 +163,7 @@ class CudaEventClock:
 
 
 class SteadyStateClock:
-    """Time `steps` steps of a loop that follow half as many (rounded up) untimed ones without a pause.
+    """Time `steps` steps of a loop that follow `untimed` ones (by default half as many, rounded up) without a pause.
 
     A step leaves work to the next one (weights still being gathered, a host that runs ahead of the GPU). The first
     timed step inherits such work from the untimed ones, and the last leaves as much, so nothing is counted twice or
@@ -175,18 +175,19 @@ class SteadyStateClock:
             the host set the time, not the GPU.
     """
 
-    def __init__(self, device: torch.device, steps: int) -> None:
+    def __init__(self, device: torch.device, steps: int, untimed: int | None = None) -> None:
         kind = "cuda events" if device.type == "cuda" else "perf_counter"
         self.name = f"{kind}, steady state of {steps} steps"
         self.ahead_ms: list[float] = []
         self._device = device
         self._steps = steps
+        self._untimed = math.ceil(steps / 2) if untimed is None else untimed
 
     def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
         """Return milliseconds per step, times `calls` (the steps that the caller believes it asked for)."""
         for preparation in before:
             preparation()
-        for _ in range(math.ceil(self._steps / 2)):
+        for _ in range(self._untimed):
             work()
         elapsed_ms = self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work)
         return calls * (elapsed_ms / self._steps)

@@ -98,15 +98,17 @@ def _summarized(rows: Rows, findings: Sequence[str]) -> tuple[str, dict[str, byt
 
 def picture(rows: Rows) -> bytes:
     """Draw the computed memory over the context on logarithmic axes, where a square is twice as steep as a line."""
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {mode: {} for mode in MODES}
-    for row, mode in product(rows, MODES):
-        points = panels[mode].setdefault((row["attention"], row["dtype"]), [])
-        if (size := row.get(f"{mode}_computed_gib")) is not None:
-            points.append((row["context_length"], size))
+    shown = [
+        {**row, "mode": mode, "gib": row.get(f"{mode}_computed_gib")} for row, mode in product(rows, MODES)
+    ]
     return line_panels(
-        panels,
+        shown,
+        "context_length",
+        Column("gib", "memory (GiB = 2^30 bytes)"),
+        panel="mode",
+        group="attention",
+        kind="dtype",
         title="What forward and step compute: activations and temporary tensors at the peak",
         x_label="context (tokens)",
-        y_label="memory (GiB = 2^30 bytes)",
         log_y=True,
     )

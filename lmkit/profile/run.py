@@ -17,7 +17,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import profile_work, read_chrome_trace
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
-from lmkit.measure.tables import Row, wrote
+from lmkit.measure.tables import Column, Row, wrote
 from lmkit.measure.trace import Trace
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.steps import Mode, Workload, call_of, make_training
@@ -190,11 +190,9 @@ def _picture(summary: Row) -> bytes:
             rows.append({"range": entry["name"], "kind": label, "ms": ms, "status": "none"})
     return grouped_bars(
         rows,
-        "ms",
+        Column("ms", "time (ms)", ".2f"),
         group="range",
         series="kind",
         title=f"Where the time of a {unit} goes ({summary['engine']}; ranges lie inside one another)",
         x_label="range",
-        y_label="time (ms)",
-        spec=".2f",
     )

@@ -320,18 +320,21 @@ def _shape(row: Row) -> str:
 def forward_picture(rows: Rows) -> bytes:
     """PNG: forward rates of the core cases over the length, ours beside PyTorch's backends, a panel per head_dim."""
     names = {OURS: "lmkit", CUDNN: "PyTorch cuDNN", FLASH: "PyTorch flash"}
-    panels: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    for head_dim in (64, 128):
-        for causal in (True, False):
-            for kernel, name in names.items():
-                found = _chosen(rows, direction="forward", head_dim=head_dim, causal=causal, kernel=kernel)
-                points = [(row["num_keys"], row["tflops"]) for row in found if row["set"].startswith("core")]
-                if points:
-                    line = (name, "causal" if causal else "full")
-                    panels.setdefault(f"head_dim {head_dim}", {})[line] = points
+    shown = [
+        {**row, "name": name, "mask": "causal" if causal else "full"}
+        for head_dim in (64, 128)
+        for causal in (True, False)
+        for kernel, name in names.items()
+        for row in _chosen(rows, direction="forward", head_dim=head_dim, causal=causal, kernel=kernel)
+        if row["set"].startswith("core")
+    ]
     return line_panels(
-        panels,
+        shown,
+        "num_keys",
+        Column("tflops", "TFLOP/s"),
+        panel=lambda row: f"head_dim {row['head_dim']}",
+        group="name",
+        kind="mask",
         title="Attention forward, bf16 (16k tokens, heads x head_dim = 2048)",
         x_label="sequence length (tokens)",
-        y_label="TFLOP/s",
     )

@@ -13,7 +13,7 @@ from planted_strategies import NAMES as PLANTED
 from planted_strategies import registered
 
 from lmkit.bench import context as bench_context
-from lmkit.bench import ddp, training_gate
+from lmkit.bench import ddp, ddp_variants, training_gate
 from lmkit.bench.all_reduce import all_reduce
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
@@ -66,7 +66,7 @@ def with_rank_1_full(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
             raise torch.OutOfMemoryError("no room")
         return make_training(name, case, ranks)
 
-    with mock.patch.object(ddp, "make_training", full):
+    with mock.patch.object(ddp_variants, "make_training", full):
         return ddp.measure(case, ("none", "naive"), context_of("ddp", ranks, [], rounds=1), part="ladder")
 
 

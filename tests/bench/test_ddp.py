@@ -11,7 +11,7 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import all_reduce, ddp, optimizer, training_gate
+from lmkit.bench import all_reduce, ddp, optimizer, training_gate, turns
 from lmkit.bench.ddp import numbers
 from lmkit.bench.ddp_variants import (
     SOLO,
@@ -354,7 +354,7 @@ def test_scaling_and_what_is_exposed_by_hand():
         "zero1 bf16": [5.0, 10.0, 10.0],
     }
     of_ranks = {
-        name: [[ddp.Sample(time / 2, math.nan), ddp.Sample(time, math.nan)] for time in times]
+        name: [[turns.Sample(time / 2, math.nan), turns.Sample(time, math.nan)] for time in times]
         for name, times in samples.items()
     }
     fields = partial(numbers, case=CASE, ranks=Ranks(world_size=4), samples=of_ranks)
@@ -381,55 +381,54 @@ def test_memory_is_compared_with_one_rank_of_the_same_weights():
 # Time on GPUs, with clocks of our own
 
 
-def context(device: str, world_size: int) -> Any:
-    options = SimpleNamespace(rounds=3, steps_per_sample=1, max_seconds=1e9)
-    ranks = Ranks(device=torch.device(device), world_size=world_size)
-    return SimpleNamespace(ranks=ranks, options=options, progress=lambda *report: None)
+def taken(monkeypatch, orders, of_sample=None, device="cuda", world_size=1, rounds=3):
+    """Samples of these turns, and what happened; `of_sample`: how far the host was ahead in each."""
+    events: list[str] = []
+    clock: Any = SimpleNamespace(ahead_ms=[99.0])  # of a round that failed
+    context: Any = SimpleNamespace(
+        ranks=Ranks(device=torch.device(device), world_size=world_size), recipe=Recipe(), device=device
+    )
+
+    def run_in_turn(variants, *, prepare, after_round, **options):
+        for order in orders:
+            for name in order:
+                prepare[name]()
+                if of_sample:
+                    clock.ahead_ms.append(next(of_sample[name]))
+            if world_size == 1:
+                after_round(dict.fromkeys(variants, 10.0))
+        return {}
+
+    def agree(ranks, *, stop=False):
+        events.append("together")
+        return stop
+
+    monkeypatch.setattr(collectives, "agree", agree)
+    monkeypatch.setattr(turns, "time_variants", run_in_turn)
+    monkeypatch.setattr(turns, "settle", lambda run, ranks, steps: events.append(f"settle {run}"))
+    names: Any = {name: name for name in orders[0]}
+    samples = turns.samples_in_turns(names, context, events.append, clock, rounds=rounds, settled=1)
+    return samples, events
 
 
 def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch):
     """Turns change from round to round; a row has the median over rounds of the rank with the least."""
     orders = [("none", "one rank"), ("one rank", "none"), ("none", "one rank")]
     of_sample = {"none": iter([5.0, 7.0, 6.0]), "one rank": iter([1.0, 3.0, 2.0])}
-    monkeypatch.setattr(collectives, "agree", lambda ranks, **stop: SimpleNamespace(stop=False))
-
-    def run_in_turn(variants, *, prepare, clock, after_round, **options):
-        for order in orders:
-            for name in order:
-                prepare[name]()
-                clock.ahead_ms.append(next(of_sample[name]))
-            after_round(dict.fromkeys(variants, 10.0))
-        return {}
-
-    monkeypatch.setattr(ddp, "time_variants", run_in_turn)
-    monkeypatch.setattr(ddp, "settle", lambda run, ranks, steps: None)
-    built: Any = dict.fromkeys(("one rank", "none"), SimpleNamespace(run=None))
-    samples = ddp._time_together(built, context("cuda", 1), "ladder", lambda samples: None, {})
+    samples, _ = taken(monkeypatch, orders, of_sample)
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
-    late = [[ddp.Sample(10.0, ahead), ddp.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
+    late = [[turns.Sample(10.0, ahead), turns.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
     row = numbers("none", CASE, Ranks(device=torch.device("cuda"), world_size=2), {"none": late})
     assert row["ahead_ms"] == 2.0
 
 
-@pytest.mark.parametrize(("device", "settled"), [("cuda", ["flat"]), ("cpu", [])])
+@pytest.mark.parametrize(("device", "settled"), [("cuda", ["settle flat"]), ("cpu", [])])
 def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, settled):
     """They rest while the last variant is built. Whatever comes before a sample, ranks begin it together."""
-    events: list[str] = []
-    monkeypatch.setattr(ddp, "settle", lambda run, ranks, steps: events.append(run))
-    monkeypatch.setattr(collectives, "agree", lambda ranks: events.append("together"))
     names = ("flat", *SOLO, "none", "bucketed")
-
-    def run_in_turn(variants, *, prepare, **options):
-        for name in names:
-            prepare[name]()
-            assert events.pop() == "together"
-        return {}
-
-    monkeypatch.setattr(ddp, "time_variants", run_in_turn)
-    built: Any = {name: SimpleNamespace(run=name) for name in names}
-    ddp._time_together(built, context(device, 2), "ladder", lambda samples: None, {})
-    assert events == settled
+    _, events = taken(monkeypatch, [names], device=device, world_size=2)
+    assert events == ["flat", *settled, "together", *(x for name in names[1:] for x in (name, "together"))]
 
 
 def test_settling_takes_as_many_steps_on_every_rank(monkeypatch):
@@ -442,8 +441,8 @@ def test_settling_takes_as_many_steps_on_every_rank(monkeypatch):
         events.append("step")
 
     monkeypatch.setattr(collectives, "agree", lambda ranks, *, stop=False: stop)
-    monkeypatch.setattr(ddp.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    ddp.settle(step, Ranks(), 2)
+    turns.settle(step, Ranks(), 2)
     # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
     assert events == ["step", "step", "wait"] * 8

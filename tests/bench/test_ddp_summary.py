@@ -2,9 +2,8 @@
 
 import pytest
 
-from lmkit.bench.compare import compare_rows
+from lmkit.bench.ddp import read_step
 from lmkit.bench.ddp_summary import findings, pictures, summarize, summarize_sharding
-from lmkit.bench.ddp_timeline import read_step
 from lmkit.bench.summary import terminal_text
 from lmkit.measure import plots
 from lmkit.measure.statistics import overlap, total
@@ -59,17 +58,6 @@ def test_pictures_of_times_have_whiskers_and_the_bucket_sizes_an_axis_from_zero(
         assert ends == [pytest.approx(pair) for pair in right]
     assert figures[2].axes[0].get_ylim()[0] == 0
     assert "ddp_exposed.png" not in pictures(rows[1:] and [timed("bucketed", [10.0])])
-
-
-def test_two_runs_of_the_ladder_can_be_compared():
-    def rows(ms: float) -> list[dict]:
-        names = (("none", "ladder"), ("bucketed", "ladder"), ("none", "sweep"), ("bucketed 1 MB", "sweep"))
-        return [timed(name, [ms] * 20, part=part) for name, part in names]
-
-    compared = compare_rows(rows(20.0), rows(10.0))
-    assert [(row["verdict"], row["before_ms"], row["after_ms"]) for row in compared.rows] == [
-        ("faster", 20, 10)
-    ] * 4
 
 
 @pytest.mark.parametrize("rounds", [1, 6])

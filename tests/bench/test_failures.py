@@ -1,6 +1,7 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from torch.distributed import DistBackendError
 
 from lmkit.bench.context import RankGaveUp
-from lmkit.bench.failures import build_what_fits, failure_is_a_row, time_what_fits
+from lmkit.bench.failures import failure_is_a_row, time_what_fits
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.failures import RankLost
 
+GUARD = partial(failure_is_a_row, device="cpu")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
@@ -54,38 +56,21 @@ def test_an_error_is_a_row(error, status, detail):
     ],
 )
 def test_what_ends_every_variant_is_raised(error):
-    with pytest.raises(type(error)):
-        build_what_fits({"a": {}}, lambda name, row: _raise(error), "cpu")
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def test_variants_that_fail_are_not_built_and_the_others_are():
-    errors = {"large": FULL, "broken": KeyError("k")}
-
-    def build(name: str, row: dict[str, Any]) -> str | None:
-        if name in errors:
-            raise errors[name]
-        return None if name == "refused" else name
-
-    rows: dict[str, dict[str, Any]] = {name: {} for name in ("large", "broken", "refused", "small")}
-    assert build_what_fits(rows, build, "cpu") == {"small": "small"}
-    assert [row.get("status") for row in rows.values()] == ["out of memory", "failed", None, None]
+    with pytest.raises(type(error)), failure_is_a_row({}, "cpu"):
+        raise error
 
 
 def test_variants_that_do_not_fit_together_give_way_from_the_largest():
     rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
     timed = []
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+    def time_together(left: Any, turn: Any) -> dict[str, str]:
         timed.append(list(left))
         if len(left) > 1:
             raise FULL
         return dict.fromkeys(left, "timed")
 
-    assert time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together) == {"a": "timed"}
+    assert time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together) == {"a": "timed"}
     assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
     assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
 
@@ -93,13 +78,13 @@ def test_variants_that_do_not_fit_together_give_way_from_the_largest():
 def test_a_variant_that_fails_in_its_turn_is_left_out():
     rows = {name: {"status": "ok"} for name in "abc"}
 
-    def time_together(left: dict[str, Any], turns: list[str]) -> dict[str, str]:
+    def time_together(left: Any, turn: Any) -> dict[str, str]:
         for name in left:
-            turns.append(name)
+            turn(name)
             if name == "b":
                 raise KeyError("k")
         return dict.fromkeys(left, "timed")
 
-    found = time_what_fits(dict.fromkeys(rows, lambda: None), rows, "cpu", time_together)
+    found = time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together)
     assert found == {"a": "timed", "c": "timed"}
     assert [rows[name]["status"] for name in "abc"] == ["ok", "failed", "ok"]

@@ -155,10 +155,12 @@ def test_fp8_weights_with_many_texts_are_refused():
 @pytest.mark.usefixtures("drawing")
 def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):
     drawn = {}
-    monkeypatch.setattr(bench, "grouped_bars", lambda rows, key, **options: drawn.setdefault(key, rows))
+    monkeypatch.setattr(
+        bench, "grouped_bars", lambda rows, column, **options: drawn.setdefault(column.key, rows)
+    )
     row = {"size": "1.3B", "batch_size": 64, "context": 2000, "share": 0.5, "tokens_per_s": 1.0}
     bench.pictures([row | {"kv_heads": 16}, row | {"kv_heads": 4}, row | {"size": "162M", "kv_heads": 12}])
-    cases = [shown["case"] for shown in drawn["percent"]]
+    cases = [shown["case"] for shown in drawn["share"]]
     assert cases == ["1.3B, 64 x 2000", "1.3B, 4 key heads, 64 x 2000", "162M, 64 x 2000"]
 
 

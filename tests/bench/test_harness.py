@@ -119,12 +119,6 @@ def test_values_that_json_lacks_are_converted_or_fail_their_row_alone(planted, t
     assert [json.loads(line) for line in lines] == stored.rows
 
 
-@pytest.mark.parametrize("rows", [[], [{"planted": 1, "status": "no such status"}]])
-def test_a_bench_without_a_measured_row_is_not_fine(planted, monkeypatch, rows):
-    monkeypatch.setattr(BENCHES, "load", lambda name, load=BENCHES.load: only_rows(rows, load(name)))
-    assert not planted().is_fine
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_interrupted_bench_says_where_its_rows_are(planted, tmp_path, kept):
     (tmp_path / harness.JOURNAL).write_text('{"of": "a run that was killed before"}')

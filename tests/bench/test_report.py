@@ -192,18 +192,6 @@ def test_a_damaged_line_is_named(line, tmp_path):
         read_rows(path)
 
 
-def test_rows_of_older_versions_have_todays_names(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(
-        '{"contender": "naive", "case": "a", "world_size": 2}\n{"variant": "one rank, bf16 weights"}\n'
-    )
-    row, alone = read_rows(tmp_path / "rows.jsonl")
-    assert row == {"variant": "naive", "case": "a", "world_size": 2}
-    assert alone == {"variant": "one rank bf16"}
-    assert kind_of(row) == "ddp"
-    assert kind_of(row | {"state_bytes": 1}) == "optimizer"
-    assert kind_of({"what": "else"}) is None
-
-
 def test_numbers_in_names_are_sorted_by_value(tmp_path):
     for length in (2048, 128, 512):
         (tmp_path / f"step_{length}").mkdir()

@@ -7,15 +7,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from raising import raises
 
-from lmkit.bench import harness, step_rivals
 from lmkit.bench import step as bench
 from lmkit.bench.context import Journal
 from lmkit.bench.step import ABLATIONS, SIZES, class_table, config_of, findings
 from lmkit.bench.step_ablations import METHODS, Ablated
 from lmkit.bench.step_rivals import NanoGPT, Plain, RivalStep
-from lmkit.errors import UsageError
 from lmkit.measure.kernel_classes import CLASSES
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import count_parameters, flops_per_token
@@ -53,11 +50,10 @@ def test_a_wrong_kernel_is_wrong_in_every_variant_of_lmkit(run_bench):
 
 
 @pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kernel", ["halves_later", "nan_later", "backward_halves_later"])
-def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel, precision):
+@pytest.mark.parametrize("kernel", ["nan_later", "backward_halves_later"])
+def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel):
     keys = {**EAGER, "variants": ("plain_eager", "lmkit", "lmkit:no_graph"), "steps_per_sample": 4}
-    result = run_bench("step", **{**keys, "attention": kernel, "precision": precision})
+    result = run_bench("step", **{**keys, "attention": kernel, "precision": "bf16"})
     rows = {row["variant"]: row for row in result.rows}
     assert rows["plain_eager"]["status"] == "ok"
     for variant in ("lmkit", "lmkit:no_graph"):
@@ -119,23 +115,6 @@ def test_compiled_variants_run(run_bench, monkeypatch):
     assert modules == [*ours[0], "NanoGPT", "Plain", *ours[1]]
 
 
-def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch):
-    def crowded(rival):
-        raise FULL
-
-    monkeypatch.setattr(RivalStep, "run", crowded)
-    ours, theirs = run_bench("step", **EAGER).rows
-    assert (ours["status"], theirs["status"]) == ("ok", "out of memory")
-    assert ours["median_ms"] > 0
-    assert "first_is" not in theirs
-
-
-def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monkeypatch):
-    monkeypatch.setattr(harness, "available_memory", lambda: 1_000_000)
-    monkeypatch.setattr(step_rivals, "RivalStep", None)
-    assert {row["status"] for row in run_bench("step", **EAGER).rows} == {"out of memory"}
-
-
 @pytest.mark.parametrize("factor", [0.0, math.nan])
 def test_a_variant_that_does_not_learn_is_not_timed(run_bench, monkeypatch, factor):
     real = RivalStep.run
@@ -144,11 +123,6 @@ def test_a_variant_that_does_not_learn_is_not_timed(run_bench, monkeypatch, fact
     assert (ours["status"], theirs["status"]) == ("ok", "wrong result")
     assert "median_ms" not in theirs
     assert ours["median_ms"] > 0
-
-
-def test_a_rival_that_does_not_move_its_weights_is_wrong(run_bench, monkeypatch):
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args, **options: None)
-    assert [row["status"] for row in run_bench("step", **EAGER).rows] == ["ok", "wrong result"]
 
 
 @pytest.mark.parametrize(
@@ -227,14 +201,6 @@ def test_ablations_share_weights_but_those_of_another_precision(run_bench, monke
     rows = run_bench("step", **{**EAGER, "variants": variants, "precision": "bf16"}).rows
     assert built == [("bf16", "auto"), ("bf16", "off"), ("bf16-autocast", "off")]
     assert [row["status"] for row in rows] == ["ok"] * 5
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("sizes", ("huge",)), ("variants", ("megatron",)), ("precision", "fp16")]
-)
-def test_bad_options(run_bench, key, value):
-    with raises(UsageError, "recipe.wrong_value", f"bench.step.{key}"):
-        run_bench("step", **{**EAGER, key: value})
 
 
 def batch(generator_seed=0):
@@ -329,11 +295,6 @@ def test_products_of_a_rival_run_in_the_precision_and_its_weights_are_float32(pr
     rival.run()
     assert found == [dtype] * (4 * 2 + 1)
     assert {parameter.dtype for parameter in rival.model.parameters()} == {torch.float32}
-
-
-def test_batches_come_again():
-    batches = bench.FewBatches(((1, 2), (3, 4)))
-    assert [batches.batch(step) for step in range(3)] == [(1, 2), (3, 4), (1, 2)]
 
 
 def row(variant, **keys):

@@ -2,21 +2,17 @@
 
 import io
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from lmkit.measure import plots
+from lmkit.measure.tables import Column
 
 pytestmark = pytest.mark.usefixtures("drawing")
 POINTS = {"ours": [(128.0, 0.1), (1024.0, 2.0)], "theirs": [(128.0, 0.2), (1024.0, 3.0)]}
 LABELS = {"title": "t", "x_label": "sequence length (tokens)", "y_label": "time (ms)"}
-PANELS = {
-    "forward": {("small", "bf16"): POINTS["ours"], ("xl", "bf16"): []},
-    "step": {("xl", "fp32"): POINTS["ours"]},
-}
 LINES = [{"name": name, "x": x, "y": y} for name, points in POINTS.items() for x, y in points]
 BARS = [
     {"name": name, "place": place, "ms": ms, "status": "skipped"}
@@ -29,14 +25,21 @@ def whisker(row):
     return None if row.get("place") == "b" else (0.1, 0.2)
 
 
-bars = partial(plots.grouped_bars, value="ms", group="place", series="name")
+def bars(rows, *, title="t", x_label="x", **options):
+    options = {"column": Column("ms", "ms", ".3g"), "group": "place", "series": "name", **options}
+    options.pop("y_label", None)
+    return plots.grouped_bars(rows, title=title, x_label=x_label, **options)
+
+
+def panels(rows, **options):
+    labels = {"title": "t", "x_label": "x", "group": "name"}
+    return plots.line_panels(rows, "x", Column("y", "y"), **labels, **options)
+
+
 PLOTS = {
-    "lines": lambda: plots.line_plot(LINES, "x", "y", series="name", log_y=True, **LABELS),
-    "lines with whiskers": lambda: plots.line_plot(
-        LINES, "x", "y", series="name", whisker=whisker, from_zero=True, **LABELS
-    ),
-    "panels": lambda: plots.line_panels(PANELS, log_y=True, notes={"step": "one failed"}, **LABELS),
-    "panel of nothing": lambda: plots.line_panels({"step": {("xl", "bf16"): []}}, **LABELS),
+    "lines": lambda: panels(LINES, log_y=True),
+    "panels": lambda: panels(LINES, panel="name", kind="name"),
+    "panel of nothing": lambda: panels([{"name": "a", "x": 1, "status": "skipped"}], log_y=True),
     "loss": lambda: plots.loss_curve(POINTS, title="t", marked=list(POINTS)[:1]),
     "bars": lambda: bars(BARS, whisker=whisker, **LABELS),
     "log bars": lambda: bars(BARS, log_y=True, **LABELS),
@@ -106,10 +109,14 @@ def test_bars_on_a_log_axis_within_a_decade_have_plain_numbers(drawn):
     assert shown == ["20", "50"]
 
 
-def test_the_legend_has_the_lines_of_every_panel(drawn):
-    figure, _ = drawn(plots.line_panels, PANELS)
+def test_lines_say_their_names_once_and_what_is_missing(monkeypatch):
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    lost = {"name": "xl", "x": 64, "mode": "step", "status": "out of memory", "type": "fp32"}
+    rows = [{**row, "mode": mode, "type": "bf16"} for row in LINES for mode in ("forward", "step")]
+    figure = panels([*rows, lost], panel="mode", kind="type")
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.texts] == ["small, bf16", "xl, bf16", "xl, fp32"]
+    assert [text.get_text() for text in legend.texts] == ["ours, bf16", "theirs, bf16", "xl, fp32"]
+    assert [axes.texts[0].get_text() for axes in figure.axes] == ["", "out of memory: xl at 64 fp32"]
 
 
 def test_a_long_title_stays_inside_the_picture(drawn):

@@ -28,12 +28,6 @@ def test_quantiles_and_spread_by_hand():
     assert result.relative == pytest.approx((55.6 - 1.4) / 3.0)
 
 
-@pytest.mark.parametrize(("samples", "fraction"), [([], 0.5), ([1.0], 1.5)])
-def test_quantile_refuses(samples, fraction):
-    with pytest.raises(ValueError, match=r"sample|fraction"):
-        quantile(samples, fraction)
-
-
 @pytest.mark.parametrize(("true_ratio", "verdict"), [(1.02, "faster"), (1 / 1.02, "slower")])
 def test_two_percent_is_found_on_a_noisy_machine(noisy_rounds, true_ratio, verdict):
     results = [paired_ratio(*noisy_rounds(true_ratio, 200, seed)) for seed in range(300)]
@@ -71,17 +65,6 @@ def test_the_interval_of_a_median_by_hand():
     assert (2499.5 - low, high - 2499.5) == (pytest.approx(69.3, abs=1.5), pytest.approx(69.3, abs=1.5))
     with pytest.raises(ValueError, match="sample"):
         median_interval([])
-
-
-@pytest.mark.parametrize("rounds", [20, 200])
-def test_a_difference_is_not_found_where_there_is_none(noisy_rounds, rounds):
-    verdicts = [paired_ratio(*noisy_rounds(1.0, rounds, seed)).verdict for seed in range(300)]
-    # The interval alone may be wrong 5 times in 100; 4 standard deviations of a proportion more.
-    # A test of noise, not of equal numbers.
-    named = verdicts.count("faster") + verdicts.count("slower")
-    assert 0 < named <= (0.05 + 0.051) * 300
-    # 20 rounds of 3% do not tell 1.000 from 1.005.
-    assert verdicts.count("unclear") > (0.8 if rounds == 20 else 0.1) * 300
 
 
 def test_pairs_cancel_a_drift_that_is_much_larger_than_the_difference():
@@ -134,7 +117,6 @@ def test_separate_runs_are_compared():
     [
         ("no difference", 0.996, 1.004, 0.005, "no difference above 0.5%"),
         ("no difference", 0.98, 1.02, 0.03, "no difference above 3%"),
-        ("no difference", 0.979, 1.013, 0.005, "unclear: between -2.1% and +1.3%"),  # as older rows have it
         ("unclear", 0.979, 1.013, 0.005, "unclear: between -2.1% and +1.3%"),
         ("unclear", math.nan, math.nan, 0.005, "unclear"),
         ("faster", 1.01, 1.02, 0.005, "faster"),

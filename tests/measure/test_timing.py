@@ -63,13 +63,6 @@ def test_rounds_are_interleaved_and_their_order_changes(machine):
     assert len(set(rounds)) > 2
 
 
-@pytest.mark.parametrize(("slower_by", "verdict"), [(1.02, "slower"), (1.0, "unclear")])
-def test_two_percent_is_found_under_drift_and_jitter_and_zero_is_not(slower_by, verdict):
-    machine = FakeMachine(jitter=0.03, drift_per_call=0.002)
-    timings = machine.time({"base": 10.0, "new": 10.0 * slower_by}, repeats=150)
-    assert timings["new"].versus(timings["base"]).verdict == verdict
-
-
 def test_short_work_is_repeated_within_a_sample(machine):
     timing = machine.time({"a": 0.01}, repeats=3, min_sample_ms=1.0)["a"]
     assert timing.calls_per_sample == pytest.approx(100, abs=1)  # 1 ms / 0.01 ms, rounded up

@@ -1,13 +1,10 @@
 """`lmkit profile` and `lmkit bench` as a user meets them: exit codes, messages, and what is left behind."""
 
 import json
-import shutil
 import sys
 
 import pytest
 from tiny import tiny_recipe
-
-from lmkit.profile.nsys import find_nsys
 
 RECIPE = tiny_recipe('run.name="small"', "model.vocab_size=64", "train.batch_size=2", "train.steps=1")
 
@@ -82,15 +79,3 @@ def test_a_file_of_another_kind_is_told_from_a_recipe(terminal, tmp_path, name, 
     command = f"profile {engine} {name} --output out"
     assert ".nsys-rep" in terminal.refuses(command, code="trace.wrong_kind", says=(name,)).hint
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(find_nsys() is None, reason="nsys (Nsight Systems) is not installed")
-def test_the_real_nsys_profiles_lmkit_itself(lmkit, recipe, tmp_path):
-    """A command of ours under nsys, with its ranges where NVTX can be marked."""
-    shutil.copy(recipe, tmp_path / "copy.toml")
-    result = lmkit("profile", "nsys", "--output", "out", "--", "lmkit", "recipe", "show", "copy.toml")
-    assert result.returncode == 0, result.stderr
-    summary = json.loads((tmp_path / "out" / "profile_summary.json").read_text())
-    assert (summary["engine"], summary["launches"]) == ("nsys", None)
-    again = lmkit("profile", "nsys", "out/profile.nsys-rep", "--output", "again", "--json")
-    assert json.loads(again.stdout)["summary"]["window_ms"] == summary["window_ms"]

@@ -110,11 +110,3 @@ def test_a_raw_stream_is_imported_by_hand(tmp_path, monkeypatch):
     (tmp_path / "p.qdstrm").write_text("stream")
     assert nsys._finished_report(tmp_path / "bin" / "nsys", tmp_path / "p").read_text() == "stream"
     assert not (tmp_path / "p.qdstrm").exists()
-
-
-@pytest.mark.skipif(find_nsys() is None, reason="nsys (Nsight Systems) is not installed")
-def test_the_real_nsys(tmp_path):
-    run = profile_command([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "out")
-    assert run.exit_code == 3
-    summary = summarize(read_nsys_file(run.database))
-    assert (summary["engine"], summary["launches"]) == ("nsys", None)

@@ -99,16 +99,6 @@ def test_without_gpu_tables_the_fields_are_null(nsys_database):
     assert len(summary["warnings"]) == 1
 
 
-def test_calls_without_kernels(nsys_database):
-    nsys_database.range(0, 1000, "step")
-    nsys_database.launch(10, 1)
-    assert values(summary_of(nsys_database), "launches", "kernels", "gpu_busy_share") == (1, None, None)
-
-
-def test_an_empty_recording(nsys_database):
-    assert values(summary_of(nsys_database), "steps", "window_ms", "ranges") == (0, 0.0, [])
-
-
 def test_a_recording_without_ranges_and_with_lost_kernels_warns(nsys_database):
     for correlation in range(10):
         nsys_database.launch(10 * correlation, correlation, work=(50, 60) if correlation < 8 else ())

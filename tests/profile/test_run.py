@@ -11,7 +11,6 @@ from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
-from lmkit.optim import Muon
 from lmkit.profile import run as profiling
 from lmkit.profile.nsys import NsysRun
 from lmkit.profile.run import CommandFailed, choose_engine, run_command, run_memory, run_recording, run_steps
@@ -72,17 +71,6 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
     # The stored trace gives the same summary again.
     again = run_recording(tmp_path / "kineto_trace.json.gz", tmp_path / "again")
     assert names(again.summary) == RANGES
-
-
-def test_the_optimizer_of_the_recipe_makes_the_steps():
-    optimizer = OptimizerConfig(name="muon", options={"momentum": 0.5})
-    train = TrainConfig(batch_size=2, grad_clip=0.25)
-    recipe = RECIPE.model_copy(update={"optimizer": optimizer, "train": train})
-    work = workload_from_json(Workload(recipe).as_json())
-    step = make_training(work)
-    assert isinstance(step.optimizer, Muon)
-    assert step.optimizer.momentum == 0.5
-    assert step.step._max_norm == 0.25
 
 
 @pytest.mark.parametrize(

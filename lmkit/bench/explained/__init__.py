@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lmkit.measure.plots import grouped_bars, heat_map, timeline
+from lmkit.measure.tables import Column
 
 TILES = 8
 RANKS = (1, 2, 4, 8)
@@ -53,12 +54,11 @@ def bytes_per_parameter() -> bytes:
             for ranks in RANKS
             for part, size in (("weight", 4.0), ("gradient", 4.0), ("AdamW's moments", 8.0 / ranks))
         ],
-        "bytes",
+        Column("bytes", "bytes"),
         group="ranks",
         series="part",
         title="ZeRO-1: bytes per fp32 parameter on each rank",
         x_label="",
-        y_label="bytes",
     )
 
 
