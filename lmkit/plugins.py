@@ -1,4 +1,4 @@
-"""Load the Python files that `--plugin` names, and say which of their code raised an error."""
+"""Load the Python files that `--plugin` names; say which of their code raised an error or returned a wrong result."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
-from lmkit.registry import FUNCTIONS, REGISTRIES
+from lmkit.registry import FUNCTIONS, REGISTRIES, Registry
 
 PLUGINS: list[Path] = []
 """Files that the user named with `--plugin`; ranks that are started load them, too."""
@@ -82,3 +83,22 @@ def plugin_error(error: BaseException) -> LmkitError | None:
     frame, line = frames[-1]
     where = f"{next(entries, '')}{frame.f_code.co_filename}:{line}"
     return LmkitError("plugin.raised", f"{where}: {first_line(error)}", hint="for the traceback: --debug")
+
+
+def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> Any:
+    """Return what a registered object returned.
+
+    Raises:
+        LmkitError: it lacks one of the attributes ("plugin.returned").
+    """
+    lacking = [attribute for attribute in attributes if not hasattr(made, attribute)]
+    if lacking:
+        raise wrong_result(registry, name, f"{type(made).__name__} without {', '.join(lacking)}")
+    return made
+
+
+def wrong_result(registry: Registry[Any], name: str, found: str) -> LmkitError:
+    """Return the error that names a registered object, its file, and what it wrongly returned."""
+    entry = next(entry for entry in registry.entries if entry.name == registry.canonical(name))
+    message = f"{entry.file}: {registry.noun} {entry.name!r} returned {found}"
+    return LmkitError("plugin.returned", message, hint="CONTRIBUTING.md shows what it has to return")

@@ -1,11 +1,20 @@
-"""Errors that the code of plugins raises are one line that names the entry, the file and the line."""
+"""What the code of plugins raises, or wrongly returns, is one line that names the entry and the file."""
 
 import pytest
+import torch
+from raising import raises
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit import plugins
-from lmkit.plugins import plugin_error
-from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES
+from lmkit.attention import attention_function
+from lmkit.attention.dispatch import joined_function
+from lmkit.errors import LmkitError
+from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import Strategy, build_strategy
+from lmkit.plugins import load_plugin, plugin_error
+from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES
+from lmkit.training import build_step
 
 PLUGIN = """
 from torch.optim import SGD
@@ -56,7 +65,7 @@ def plugin(tmp_path, monkeypatch):
     (tmp_path / "tiny.toml").write_text(tiny_recipe(*RANDOM_TOKENS, "train.steps=2", "train.batch_size=2"))
     monkeypatch.setattr(plugins, "PLUGINS", [])
     yield path
-    for registry in (ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES):
+    for registry in (ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES):
         for name in [name for name in registry.names if name.startswith("my_")]:
             registry.unregister(name)
 
@@ -80,6 +89,100 @@ def test_what_a_plugin_raises_is_one_line(plugin, command, entry, error, termina
 def test_a_bench_that_returns_no_rows_is_one_line(plugin, terminal):
     says = ["'my_empty_bench'", str(plugin), "NoneType"]
     terminal.refuses(f"bench my-empty-bench --plugin {plugin}", code="bench.no_rows", says=says, exit_code=1)
+
+
+RETURNS = """
+import torch
+from torch.optim import SGD
+
+from lmkit.parallel.strategy import Strategy
+from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
+
+
+@ATTENTION.register("my_kernel", joined=__name__ + ":joined")
+def my_kernel(q, k, v, *, causal, scale=None):
+    return {returned}
+
+
+def joined(qkv, *, kv_heads, head_dim, first):
+    return qkv[..., first:]
+
+
+@OPTIMIZERS.register("my_optimizer")
+def make(groups, options):
+    return {returned}
+
+
+@STRATEGIES.register("my_strategy")
+def strategy(ranks, config):
+    return {returned}
+"""
+CALLED = {
+    "attention kernel 'my_kernel'": "model.attention=my_kernel",
+    "optimizer 'my_optimizer'": "optimizer.name=my_optimizer",
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "returned", "found"),
+    [
+        *(("attention kernel 'my_kernel'", *case) for case in (
+            ("None", "NoneType"), ("(q, None)", "tuple"), ("q[:, :1]", "(2, 1, "), ("q.double()", "float64"),
+            ("q.to('meta')", "on meta"),
+        )),
+        ("optimizer 'my_optimizer'", "None", "NoneType"),
+        ("optimizer 'my_optimizer'", "torch.nn.Linear(1, 1)", "Linear without param_groups"),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_returns_is_checked(plugin, entry, returned, found, terminal):
+    plugin.write_text(RETURNS.format(returned=returned))
+    says = [f"{plugin}: {entry} returned", found]
+    command = f"train tiny.toml --set {CALLED[entry]} --plugin {plugin}"
+    terminal.refuses(command, code="plugin.returned", says=says, exit_code=1)
+
+
+def test_what_a_joined_kernel_returns_is_checked(plugin):
+    """Of 2 heads of 4 and 1 for keys and values, 16 numbers."""
+    plugin.write_text(RETURNS.format(returned="q"))
+    load_plugin(plugin)
+    qkv, sizes = torch.ones(1, 3, 16), {"kv_heads": 1, "head_dim": 4}
+    assert joined_function("my_kernel")(qkv, **sizes, first=8).shape == (1, 3, 8)
+    with raises(LmkitError, "plugin.returned", f"{plugin}: attention kernel 'my_kernel'", "(1, 3, 9)"):
+        joined_function("my_kernel")(qkv, **sizes, first=7)
+
+
+@pytest.mark.parametrize("returned", ["None", "object()"])
+def test_what_a_strategy_returns_is_checked(plugin, returned):
+    plugin.write_text(RETURNS.format(returned=returned))
+    load_plugin(plugin)
+    with raises(LmkitError, "plugin.returned", f"{plugin}: strategy 'my_strategy'", "no Strategy"):
+        build_strategy("my_strategy", Ranks())
+
+
+def test_a_strategy_that_returns_no_indices_is_named(plugin):
+    """And one whose `attach` returns no model."""
+
+    @STRATEGIES.register("my_strategy")
+    class Mine(Strategy):
+        def _reduce(self, unused, *, wait): ...
+
+    with raises(LmkitError, "plugin.returned", __file__, "_reduce"):
+        build_strategy("my_strategy", Ranks(world_size=2)).finish()
+    Mine.attach = lambda self, model, **_: None
+    model = ModelConfig(vocab_size=8, context_length=4, d_model=4, d_ff=4, num_layers=1, num_heads=1)
+    with raises(LmkitError, "plugin.returned", __file__, "NoneType without loss"):
+        build_step(model, Ranks(), parallel=ParallelConfig(strategy="my_strategy"))
+
+
+def test_under_autocast_a_kernel_may_return_the_dtype_of_its_products(plugin):
+    ATTENTION.register("my_kernel")(product)
+    q = torch.ones(1, 1, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention_function("my_kernel")(q, q, q, causal=True).dtype == torch.bfloat16
+
+
+def product(q, k, v, *, causal, scale=None):
+    return q @ k.mT @ v
 
 
 def test_errors_of_other_code_and_signals_are_no_plugins():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmkit.errors import UsageError
+from lmkit.plugins import wrong_result
 from lmkit.registry import ATTENTION
 
 PREFERRED = ("flash_triton", "sdpa")
@@ -70,13 +72,45 @@ def attention(
 
 
 def attention_function(name: str) -> Callable[..., Tensor]:
-    """Return the attention kernel of this name or alias.
+    """Return the attention kernel of this name or alias; that of a plugin with a check of what it returns.
 
     Raises:
         UsageError: no kernel has this name, or it needs a package that is not installed.
     """
     function: Callable[..., Tensor] = ATTENTION.load(name)
-    return function
+    return function if function.__module__.startswith("lmkit.") else _Checked(name, function)
+
+
+class _Checked:
+    """A plugin's kernel: what its first call returns is checked; in a compiled model, when the call is traced.
+
+    Args:
+        is_joined: whether it takes a joined projection.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], *, is_joined: bool = False) -> None:
+        self._name, self._function, self._is_joined = name, function, is_joined
+        self._is_checked = False
+
+    def __call__(self, q: Tensor, *others: Tensor, **options: Any) -> Any:
+        out = self._function(q, *others, **options)
+        # In this order a graph depends on no state, and is traced once.
+        if torch.compiler.is_compiling() or not self._is_checked:
+            width = 2 * options["kv_heads"] * options["head_dim"] if self._is_joined else 0
+            self._check(out, q, (*q.shape[:-1], q.shape[-1] - width))
+            if not torch.compiler.is_compiling():
+                self._is_checked = True
+        return out
+
+    def _check(self, out: Any, q: Tensor, shape: Sequence[int]) -> None:
+        found = type(out).__name__
+        if isinstance(out, Tensor):
+            # Under autocast, matrix products have another dtype than what goes in.
+            is_right = out.dtype == q.dtype or torch.is_autocast_enabled(q.device.type)
+            if is_right and out.shape == shape and out.device == q.device:
+                return
+            found = f"{tuple(out.shape)} in {out.dtype} on {out.device}"
+        raise wrong_result(ATTENTION, self._name, f"{found}, not {tuple(shape)} in {q.dtype} on {q.device}")
 
 
 def joined_function(name: str) -> Callable[..., Tensor] | None:
@@ -93,7 +127,7 @@ def joined_function(name: str) -> Callable[..., Tensor] | None:
             f"attention kernel {name!r}: its fact joined names no function: {error}",
             hint='joined = "module:function"',
         ) from error
-    return function
+    return function if function.__module__.startswith("lmkit.") else _Checked(name, function, is_joined=True)
 
 
 def check_kernel(name: str, q: Tensor) -> None:

@@ -136,7 +136,7 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
         function = getattr(attention_ablations, ABLATIONS[plain])
     else:
         tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
-        function = attention_function(kernel)
+        function = ATTENTION.load(kernel)  # without the check of its first call: the gate makes a row of it
         if tf32 or arguments:
             function = partial(function, **{**tf32, **arguments})
     return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lmkit.cli.stage_record import FILES, is_entry, paths_of
+from lmkit.cli.stage_record import FILES, paths_of
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import (
     BESIDE_TOKENIZER,
@@ -25,6 +25,7 @@ from lmkit.recipe.run_folder import (
     RUN_FILES,
     TOKENIZER,
     TRAINED_FILES,
+    is_entry,
     is_run,
     read_record,
     save_record,

@@ -15,7 +15,14 @@ from typing import Any
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
 from lmkit.recipe.load import shipped_recipes
-from lmkit.recipe.run_folder import ADDED_TOKENS, BESIDE_TOKENIZER, RECORD, SPECIAL_TOKENS_MAP, save_record
+from lmkit.recipe.run_folder import (
+    ADDED_TOKENS,
+    BESIDE_TOKENIZER,
+    RECORD,
+    SPECIAL_TOKENS_MAP,
+    is_entry,
+    save_record,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage.atomic import noted_digest
@@ -249,18 +256,3 @@ def _read_by(stage: str, values: dict[str, Any], content: dict[str, list[str]]) 
         "values": {dotted: value for dotted, value in values.items() if dotted.split(".")[0] in tables},
         "content": {dotted: hashes for dotted, hashes in content.items() if dotted.split(".")[0] in tables},
     }
-
-
-def is_entry(entry: Any) -> bool:
-    """Return whether an entry of the record has the form that `StageRecord` writes."""
-    if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
-        return False
-    outputs = entry.get("outputs", {} if entry.get("done") is False else None)
-    return all(
-        isinstance(lists, dict)
-        and all(
-            isinstance(items, list) and all(isinstance(item, str) for item in items)
-            for items in lists.values()
-        )
-        for lists in (outputs, entry.get("content", {}))
-    )

@@ -23,17 +23,23 @@ _HINT = "every line must hold one JSON object"
 _EACH = 'every line must hold {"messages": [{"role": "user", "content": "..."}, ...]}'
 _LEARNED = ("weight", "train")
 """Keys of a line or a message; 0 or false: a model does not learn it."""
-_OF_LINE = ("tools", "functions", "system", "documents", "images", "videos", "audios")
-"""Keys beside `messages` that would be lost: no chat template of lmkit has a place for them."""
+_LEARNED_IN_CHAT = (*_LEARNED, "training", "loss")
+"""The same where there are messages. Elsewhere `loss` is a number that somebody measured."""
+_MASKS = ("mask", "masked", "loss_mask", "loss_scale", "train_detail", "training_detail")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_PREFERENCES = ("label", "kto_tag")
+"""Keys of a line; false: its answer is a bad one. Other values of `label` say nothing."""
+_OF_LINE = (
+    *("tools", "functions", "system", "system_prompt", "documents", "chat_template", "chat_template_kwargs"),
+    *(*_MEDIA, *_MASKS, "completion_mask", "assistant_mask", "assistant_masks", *_PREFERENCES),
+    *("completion", "chosen", "rejected", "rejected_messages", "rejected_response", "rejected_responses"),
+    *("preferred_output", "non_preferred_output", "positive_messages", "negative_messages"),
+)
+"""Keys beside `messages` that would be lost: no chat template of lmkit has a place for them, or they say in another
+way what a model learns."""
 _OF_MESSAGE = (
-    "tool_calls",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "name",
-    "images",
-    "audio",
+    *("tool_calls", "function_call", "name", *_MEDIA),
+    *("reasoning_content", "reasoning", "thinking", "refusal", "prefix", *_MASKS),
 )
 """The same of a message. Other keys (id, source, ...) say nothing that a model reads or learns."""
 
@@ -102,10 +108,18 @@ def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
     return json.loads(_HALF.sub("\ufffd", text))
 
 
-def is_learned(keys: Mapping[str, Any], where: str, *, lost: Sequence[str] = (), field: str = "") -> bool:
+def is_learned(
+    keys: Mapping[str, Any],
+    where: str,
+    *,
+    learned: Sequence[str] = _LEARNED,
+    lost: Sequence[str] = (),
+    field: str = "",
+) -> bool:
     """Return whether a model shall learn a line or a message.
 
     Args:
+        learned: keys that say so.
         lost: keys that may not hold anything.
         field: the key that holds the text.
 
@@ -113,16 +127,23 @@ def is_learned(keys: Mapping[str, Any], where: str, *, lost: Sequence[str] = (),
         UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
     """
     for key in lost:
-        if keys.get(key):
-            hint = "write it into the content of a message, or remove the key: it would be left out"
+        if _says_more(key, keys.get(key)):
+            hint = "remove the key, which would be left out, or write what it says into contents and weights (0 or 1)"
             raise UsageError("corpus.unsupported_key", f"{where}: {key} is not supported", hint=hint)
-    values = {key: keys[key] for key in _LEARNED if key != field and keys.get(key) is not None}
+    values = {key: keys[key] for key in learned if key != field and keys.get(key) is not None}
     for key, value in values.items():
         if value not in (0, 1):
             hint = "0 or false: read and not learned; 1 or true: learned; a key of another meaning needs another name"
             message = f"{where}: {key} {json.dumps(value)[:40]}, which is neither 0 nor 1"
             raise UsageError("corpus.unsupported_key", message, hint=hint)
     return all(values.values())
+
+
+def _says_more(key: str, value: Any) -> bool:
+    """Return whether the value of a key of `_OF_LINE` or `_OF_MESSAGE` may not be left out."""
+    if key in _PREFERENCES:
+        return value is False
+    return value not in (None, "", [], 1) if key == "loss_scale" else bool(value)
 
 
 def messages_of(record: Any, where: str) -> list[Message]:
@@ -139,13 +160,13 @@ def messages_of(record: Any, where: str) -> list[Message]:
     found = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(found, list) or not found:
         raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)
-    learned, messages = is_learned(record, where, lost=_OF_LINE), []
+    learned, messages = is_learned(record, where, learned=_LEARNED_IN_CHAT, lost=_OF_LINE), []
     for number, message in enumerate(found, 1):
         keys: dict[str, Any] = message if isinstance(message, dict) else {}
         role: Any = keys.get("role")
         content: Any = keys.get("content")
         here = f"{where}: message {number}"
-        counts = is_learned(keys, here, lost=_OF_MESSAGE)
+        counts = is_learned(keys, here, learned=_LEARNED_IN_CHAT, lost=_OF_MESSAGE)
         if role not in ROLES or not isinstance(content, str):
             what = f"role {json.dumps(role)[:40]}" if role not in ROLES else "no text as content"
             hint = f"a message has a role ({', '.join(ROLES)}) and a content, which is a text"

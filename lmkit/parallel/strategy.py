@@ -32,6 +32,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
+from lmkit.plugins import wrong_result
 from lmkit.recipe.schema import strategy_mistakes
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
@@ -47,6 +48,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
 
     Raises:
         UsageError: no such strategy, or a key or option that it does not use.
+        LmkitError: what is registered makes no strategy.
     """
     if isinstance(strategy, str):
         strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
@@ -54,7 +56,9 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
         raise UsageError(
             "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"
         )
-    made: Strategy = STRATEGIES.load(strategy.strategy)(ranks, strategy)
+    made = STRATEGIES.load(strategy.strategy)(ranks, strategy)
+    if not isinstance(made, Strategy):
+        raise wrong_result(STRATEGIES, strategy.strategy, f"{type(made).__name__}, no Strategy")
     return made
 
 
@@ -160,7 +164,10 @@ class Strategy:
         unused = self._without_gradient()
         for index in unused:
             self.parameters[index].grad = torch.zeros_like(self.parameters[index])
-        for index in self._reduce(unused, wait=wait):
+        without = self._reduce(unused, wait=wait)
+        if without is None:
+            raise wrong_result(STRATEGIES, self.config.strategy, "None from _reduce, not a list of indices")
+        for index in without:
             self.parameters[index].grad = None
 
     @torch.no_grad()

@@ -78,6 +78,21 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record.get(_MARK), dict) else {}
 
 
+def is_entry(entry: Any) -> bool:
+    """Return whether an entry of the record has the form that `lmkit.cli.stage_record.StageRecord` writes."""
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
+        return False
+    outputs = entry.get("outputs", {} if entry.get("done") is False else None)
+    return all(
+        isinstance(lists, dict)
+        and all(
+            isinstance(items, list) and all(isinstance(item, str) for item in items)
+            for items in lists.values()
+        )
+        for lists in (outputs, entry.get("content", {}))
+    )
+
+
 def save_record(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the record `stages.json`, which makes the folder a run of lmkit."""
     from lmkit.storage import write_atomic  # not to load a recipe

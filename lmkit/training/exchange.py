@@ -47,6 +47,7 @@ from lmkit.training.atomic_checkpoint import (
 )
 from lmkit.training.checkpoint import load_tokenizer
 from lmkit.training.given_weights import INDEX, ONE_FILE, GivenWeights, open_hugging_face, open_weights
+from lmkit.training.model_state import cast_weight
 from lmkit.training.setup import untrained_state
 
 log = logging.getLogger("lmkit")
@@ -98,7 +99,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     Raises:
         UsageError: the output exists, the tokenizer is not the model's, or the architecture cannot express the model;
             the message names the key.
-        LmkitError: the checkpoint is damaged, or a weight is not finite.
+        LmkitError: the checkpoint is damaged, or a weight is not finite, also in `dtype` alone.
     """
     weights = open_weights(source)
     tokenizer = None
@@ -154,7 +155,8 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
         if theirs not in names:
             return torch.zeros_like(specs[theirs], device="cpu")
         weight = weights.read(names[theirs])
-        return to_halves(names[theirs], weight, weights.config).to(specs[theirs].dtype)
+        weight = to_halves(names[theirs], weight, weights.config)
+        return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
     shards = list(_shards(specs))
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]

@@ -342,7 +342,7 @@ def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarr
     end, prefix, suffix = tokenizer.end_of_text_id, tokenizer.prefix, tokenizer.suffix
     if suffix[-1:] == (end,):
         suffix = suffix[:-1]
-    starts = document_starts(file).tolist()
+    starts, empty = document_starts(file).tolist(), 0
     for number, (first, last) in enumerate(zip(starts, [*starts[1:], len(file.tokens)], strict=True)):
         ids = file.tokens[first:last].astype(np.int64)
         if len(ids) and ids[-1] == end:
@@ -353,8 +353,12 @@ def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarr
             ids = ids[len(prefix) :]
         data = tokenizer.decode_bytes(ids.tolist())
         size = len(data) - tokenizer.specials_in(ids)[1] if file.sizes is None else int(file.sizes[number])
-        if size and data.strip():
+        if size:
             yield ids, size, data
+        else:
+            empty += 1
+    if empty:
+        log.warning("%d of %d documents are without text, and left out", empty, len(starts))
 
 
 def ids_before(tokenizer: Tokenizer, path: Path) -> list[int]:

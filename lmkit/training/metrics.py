@@ -42,7 +42,8 @@ _LONGEST_LINE = 1 << 20
 """Bytes; the rest of a longer line counts as another line."""
 _CURVES = {"train": "training", "valid": "held out", "final": "all held-out data"}  # kind of record -> label
 
-_CUT = "cut short"
+CUT = "cut short"
+"""What is wrong with a last line that a kill cut."""
 _WHOLE = ("step", "tokens", "memory_bytes", "number")
 _NUMBERS = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "seconds", "progress", "eta_seconds"),
@@ -142,7 +143,7 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records, mistakes = check_metrics(path)
-    if wrong := [text for text in mistakes if _CUT not in text]:  # a kill cuts the last line short
+    if wrong := [text for text in mistakes if CUT not in text]:  # a kill cuts the last line short
         log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
     return records
 
@@ -155,7 +156,7 @@ def check_metrics(path: Path) -> tuple[list[Record], list[str]]:
             try:
                 why = _mistake(record := json.loads(line))
             except (ValueError, RecursionError):
-                why = "not JSON" if line.endswith(b"\n") else _CUT
+                why = "not JSON" if line.endswith(b"\n") else CUT
             if why is None:
                 records.append(record)
             else:

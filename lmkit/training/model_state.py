@@ -144,6 +144,7 @@ def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
 
     Raises:
         UsageError: other names or shapes; the message lists the first differences.
+        LmkitError: a number is too large for the model's dtype ("weights.not_finite").
     """
     state = model.state_dict(keep_vars=True)
     wanted = _plain(state)
@@ -159,8 +160,29 @@ def load_weights(model: nn.Module, tensors: Tensors, *, origin: Path) -> None:
             hint="use the recipe that the checkpoint was made with",
         )
     # By identity, because tied weights have several names and are saved under one.
-    saved = {id(tensor): tensors[name] for name, tensor in wanted.items()}
+    saved = {
+        id(tensor): cast_weight(tensors[name], tensor.dtype, name=name, origin=origin)
+        for name, tensor in wanted.items()
+    }
     model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: Path) -> torch.Tensor:
+    """Return a weight in another dtype.
+
+    Raises:
+        LmkitError: a finite number of it would be infinite ("weights.not_finite").
+    """
+    cast = weight.to(dtype)
+    if cast.dtype != weight.dtype and not torch.equal(cast.isfinite(), weight.isfinite()):
+        largest = f"{torch.finfo(dtype).max:.4g}"
+        kind = str(dtype).removeprefix("torch.")
+        raise LmkitError(
+            "weights.not_finite",
+            f"{origin}: {name} has numbers beyond {largest}, the largest of {kind}",
+            hint='use a wider dtype: export with --dtype fp32, train with train.precision = "fp32"',
+        )
+    return cast
 
 
 def _plain(state: Tensors) -> dict[str, torch.Tensor]:

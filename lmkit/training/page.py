@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError, UsageError, reason
+from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.decoration import decorate
 from lmkit.measure.plots import loss_curve
 from lmkit.recipe.changes import differences
@@ -20,10 +21,11 @@ from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import parse_object, read_input
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
-from lmkit.training.metrics import read_metrics
+from lmkit.training.metrics import CUT, check_metrics
 
 PAGE = "report.html"
 Record = dict[str, Any]
+log = logging.getLogger("lmkit")
 
 _STYLE = """
 body { max-width: 60rem; margin: 0 auto; padding: 0 1rem 3rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
@@ -116,7 +118,15 @@ def _read_run(folder: Path, name: str) -> Run:
     if not (folder / METRICS).is_file():
         hint = "name a run folder that `lmkit run` or `lmkit train` made"
         raise UsageError("report.no_run", f"{folder}: no {METRICS}", hint=hint)
-    records = read_metrics(folder / METRICS)
+    records, mistakes = check_metrics(folder / METRICS)
+    if damaged := [text for text in mistakes if CUT not in text]:
+        raise LmkitError(
+            "rows.damaged",
+            f"{folder / METRICS}: not what lmkit writes: {some_of(damaged)}",
+            hint="delete these lines to do without them",
+        )
+    if mistakes:
+        log.warning("%s: left out: %s", folder / METRICS, some_of(mistakes))
     return Run(
         name,
         folder,

@@ -16,7 +16,7 @@ from lmkit.data.token_files import TokenFile, open_tokens, parts_of
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
-from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECIPE, TOKENIZER, read_record, token_file
+from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECIPE, TOKENIZER, is_entry, read_record, token_file
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
@@ -180,14 +180,11 @@ def made_files(folder: Path) -> tuple[dict[Path, str], dict[str, list[Any]]]:
         File -> SHA-256 when it was made; absolute name -> `noted_digest` when it was last read.
     """
     record = read_record(folder)
-    try:
-        made = [
-            record[stage].get("made", {}) for stage in ("corpus", "tokenizer", "encode") if stage in record
-        ]
-        noted = {name: facts for name, facts in record.get("files", {}).items() if isinstance(facts, list)}
-        return {folder / name: str(digest) for files in made for name, digest in files.items()}, noted
-    except (TypeError, AttributeError):
-        return {}, {}  # damaged, of which `lmkit run` speaks
+    stages = [record[stage] for stage in ("corpus", "tokenizer", "encode") if is_entry(record.get(stage))]
+    made = {folder / name: str(digest) for stage in stages for name, digest in stage.get("made", {}).items()}
+    files = record.get("files")
+    noted = files.items() if isinstance(files, dict) else ()
+    return made, {name: facts for name, facts in noted if isinstance(facts, list)}
 
 
 def token_paths(recipe: Recipe) -> tuple[Path, Path]:

@@ -29,6 +29,7 @@ from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.parallel.place import read_place
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.parallel.strategy import MakeOptimizer, build_strategy
+from lmkit.plugins import checked
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, STRATEGIES
@@ -104,7 +105,7 @@ def build_step(
         masters = hold_weights(plain, precision)
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
-    call = sync.attach(plain, fingerprint=fingerprint)
+    call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
     sync.take_first_ranks(masters.values())
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
@@ -310,14 +311,16 @@ def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> tor
 
     Raises:
         UsageError: it refuses one of its options.
+        LmkitError: it makes no optimizer.
     """
     try:
-        made: torch.optim.Optimizer = OPTIMIZERS.load(table.name)(groups, table)
-        return made
+        made = OPTIMIZERS.load(table.name)(groups, table)
     except ValueError as error:
         defaults = OPTIMIZERS.facts(table.name).options.items()
         hint = "the defaults are " + ", ".join(f"{key} = {value}" for key, value in defaults)
         raise UsageError("optimizer.wrong_option", f"optimizer.options: {error}", hint=hint) from error
+    needed = ("param_groups", "state", "step", "zero_grad")
+    return cast(torch.optim.Optimizer, checked(OPTIMIZERS, table.name, made, *needed))
 
 
 def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +15,21 @@ from lmkit.measure.tables import size_of
 from lmkit.model.hugging_face import CONFIG
 from lmkit.parallel.ranks import local_device
 from lmkit.recipe.load import load_recipe, required
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, TOKENIZER
+from lmkit.recipe.run_folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    METRICS,
+    RECIPE,
+    RECORD,
+    RUN_FILES,
+    TOKENIZER,
+    is_entry,
+    read_record,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
-from lmkit.storage.inputs import read_input
+from lmkit.storage.inputs import read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.atomic_checkpoint import (
     MANIFEST,
@@ -114,6 +123,12 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
     for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
         yield _check(folder / name, look)
     sha256, made = None, made_files(folder)[0]
+    if (folder / RECORD).exists():
+        yield _check(folder / RECORD, _record)
+    checked = {folder / name for name in (RECORD, ENVIRONMENT, TOKENIZER)} | made.keys()
+    for path in (folder / name for name in RUN_FILES if name.endswith(".json") and "/" not in name):
+        if path.exists() and path not in checked:
+            yield _check(path, _json)
     for path in sorted(made.keys() - {folder / TOKENIZER, *folder.glob("tokens/*.npy")}):
         yield _check(path, lambda path: f"{size_of(path.stat().st_size)}, as `lmkit run` left it", made[path])
     if (folder / TOKENIZER).exists():
@@ -186,10 +201,20 @@ def _recipe(path: Path) -> str:
 
 def _json(path: Path) -> str:
     try:
-        json.loads(read_input(path))
-    except (ValueError, RecursionError):
-        raise LmkitError("verify.damaged", f"{path}: not JSON") from None
+        read_object(path)
+    except ValueError as error:
+        raise LmkitError("verify.damaged", f"{path}: {error}") from None
     return "readable"
+
+
+def _record(path: Path) -> str:
+    _json(path)
+    record = read_record(path.parent)
+    stages = record.keys() - {"lmkit", "files"}
+    wrong = [name for name in sorted(stages) if not is_entry(record[name])]
+    if wrong or not record:
+        raise LmkitError("verify.damaged", f"{path}: lmkit did not write {some_of(wrong) or 'it'}")
+    return f"{len(stages)} stages"
 
 
 def _metrics(path: Path) -> str:

@@ -120,13 +120,18 @@ def test_a_moved_run_without_a_fitting_name_is_refused(run):
     ],
     ids=str,
 )
-def test_damaged_metrics_stop_no_command(damage, run, terminal):
+def test_damaged_metrics_stop_no_training_and_are_on_no_page(damage, run, terminal):
     path = run / "metrics.jsonl"
     first, *others = (json.loads(line) for line in path.read_text().splitlines())
     path.write_text("".join(json.dumps(record) + "\n" for record in (first, *(r | damage for r in others))))
-    for command in (f"report {run} --html", f"train {run}/recipe.toml"):
-        terminal(command)
-        assert damage == {"loss": None} or "line 2 " in terminal.err
+    if damage == {"loss": None}:  # a loss that is not finite
+        terminal(f"report {run} --html")
+    else:
+        terminal.refuses(
+            f"report {run} --html", code="rows.damaged", says=[str(path), "line 2 "], exit_code=1
+        )
+    terminal(f"train {run}/recipe.toml")
+    assert damage == {"loss": None} or "line 2 " in terminal.err
     run_command_line(["compare", str(run), str(run)])  # may find nothing to compare
 
 

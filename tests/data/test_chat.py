@@ -158,6 +158,10 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, prepared):
         talk(("no", {"weight": 0}), ("yes", {"weight": 1, "name": None, "reasoning_content": ""}))
         + talk(("never", {}), weight=0, tools=[], id=3, source="web", metadata={"train": False})
         + talk(("not", {"train": False}), ("sure", {"train": True, "weight": None}), train=True)
+        + talk(("bad", {"loss": False}), ("good", {"loss": 1, "loss_scale": 1, "prefix": False}), label=True)
+        + talk(
+            ("none", {"training": 0}), ("fine", {"loss_scale": None, "mask": ""}), prompt="Hello?", label="x"
+        )
     )
     if prepared:  # as a run does
         table = CorpusConfig(source="chat", train=(path,), valid=(path,))
@@ -166,9 +170,11 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, prepared):
     encode_chat([path], tmp_path / "t.npy", tokenizer, TEMPLATES["plain"])
     file = open_tokens(tmp_path / "t.npy")
     assert file.mask is not None
-    assert all(word in tokenizer.decode(file.tokens.tolist()) for word in ("no<", "never<", "not<"))
+    read = tokenizer.decode(file.tokens.tolist())
+    assert all(word in read for word in ("no<", "never<", "not<", "bad<", "none<"))
     learned = file.tokens[np.unpackbits(file.mask)[: len(file.tokens)] == 1]
-    assert tokenizer.decode(learned.tolist()) == "yes<|endoftext|>sure<|endoftext|>"
+    answers = tokenizer.decode(learned.tolist()).split("<|endoftext|>")
+    assert answers == ["yes", "sure", "good", "fine", ""]
 
 
 def test_conversations_without_an_answer_are_refused(tmp_path):
@@ -203,11 +209,25 @@ def test_documents_that_teach_nothing_within_the_context_are_left_out():
         ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, "corpus.unsupported_key"),
         *(
             ({"messages": [{"role": "assistant", "content": "a", key: [{"b": 1}]}]}, "corpus.unsupported_key")
-            for key in ("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight")
+            for key in (
+                *("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight"),
+                *("loss", "train_detail", "training_detail", "loss_scale", "mask", "loss_mask", "refusal"),
+            )
+        ),
+        *(
+            ({"messages": [{"role": "assistant", "content": "a", key: value}]}, "corpus.unsupported_key")
+            for key, value in (("loss_scale", 0), ("loss_scale", 0.5), ("prefix", True), ("loss", "no"))
+        ),
+        *(
+            ({"messages": [{"role": "user", "content": "a"}], key: False}, "corpus.unsupported_key")
+            for key in ("label", "kto_tag")
         ),
         *(
             ({"messages": [{"role": "user", "content": "a"}], key: ["b"]}, "corpus.unsupported_key")
-            for key in ("tools", "functions", "system", "images", "weight", "train")
+            for key in (
+                *("tools", "functions", "system", "system_prompt", "images", "weight", "train", "loss"),
+                *("mask", "completion", "chosen", "rejected", "rejected_response", "assistant_masks"),
+            )
         ),
         ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from their_models import CASES, GROUPED, LLAMA3, byte_tokenizer, make_theirs, their_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lmkit.errors import LmkitError
 from lmkit.generation import generate
 from lmkit.model import TransformerLM
 from lmkit.recipe.load import load_recipe
@@ -72,6 +74,22 @@ def test_narrow_weights_keep_their_bits(dtype, tmp_path):
     assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
     wide = tensors_of(tmp_path / "wide")
     assert all(torch.equal(tensor.float(), wide[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("fp16", 65504.0), ("bf16", 3.38e38)])
+def test_a_weight_too_large_for_the_dtype_is_refused_by_name(dtype, largest, tmp_path):
+    theirs = make_theirs("Llama", {})
+    norm = theirs.model.norm.weight.data
+    norm[3] = -largest
+    theirs.save_pretrained(tmp_path / "fits")
+    norm[3] = -1.006 * largest
+    theirs.save_pretrained(tmp_path / "large")
+    export_model(tmp_path / "fits", tmp_path / "out", dtype=dtype)
+    with raises(LmkitError, "weights.not_finite", tmp_path / "large", "model.norm.weight", hint="--dtype"):
+        export_model(tmp_path / "large", tmp_path / "refused", dtype=dtype)
+    assert {path.name for path in tmp_path.iterdir()} == {"fits", "large", "out"}
+    export_model(tmp_path / "large", tmp_path / "wide", dtype="fp32")
+    assert torch.equal(tensors_of(tmp_path / "wide")["model.norm.weight"], norm)
 
 
 def test_greedy_text_is_that_of_transformers(tmp_path):

@@ -65,6 +65,15 @@ def test_weights_that_are_not_finite_are_refused(trained, tiny):
         train_here(tiny("run.name=after", f"train.init_from={trained.path}"))
 
 
+def test_weights_too_large_for_bf16_are_refused(trained, tiny):
+    tensors = trained.model_tensors()
+    tensors["lm_head.weight"][0, 0] = 3.4e38
+    entries = {**trained.entries, MODEL: write_tensors(trained.path / MODEL, tensors)}
+    write_manifest(trained.path, entries)
+    with raises(LmkitError, "weights.not_finite", trained.path, "lm_head.weight", hint="train.precision"):
+        train_here(tiny("run.name=after", f"train.init_from={trained.path}", "train.precision=bf16"))
+
+
 def test_it_resumes_without_the_weights_bit_for_bit(trained, tiny):
     source = f"train.init_from={trained.path.parent.parent}"
     whole, parts = tiny("run.name=whole", source), tiny("run.name=parts", source)

@@ -169,6 +169,29 @@ def test_fault_138_a_page_replaces_a_named_file_only_by_force(make_run, tmp_path
     assert "</html>" in notes.read_text()
 
 
+def test_a_last_line_that_a_kill_cut_is_left_out_and_told(make_run, caplog):
+    whole, cut = make_run("whole"), make_run("cut")
+    with open(cut / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    assert Parts(Path(write_page(cut).path).read_text()).texts["td"][1] == "20"
+    assert f"{cut / 'metrics.jsonl'}: " in caplog.text
+    assert "line 5 " in caplog.text
+    caplog.clear()
+    write_page(whole)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("line", ['{"kind": "tra', "[]", '{"kind": "train", "step": 1}'])
+def test_damage_inside_the_metrics_is_refused(line, make_run):
+    folder = make_run("one")
+    path = folder / "metrics.jsonl"
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first, line, *others]) + "\n")
+    with raises(LmkitError, "rows.damaged", path, "line 2"):
+        write_page(folder)
+    assert not (folder / "report.html").exists()
+
+
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
 def test_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
     run, other = make_run("run"), make_run("other")
