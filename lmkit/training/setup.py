@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
