@@ -196,17 +196,21 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         # (batch, heads or kv_heads, seq, head_dim)
         q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos_sin), apply_rope(k, cos_sin), v))
+        return self.output_proj(self.attend(q, k, v, firsts, cache))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
+        """Return the attention of rotated q (batch, heads, seq, head_dim), (batch, seq, heads * head_dim)."""
         with range_("attention"):
             if cache is not None:
                 out = cache.attend(self.layer, q, k, v)
             else:
-                # A kernel that takes no `first` sees all earlier tokens.
-                first = firsts[self.window is not None]
-                hides: dict[str, Any] = (
-                    {} if first is None else {"first": first}
-                )  # some kernels do not take it
-                out = self.attention(q, k, v, causal=True, **hides)  # (batch, heads, seq, head_dim)
-        return self.output_proj(out.transpose(1, 2).flatten(2))
+                out = self.attention(q, k, v, causal=True, **self.hidden_keys(firsts))
+        return out.transpose(1, 2).flatten(2)
+
+    def hidden_keys(self, firsts: Firsts) -> dict[str, Any]:
+        """Return the argument `first`, if this layer hides earlier tokens; other kernels do not take it."""
+        first = firsts[self.window is not None]
+        return {} if first is None else {"first": first}
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (batch, seq, d_model), k and v (batch, seq, kv_heads * head_dim)."""

@@ -48,26 +48,23 @@ class SelfAttention(core.SelfAttention):
 
     # The parts of a block that computes some of them again, or by fused operations
 
-    def rotated(self, qkv: Tensor, cos_sin: Tensor, operations: Operations) -> tuple[Tensor, ...]:
-        """Return what `attend` takes: q, k, v, or the projection q|k|v alone."""
+    def rotated(
+        self, qkv: Tensor, cos_sin: Tensor, operations: Operations, *, joined: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Return what `attend_heads` takes: q, k, v, or if `joined` perhaps the projection q|k|v alone."""
         if self.q_norm is not None:
             qkv = operations.heads_norm(qkv, self.q_norm, self.k_norm, self.kv_heads)
-        joined = self.joined_attention is not None
+        joined = joined and self.joined_attention is not None
         return operations.rotated(qkv, cos_sin, self.kv_heads, joined=joined)
 
-    def attend(self, heads: tuple[Tensor, ...], firsts: Firsts) -> Tensor:
-        """Return the attention of rotated heads, (batch, seq, heads * head_dim)."""
-        first = firsts[self.window is not None]
-        hides: dict[str, Any] = (
-            {} if first is None else {"first": first}
-        )  # kernels without the fact `windows` do not know it
+    def attend_heads(self, heads: tuple[Tensor, ...], firsts: Firsts, cache: KVCache | None = None) -> Tensor:
+        """Return the attention of what `rotated` returned, (batch, seq, heads * head_dim)."""
+        if len(heads) > 1:
+            return self.attend(*heads, firsts, cache)
+        assert self.joined_attention is not None
+        hidden = self.hidden_keys(firsts)
         with range_("attention"):
-            if len(heads) == 1:
-                assert self.joined_attention is not None
-                return self.joined_attention(
-                    heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hides
-                )
-            return self.attention(*heads, causal=True, **hides).transpose(1, 2).flatten(2)
+            return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hidden)
 
 
 class SwiGLU(core.SwiGLU):
@@ -120,19 +117,20 @@ class TransformerBlock(core.TransformerBlock):
         is_plain = type(operations) is Operations
         if delta is not None and keep != "all":
             x, delta = x + delta, None
-        if cache is not None or (is_plain and keep == "all"):
+        if is_plain and keep == "all":
             return plain_forward(x if delta is None else x + delta, cos_sin, firsts, cache), None
         if not are_plain(self.ln1, self.attn, self.ln2, self.ffn):
             x = x if delta is None else x + delta
-            whole = partial(plain_forward, cos_sin=cos_sin, firsts=firsts)
+            whole = partial(plain_forward, cos_sin=cos_sin, firsts=firsts, cache=cache)
             return (whole(x) if keep == "all" else again(whole, x)), None
         if keep == "input":
             return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
         if keep != "all":
             return self._forward_and_again(x, cos_sin, firsts, operations, keep)
         x, normed = self.normed(self.ln1, x, delta, operations)
-        heads = self.attn.rotated(joined_product(normed, *self.attn.joined_layers()), cos_sin, operations)
-        delta = self.attn.output_proj(self.attn.attend(heads, firsts))
+        qkv = joined_product(normed, *self.attn.joined_layers())
+        heads = self.attn.rotated(qkv, cos_sin, operations, joined=cache is None)
+        delta = self.attn.output_proj(self.attn.attend_heads(heads, firsts, cache))
         x, normed = self.normed(self.ln2, x, delta, operations)
         return x, self.ffn.contract(joined_product(normed, *self.ffn.joined_layers()), operations)
 
@@ -168,12 +166,12 @@ class TransformerBlock(core.TransformerBlock):
             return attn.rotated(project(x), cos_sin, operations)
 
         if keep == "attention":
-            out = attend_again(heads, lambda heads: attn.attend(heads, firsts), x)
+            out = attend_again(heads, lambda heads: attn.attend_heads(heads, firsts), x)
         elif torch.compiler.is_compiling() and operations.name != "fused":
             # Outside, the compiler would keep rotated heads beside the projection.
-            out = attn.attend(again_but_products(heads, x), firsts)
+            out = attn.attend_heads(again_but_products(heads, x), firsts)
         else:
-            out = attn.attend(attn.rotated(again(project, x), cos_sin, operations), firsts)
+            out = attn.attend_heads(attn.rotated(again(project, x), cos_sin, operations), firsts)
         if keep != "products":
             return again(all_after_attention, x, out)
         x = x + attn.output_proj(out)
