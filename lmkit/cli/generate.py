@@ -301,7 +301,7 @@ def loaded_model(
     from lmkit.parallel.ranks import process_group
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
-    from lmkit.training.atomic_checkpoint import MANIFEST
+    from lmkit.training.checkpoint import MANIFEST
     from lmkit.training.judging import open_trained
 
     for override in overrides:

@@ -135,7 +135,7 @@ def _train(run: Pipeline) -> Outputs:
 
 
 def _evaluate(run: Pipeline) -> Outputs:
-    from lmkit.training.atomic_checkpoint import saved_steps
+    from lmkit.training.checkpoint import saved_steps
     from lmkit.training.evaluation import EvaluateResult
     from lmkit.training.judging import evaluate_run
 

@@ -22,7 +22,7 @@ from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import template_for
-from lmkit.training.state import DataIdentity
+from lmkit.training.checkpoint import DataIdentity
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.schema import Recipe
-from lmkit.training.model_state import filled_model, model_weights
 from lmkit.training.run_data import resolved_tables
 from lmkit.training.step import Step
+from lmkit.training.weights import filled_model, model_weights
 
 WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
 """Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an

@@ -32,16 +32,13 @@ from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
-from lmkit.training.atomic_checkpoint import saved_steps
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
-from lmkit.training.given_weights import GivenWeights
-from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.plan import misfit
 from lmkit.training.precision import with_precision
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, open_folder, restore
+from lmkit.training.resume import begin_with, check_agreement, choose_start, is_finished, open_folder, restore
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -55,7 +52,8 @@ from lmkit.training.run_data import (
 )
 from lmkit.training.samples import WriteSamples
 from lmkit.training.setup import check_device, check_optimizer, step_of
-from lmkit.training.trainer import Moment, Trainer
+from lmkit.training.trainer import Counters, Trainer
+from lmkit.training.weights import GivenWeights, open_given
 
 log = logging.getLogger("lmkit")
 
@@ -190,7 +188,7 @@ def _run_rank(
             step = step_of(start.recipe, ranks, start.data)
             if start.given is not None:
                 begin_with(start.given, step)
-            moment = Moment() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
+            counters = Counters() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
             with StopSignals(ranks) as signals:
                 trainer = Trainer(
                     start.recipe,
@@ -198,7 +196,7 @@ def _run_rank(
                     start.data,
                     start.batches,
                     sink,
-                    moment=moment,
+                    counters=counters,
                     signals=signals,
                     stop_at_step=stop_at_step,
                     write_samples=write_samples,
@@ -213,8 +211,8 @@ def _run_rank(
             start.recipe,
             status=ending,
             resumed_from=None if checkpoint is None else checkpoint.state.step,
-            step=moment.step,
-            tokens=moment.tokens,
+            step=counters.step,
+            tokens=counters.tokens,
             seconds=trainer.clock.seconds,
             tokens_per_second=trainer.speed.session,
             loss=trainer.train_loss,

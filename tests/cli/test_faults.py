@@ -16,7 +16,7 @@ from lmkit.cli.app import run_command_line
 from lmkit.cli.generate import continue_prompts
 from lmkit.storage import FolderLock
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import atomic_checkpoint as checkpoint_folder
+from lmkit.training import checkpoint as checkpoint_folder
 
 RECIPE = tiny_recipe(
     *('data.train="tokens.npy"', "train.steps=4", "train.batch_size=2", "checkpoint.interval=2"),

@@ -10,7 +10,7 @@ import pytest
 from lmkit.bench import harness
 from lmkit.bench.harness import BenchStored
 from lmkit.cli.rerun import _losses
-from lmkit.training.atomic_checkpoint import FileEntry, write_manifest, write_text
+from lmkit.training.checkpoint import FileEntry, write_manifest, write_text
 
 
 def edit(path: Path, old: str, new: str) -> None:

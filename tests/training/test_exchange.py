@@ -17,19 +17,17 @@ from lmkit.model import TransformerLM
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.training import exchange
-from lmkit.training.atomic_checkpoint import MODEL
-from lmkit.training.checkpoint import newest_checkpoint
+from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, open_weights, plain_model
 from lmkit.training.session import train
-from lmkit.training.tensor_files import TensorFile
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import INDEX, open_weights, weights_of
 
 transformers = pytest.importorskip("transformers")
 
 
 def ours_of(run: Path) -> TransformerLM:
-    return plain_model(newest_checkpoint(run), device="cpu")
+    return weights_of(newest_checkpoint(run)).model("cpu")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -158,7 +156,7 @@ def test_one_loader_opens_all_three(tmp_path):
     first, *others = [open_weights(place) for place in places]
     for other in others:
         assert (other.config, other.specs.keys()) == (first.config, first.specs.keys())
-        assert all(torch.equal(first.read(name), other.read(name)) for name in first.specs)
+        assert all(torch.equal(first[name], other[name]) for name in first.specs)
     assert [weights.tokenizer and weights.tokenizer.parent for weights in (first, *others)] == [
         theirs,
         tmp_path / "run",
@@ -171,17 +169,17 @@ def test_one_loader_opens_all_three(tmp_path):
 
 
 def test_shards_and_memory(tmp_path, monkeypatch):
-    """No more than a tensor and its turned copy are in memory at a time."""
+    """No more than a tensor, its map and its turned copy are there at a time."""
     theirs = their_folder(tmp_path, "Llama", {"hidden_size": 64}, max_shard_size="100KB")
     assert len([*theirs.glob("model-*.safetensors")]) > 2
     with Allocations() as seen:
         import_model(theirs, tmp_path / "run")
     largest = max(tensor.nbytes for tensor in tensors_of(theirs).values())
-    assert largest <= seen.peak <= 2 * largest
+    assert largest <= seen.peak <= 3 * largest
     monkeypatch.setattr(exchange, "SHARD_BYTES", 100_000)
     with Allocations() as seen:
         exported = export_model(tmp_path / "run", tmp_path / "exported")
-    assert largest <= seen.peak <= 2 * largest
+    assert largest <= seen.peak <= 3 * largest
     assert INDEX in exported.files
     shards = [path.stat().st_size for path in (tmp_path / "exported").glob("*.safetensors")]
     assert len(shards) > 2

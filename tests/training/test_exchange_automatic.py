@@ -14,7 +14,7 @@ from lmkit.tokenizer.marks import Marks
 from lmkit.training import exchange
 from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, open_weights
+from lmkit.training.weights import INDEX, open_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,7 +134,7 @@ def test_logits_and_ids_are_ours(case, tmp_path):
     assert (back.end_of_text_id, back.start_id) == (ours.end_of_text_id, ours.start_id)
     expected, found = open_weights(run), open_weights(tmp_path / "back")
     assert expected.config == found.config
-    assert all(torch.equal(expected.read(name), found.read(name)) for name in expected.specs)
+    assert all(torch.equal(expected[name], found[name]) for name in expected.specs)
     assert theirs.pad_token_id == ours.special_ids.get("<|pad|>", ours.end_of_text_id)
 
 

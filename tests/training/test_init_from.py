@@ -10,12 +10,10 @@ from run_folders import assert_same_state, losses, newest, train_here
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.atomic_checkpoint import MODEL, write_manifest, write_tensors
-from lmkit.training.checkpoint import Checkpoint
+from lmkit.training.checkpoint import MODEL, Checkpoint, write_manifest, write_tensors
 from lmkit.training.exchange import export_model
-from lmkit.training.given_weights import open_weights
-from lmkit.training.init_from import _differences
 from lmkit.training.session import plan
+from lmkit.training.weights import _differences, open_weights
 
 Tiny = Callable[..., Recipe]
 
@@ -128,7 +126,7 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
         train_here(after)
     # A Hugging Face folder does not say which tokenizer its model was trained with.
     monkeypatch.setattr(
-        "lmkit.training.init_from.open_weights",
+        "lmkit.training.weights.open_weights",
         lambda path: replace(open_weights(path), tokenizer_sha256=None),
     )
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:

@@ -19,11 +19,11 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import choices, likelihood, lm_eval_harness
-from lmkit.training.atomic_checkpoint import write_tensors
+from lmkit.training.checkpoint import write_tensors
 from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import import_model
-from lmkit.training.given_weights import open_weights
 from lmkit.training.judging import evaluate_documents, evaluate_run
+from lmkit.training.weights import open_weights
 
 CONTEXT = 16
 CONFIG = ModelConfig(

@@ -11,8 +11,8 @@ from run_folders import assert_same_state, losses, newest, records, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
+from lmkit.training.weights import weights_of
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_every_split_of_a_batch_is_the_same_step(masked, tiny):
 def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(masked, tiny):
     recipe = tiny(*masked, "optimizer.lr=0.02", "train.eval_batches=0")
     result = train_here(recipe)
-    model = plain_model(newest(recipe), device="cpu")
+    model = weights_of(newest(recipe)).model("cpu")
     file = open_tokens(recipe.data.valid or "")
     assert file.mask is not None
     ids = torch.from_numpy(file.tokens.astype(np.int64))

@@ -19,15 +19,14 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.shards import consolidate
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.training.model_state import (
+from lmkit.training.resume import (
     load_checkpoint,
     load_optimizer_tensors,
-    load_weights,
-    model_weights,
     optimizer_layout,
     optimizer_tensors,
     save_checkpoint,
 )
+from lmkit.training.weights import load_weights, model_weights
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=2, num_heads=2)
 

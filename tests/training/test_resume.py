@@ -12,9 +12,8 @@ from test_model_state import Touch
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import FolderLock
-from lmkit.training.atomic_checkpoint import MODEL, step_name, verify
-from lmkit.training.checkpoint import newest_checkpoint
-from lmkit.training.given_weights import plain_model
+from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
+from lmkit.training.weights import weights_of
 
 
 @pytest.mark.parametrize("stop", [1, 5, 9])
@@ -238,7 +237,7 @@ def test_fault_57_a_malicious_pickle_is_never_executed(protocol, tiny, tmp_path)
         shutil.copytree(checkpoint, evil)
         (evil / name).write_bytes(payload)
         for attempt in (
-            lambda path=evil: plain_model(newest_checkpoint(path), device="cpu"),
+            lambda path=evil: weights_of(newest_checkpoint(path)).model("cpu"),
             lambda path=evil: train_here(tiny("run.name=other", f'checkpoint.resume="{path}"')),
         ):
             try:

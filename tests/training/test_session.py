@@ -20,11 +20,11 @@ from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import metrics, session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
-from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import weights_of
 
 Tiny = Callable[..., Recipe]
 
@@ -213,7 +213,7 @@ def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):
     checkpoint = newest_checkpoint(recipe.run.path)
     assert checkpoint == newest_checkpoint(newest(recipe).path)
     assert checkpoint.state.model.vocab_size == 64
-    model = plain_model(checkpoint, device="cpu")
+    model = weights_of(checkpoint).model("cpu")
     assert not model.training
     assert run_tokenizer(checkpoint.path) is None
     (recipe.run.path / "tokenizer.json").write_text("{}")
@@ -227,9 +227,7 @@ def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):
     config = checkpoint.state.model.model_copy(update={"attention": "flash_triton"})
     state = checkpoint.state.model_copy(update={"model": config})
     ids = torch.arange(8)[None]
-    assert torch.equal(
-        plain_model(dataclasses.replace(checkpoint, state=state), device="cpu")(ids), model(ids)
-    )
+    assert torch.equal(weights_of(dataclasses.replace(checkpoint, state=state)).model("cpu")(ids), model(ids))
     assert "flash_triton" in caplog.text
 
 
