@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.cli import pipeline, set_aside, stage_record
+from lmkit.cli import pipeline, stage_record
 from lmkit.errors import LmkitError
 from lmkit.storage import FolderLock, sha256_file
 
@@ -116,8 +116,8 @@ def test_fault_118_force_on_a_full_disk_changes_nothing(run, terminal, monkeypat
             raise OSError(errno.ENOSPC, "no space left", str(path))
         os.renames(path, place)
 
-    monkeypatch.setattr(set_aside, "write_atomic", write)
-    monkeypatch.setattr(set_aside, "_move", move)
+    monkeypatch.setattr(pipeline, "write_atomic", write)
+    monkeypatch.setattr(pipeline, "_move", move)
     before = content(run)
     for option, name in (("--from corpus", "recipe.toml"), ("--force", "evaluation.json")):
         terminal.refuses(f"run fish.toml {option}", code="file.failed", says=[name], exit_code=1)
