@@ -242,30 +242,31 @@ class TrainingState(Table):
 
 def capture_rng(device: torch.device) -> RngState:
     """Return the state of this rank's generators."""
-    cuda = _encode(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-    return RngState(cpu=_encode(torch.get_rng_state()), cuda=cuda)
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return RngState(
+        **{kind: base64.b64encode(bits.numpy().tobytes()).decode() for kind, bits in states.items()}
+    )
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
     """Set this rank's generators to a saved state."""
     try:
-        torch.set_rng_state(_decode(state.cpu))
-        if device.type == "cuda" and state.cuda is not None:
-            torch.cuda.set_rng_state(_decode(state.cuda), device)
+        for kind, text in (("cpu", state.cpu), ("cuda", state.cuda)):
+            if text is None or kind not in ("cpu", device.type):
+                continue
+            bits = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            if kind == "cpu":
+                torch.set_rng_state(bits)
+            else:
+                torch.cuda.set_rng_state(bits, device)
     except (ValueError, RuntimeError) as error:
         raise LmkitError(
             "checkpoint.bad_rng",
             "the checkpoint's random generators cannot be restored",
             hint="it was saved by another version of PyTorch, or changed; use another checkpoint",
         ) from error
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 # Write
@@ -461,14 +462,14 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     files = content.get("files")
     if not isinstance(files, dict) or STATE not in files or not model_files(files):
         raise damaged(path, f"does not list {MODEL} and {STATE}")
-    return {name: _entry(path, name, fields) for name, fields in files.items()}
-
-
-def _entry(path: Path, name: str, fields: Any) -> FileEntry:
-    match fields:
-        case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
-            return FileEntry(sha256, size)
-    raise damaged(path, f"{name!r} is no file of a checkpoint")
+    entries: dict[str, FileEntry] = {}
+    for name, fields in files.items():
+        match fields:
+            case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
+                entries[name] = FileEntry(sha256, size)
+            case _:
+                raise damaged(path, f"{name!r} is no file of a checkpoint")
+    return entries
 
 
 def verify(folder: Path) -> dict[str, FileEntry]:
@@ -492,27 +493,9 @@ def verify_file(path: Path, entry: FileEntry) -> None:
         sha256 = sha256_file(path) if size == entry.bytes else ""
     except OSError as error:
         raise _unread(path, error) from error
-    _compare(path, FileEntry(sha256, size), entry)
-
-
-def read_verified(path: Path, entry: FileEntry) -> bytes:
-    """Return the content of a file after comparing it with its entry.
-
-    The bytes that are hashed are the bytes that are used: the file may change or shrink afterwards.
-    """
-    try:
-        size = path.stat().st_size
-        data = read_input(path) if size == entry.bytes else b""
-    except OSError as error:
-        raise _unread(path, error) from error
-    _compare(path, FileEntry(hashlib.sha256(data).hexdigest(), size), entry)
-    return data
-
-
-def _compare(path: Path, found: FileEntry, entry: FileEntry) -> None:
-    if found.bytes != entry.bytes:
-        raise damaged(path, f"{found.bytes} bytes instead of {entry.bytes}")
-    if found.sha256 != entry.sha256:
+    if size != entry.bytes:
+        raise damaged(path, f"{size} bytes instead of {entry.bytes}")
+    if sha256 != entry.sha256:
         raise damaged(path, "checksum error")
 
 
@@ -578,7 +561,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
         )
     entries = read_manifest(path)
-    state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
+    verify_file(path / STATE, entries[STATE])
+    state = parse_state(read_input(path / STATE), path=path / STATE)
     for rank in range(state.optimizer_shards):
         name = shard_name(rank, state.optimizer_shards)
         if name not in entries or not (path / name).is_file():

@@ -27,8 +27,15 @@ from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of,
 from lmkit.recipe.tables import ModelConfig, RunConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import STATE, load_tokenizer, newest_checkpoint, run_tokenizer
-from lmkit.training.evaluation import EvaluateResult, evaluate, held_out_of, summarise
-from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_of
+from lmkit.training.evaluation import (
+    TOKENS_AT_ONCE,
+    EvaluateResult,
+    evaluate,
+    held_out_of,
+    log_likelihoods,
+    summarise,
+    windows_of,
+)
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file

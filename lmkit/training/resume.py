@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 import safetensors.torch
 import torch
@@ -44,8 +44,6 @@ from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.sharded_state import ShardedState
-from lmkit.parallel.shards import BucketLayout, ShardLayout, consolidate
 from lmkit.recipe import changes as rule
 from lmkit.recipe.changes import differences
 from lmkit.recipe.load import validate
@@ -86,10 +84,13 @@ from lmkit.training.checkpoint import (
 from lmkit.training.step import Step
 from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
 
+if TYPE_CHECKING:
+    from lmkit.parallel.sharded_state import ShardedState
+
 _POLL_S = 0.02
 """How often a thread looks for a message, and the trainer for the other ranks while it waits."""
 Tensors = Mapping[str, torch.Tensor]
-Files = dict[str, Tensors]
+Files = Mapping[str, Tensors]
 """file name -> its tensors by name"""
 Layout = dict[str, Any]
 States = dict[str, dict[str, Any]]
@@ -101,10 +102,14 @@ UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corp
 # Optimizer state as named tensors
 
 
+def _is_sharded(optimizer: torch.optim.Optimizer) -> TypeGuard[ShardedState]:
+    return hasattr(optimizer, "shard_layout")
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
     states: States = {}
-    if isinstance(optimizer, ShardedState):
+    if _is_sharded(optimizer):
         states = optimizer.state_dict()["state"]
     else:
         for parameter, shapes in _held(optimizer, model).items():
@@ -117,13 +122,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
     """Return how the state is cut into shards, as JSON; None if every rank holds all of it."""
-    return optimizer.shard_layout.as_json() if isinstance(optimizer, ShardedState) else None
+    return optimizer.shard_layout.as_json() if _is_sharded(optimizer) else None
 
 
 def own_shard(optimizer: torch.optim.Optimizer, layout: Layout | None) -> int | None:
     """Return which shard of a saved state is just what this rank holds; None: there is none."""
-    if layout is None or not isinstance(optimizer, ShardedState):
+    if layout is None or not _is_sharded(optimizer):
         return None
+    from lmkit.parallel.shards import ShardLayout
+
     try:
         is_equal = ShardLayout.from_json(layout) == optimizer.shard_layout
     except (ValueError, KeyError, TypeError, AttributeError):  # `load_optimizer_tensors` says what is wrong
@@ -155,14 +162,18 @@ def load_optimizer_tensors(
     grouped = [_by_owner(shard) for shard in shards]
     try:
         if own is not None:
-            assert isinstance(optimizer, ShardedState)
+            assert _is_sharded(optimizer)
             assert layout is not None
             (state,) = _shard_states(grouped, layout, groups=len(optimizer.param_groups))
             optimizer.load_state_dict({**state, "rank": own})
-        elif isinstance(optimizer, ShardedState):
+        elif _is_sharded(optimizer):
             _load_into_shards(optimizer, model, grouped, layout)
         else:
-            whole = grouped[0] if layout is None else consolidate(_shard_states(grouped, layout, groups=0))
+            whole = grouped[0]
+            if layout is not None:
+                from lmkit.parallel.shards import consolidate
+
+                whole = consolidate(_shard_states(grouped, layout, groups=0))
             _load_into_whole(optimizer, model, whole)
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -178,7 +189,7 @@ def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Te
 
     Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
     """
-    if isinstance(optimizer, ShardedState):
+    if _is_sharded(optimizer):
         optimizer.load_masters(weights)
         return
     for parameter, shapes in _held(optimizer, model).items():
@@ -191,6 +202,8 @@ def _load_into_shards(
     optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
 ) -> None:
     if layout is None:
+        from lmkit.parallel.shards import BucketLayout, ShardLayout
+
         # Treat whole state as the state of one rank whose buckets hold one parameter each.
         shapes = {name: shape for parts in parameter_names(model).values() for name, shape in parts.items()}
         sizes = {name: shape.numel() for name, shape in shapes.items()}
@@ -338,7 +351,7 @@ class CheckpointWriter:
         """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
         self.wait()
         files = self._own_files(state, model, optimizer, model_files)
-        self._start(state.step, lambda: self._copies.reserve(files))
+        self._writing = self._thread.submit(self._copies.reserve, files)
 
     def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -353,17 +366,20 @@ class CheckpointWriter:
         files = self._own_files(state, model, optimizer, model_files)
         self._copies.mark()
         self._copied.clear()
-        self._start(state.step, lambda: self._write(state, files))
+        self._step = state.step
+        self._writing = self._thread.submit(self._write, state, files)
         self.stall_seconds += time.perf_counter() - started
 
     def release_weights(self) -> None:
         """Return once the tensors of a save in flight may change again."""
+        if self._writing is None:
+            return
         started = time.perf_counter()
         with range_("checkpoint.release"):
             self._copied.wait()
             self._copies.order_after_copies()
         self.stall_seconds += time.perf_counter() - started
-        if self._writing is not None and self._writing.done():
+        if self._writing.done():
             self.wait()
 
     def wait(self) -> None:
@@ -416,14 +432,10 @@ class CheckpointWriter:
     def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors, model_files: int) -> Files:
         """Return what this rank writes: file name -> tensors."""
         rank = self._ranks.rank
-        files: Files = {model_name(rank, model_files): model} if rank < model_files else {}
+        files = {model_name(rank, model_files): model} if rank < model_files else {}
         if rank < state.optimizer_shards:  # further ranks keep copies
             files[shard_name(rank, state.optimizer_shards)] = optimizer
         return files
-
-    def _start(self, step: int, work: Callable[[], None]) -> None:
-        self._step = step
-        self._writing = self._thread.submit(work)
 
     def _write(self, state: TrainingState, live: Files) -> None:
         """In the thread: copy, release the weights, write this rank's files; on rank 0 collect and publish."""
@@ -533,24 +545,18 @@ class _HostCopies:
 
     def fill(self, live: Files) -> Files:
         """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
-        if self._stream is None or self._before is None:
-            return self._copy(live)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._before)
-            copies = self._copy(live)
-            after = torch.cuda.Event()
-            after.record(self._stream)
-            self._after = after
+        copies: dict[str, dict[str, torch.Tensor]] = {}
+        with torch.cuda.stream(self._stream):  # None: nothing changes
+            if self._stream is not None and self._before is not None:
+                self._stream.wait_event(self._before)
+            for file, tensors in live.items():
+                copies[file] = {}
+                for name, tensor in tensors.items():
+                    buffer = self._buffer(file, name, tensor)
+                    copies[file][name] = buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
+            if self._stream is not None:
+                self._after = self._stream.record_event()
         return copies
-
-    def _copy(self, live: Files) -> Files:
-        return {
-            file: {
-                name: self._buffer(file, name, tensor).copy_(tensor.detach(), non_blocking=self._on_gpu)
-                for name, tensor in tensors.items()
-            }
-            for file, tensors in live.items()
-        }
 
     def synchronize(self) -> None:
         """In the thread: return once the copies hold the data."""

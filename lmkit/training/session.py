@@ -23,7 +23,6 @@ from lmkit.model.accounting import count_parameters
 from lmkit.optim.learning_rate import schedule_warnings
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.failures import losses_named
-from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import save_recipe
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, mark_run, refuse_foreign_files
@@ -38,7 +37,15 @@ from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, rea
 from lmkit.training.plan import misfit
 from lmkit.training.precision import with_precision
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import begin_with, check_agreement, choose_start, is_finished, open_folder, restore
+from lmkit.training.resume import (
+    Counters,
+    begin_with,
+    check_agreement,
+    choose_start,
+    is_finished,
+    open_folder,
+    restore,
+)
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -50,9 +57,8 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.samples import WriteSamples
 from lmkit.training.setup import check_device, check_optimizer, step_of
-from lmkit.training.trainer import Counters, Trainer
+from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
 
 log = logging.getLogger("lmkit")
@@ -144,6 +150,8 @@ def train(
         raise ValueError("train.sample_interval needs write_samples=lmkit.generation.write_samples")
     given = (recipe, stop_at_step, lock, write_samples)
     if nproc > 1:
+        from lmkit.parallel.launch import spawn_ranks
+
         return spawn_ranks(nproc, _run_rank, given)
     live: Callable[..., TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:

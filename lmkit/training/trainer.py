@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
+from lmkit.model.transformer import TransformerLM
 from lmkit.optim.learning_rate import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
@@ -31,12 +32,14 @@ from lmkit.training.metrics import Sink
 from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, Retention, optimizer_tensors
 from lmkit.training.run_data import Data, resolved_tables
-from lmkit.training.samples import WriteSamples, sample_records
 from lmkit.training.setup import initial_state
 from lmkit.training.step import Outcome, Step, Wishes, load_batch
-from lmkit.training.weights import model_weights
+from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
+WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
+"""Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an
+argument because training does not import generation. It may change the model."""
 
 
 class Diverged(LmkitError):
@@ -422,3 +425,30 @@ class Trainer:
             "model_files": 1 if part is None else self.ranks.world_size,
             "optimizer": optimizer_tensors(optimizer, model),
         }
+
+
+def sample_records(
+    step: Step, recipe: Recipe, write_samples: WriteSamples, *, number: int
+) -> list[dict[str, Any]]:
+    """Return a record of kind `sample` for each text; [] on ranks other than the first.
+
+    Every rank calls it. A copy of the model writes; torch's random generators are left as they were.
+
+    Args:
+        number: of the step.
+
+    Raises:
+        LmkitError: on the first rank: the model's predictions are not finite, or memory does not suffice.
+    """
+    # A collective if the weights are sharded, which makes them whole on the first rank.
+    weights = model_weights(step.model)
+    if not step.ranks.is_first:
+        return []
+    device = step.ranks.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # new weights are drawn at first
+        config = resolved_tables(recipe)[0]
+        model = filled_model(config, weights, device=device, origin=recipe.run.path)
+        texts = write_samples(model, recipe)
+    return [
+        {"kind": "sample", "step": number, "number": index, "text": text} for index, text in enumerate(texts)
+    ]

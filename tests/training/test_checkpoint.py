@@ -34,11 +34,11 @@ from lmkit.training.checkpoint import (
     parse_state,
     publish,
     read_manifest,
-    read_verified,
     restore_rng,
     saved_steps,
     step_name,
     verify,
+    verify_file,
     write_manifest,
     write_tensors,
     write_text,
@@ -315,7 +315,7 @@ def test_fault_45_every_flipped_bit_is_noticed(tmp_path):
     for _ in range(200):
         whole = flip_a_bit(path, generator)
         with raises(LmkitError, "checkpoint.damaged", path):
-            read_verified(path, entry)
+            verify_file(path, entry)
         path.write_bytes(whole)
 
 

@@ -18,7 +18,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import choices, likelihood, lm_eval_harness
+from lmkit.training import choices, evaluation, lm_eval_harness
 from lmkit.training.checkpoint import write_tensors
 from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import import_model
@@ -88,7 +88,7 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
 @pytest.mark.parametrize("at_once", [1, 30, 8192])
 def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatch):
     """Windows of a whole context; the last one sees a whole context, and scores what is new in it."""
-    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", at_once)
     Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     result = evaluate_documents(folder, text=Path("docs.jsonl"))
     assert [document.begins for document in result.documents] == [text[:40] for text in TEXTS]
@@ -108,19 +108,19 @@ def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatc
 
 
 def test_ranks_share_the_batches(folder, monkeypatch):
-    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 20)
     model = open_weights(folder).model("cpu")
-    texts = [likelihood.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
-    alone = likelihood.log_likelihoods(model, texts)
+    texts = [evaluation.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
+    alone = evaluation.log_likelihoods(model, texts)
     shares: list[dict[int, float]] = []
 
     def all_gather_object(parts: list[dict[int, float]], found: dict[int, float]) -> None:
         shares.append(found)
         parts[:] = [dict(enumerate(alone)), {}]
 
-    monkeypatch.setattr(likelihood, "dist", SimpleNamespace(all_gather_object=all_gather_object))
+    monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_gather_object=all_gather_object))
     for rank in range(2):
-        assert likelihood.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
+        assert evaluation.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
     assert not shares[0].keys() & shares[1].keys()
     assert shares[0] | shares[1] == dict(enumerate(alone))
     assert min(map(len, shares)) >= 4
