@@ -80,17 +80,6 @@ def _environment(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _stored(ranks: object, folder: Path) -> int:
-    """Return a number of ranks that a record names, if it is one that a machine can start."""
-    if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(
-            "rerun.wrong_ranks",
-            f"{folder}: was made by {str(ranks)[:20]} ranks, and this command starts 1 to {MOST_RANKS}",
-            hint="name how many to start: --nproc N",
-        )
-    return ranks
-
-
 # Benches
 
 
@@ -106,7 +95,7 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
         raise UsageError(
             "rerun.no_results", f"{folder}: holds {METRICS} of no run, nor one bench's rows", hint=hint
         )
-    ranks = nproc or _stored(_environment(folder).get("world_size", 1), folder)
+    ranks = nproc or int(_environment(folder).get("world_size", 1))
     with progress_on_stderr() as progress:
         made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
     compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
@@ -146,7 +135,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
 
     again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
     state = _newest_state(folder)
-    ranks = nproc or _stored(state.world_size if state else 1, folder)
+    ranks = nproc or (state.world_size if state else 1)
     if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
         from lmkit.cli import pipeline
 

@@ -34,34 +34,11 @@ def test_json_has_bytes(capsys):
     assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
 
 
-def test_a_gpu_may_be_named_in_small_letters(capsys):
-    assert run_command_line(["plan", "quickstart", "--gpu", "t4", "--set", "generate.batch_size=3"]) == 0
-    text = capsys.readouterr().out
-    assert "on Tesla T4" in text
-    # Keys and values of 3 texts of 128 tokens: 4 layers, 4 heads of 32, bf16
-    assert f"generating 3 texts at once: {3 * 128 * 2 * 4 * 4 * 32 * 2 / 1e9:.3f} GB" in text
-
-
 def test_an_unknown_gpu_is_refused(capsys):
     assert run_command_line(["plan", "llama_1b", "--gpu", "H20"]) == 2
     error = capsys.readouterr().err
     assert "error[plan.unknown_gpu]: --gpu H20" in error
     assert "hint: " in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["speedrun"], "bf16, fp32 on T4"),
-        (["llama_1b", "--ranks", "8", "--strategy", "fsdp"], "Tesla T4 has no instructions for bf16"),
-        (["course_8b"], "to need less: "),
-    ],
-)
-def test_the_table_of_all_gpus_says_what_a_reader_would_ask(capsys, arguments, said):
-    assert run_command_line(["plan", *arguments, "--all-gpus"]) == 0
-    text = capsys.readouterr().out
-    assert said in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("gpus", [["--all-gpus"], ["--gpu", "T4"]])

@@ -96,15 +96,3 @@ def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops
     said = again.generation_config.eos_token_id
     assert tuple(said if isinstance(said, list) else [said]) == stops
-
-
-@pytest.mark.full
-def test_an_exported_model_is_the_same_function(tmp_path):
-    theirs = make_theirs("Qwen2", LONG)
-    theirs.save_pretrained(tmp_path / "theirs")
-    import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False)
-    export_model(tmp_path / "run", tmp_path / "exported")
-    ours = weights_of(newest_checkpoint(tmp_path / "run")).model("cpu")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    ids = torch.randint(300, (2, 250))
-    assert distance(exact_logits(again, ids), exact_logits(ours, ids)) < 1e-11

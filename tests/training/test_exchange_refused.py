@@ -218,9 +218,3 @@ def test_switches_that_llama_lacks_are_refused_by_name():
     both = ModelConfig(vocab_size=300, qk_norm=True, qkv_bias=True)
     with raises(UsageError, "export.unsupported", "model.qkv_bias", "model.qk_norm"):
         config_json(both, dtype="float32", begin=None, end=None)
-
-
-def test_rope_keys_are_checked():
-    with pytest.raises(ValueError, match="rope_low_freq_factor"):
-        ModelConfig(rope_scaling="llama3", rope_low_freq_factor=4.0, rope_high_freq_factor=4.0)
-    assert issubclass(UsageError, LmkitError)

@@ -74,19 +74,6 @@ def test_it_resumes_without_the_weights_bit_for_bit(trained, tiny):
     assert losses(whole) == losses(parts)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
-def test_two_ranks_have_the_losses_of_one(strategy, trained, fleet, settings, tiny):
-    source = f"train.init_from={trained.path}"
-    alone = tiny("run.name=alone", source)
-    train_here(alone)
-    together = settings("run.name=together", source, f"parallel.strategy={strategy}")
-    assert fleet.train(together, ranks=2) == [0, 0], fleet.said()
-    found, expected = losses(tiny("run.name=together")), losses(alone)
-    # Sums over two ranks have another order than over one.
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
-
-
 def test_another_model_is_refused_with_all_its_differences(trained, tiny):
     recipe = tiny(
         *("run.name=wider", f"train.init_from={trained.path}", "model.d_model=32", "model.d_ff=48"),
@@ -132,11 +119,3 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)
     assert str(tokenizer) in caught.value.hint
-
-
-def test_what_is_no_model_is_refused(tiny, tmp_path):
-    for name in ("nothing", "empty"):
-        if name == "empty":
-            (tmp_path / name).mkdir()
-        with raises(LmkitError, "checkpoint.not_found", name):
-            train_here(tiny("run.name=after", f"train.init_from={tmp_path / name}"))

@@ -85,28 +85,6 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
         evaluate_run(folder)
 
 
-@pytest.mark.parametrize("at_once", [1, 30, 8192])
-def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatch):
-    """Windows of a whole context; the last one sees a whole context, and scores what is new in it."""
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", at_once)
-    Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    result = evaluate_documents(folder, text=Path("docs.jsonl"))
-    assert [document.begins for document in result.documents] == [text[:40] for text in TEXTS]
-    total = 0.0
-    for document, text in zip(result.documents, TEXTS, strict=True):
-        ids = tokenizer().encode(text)
-        whole, nats, done = [260, *ids], 0.0, 0
-        while done < len(ids):
-            new = min(CONTEXT, len(ids) - done)
-            done += new
-            nats -= math.fsum(log_p(folder, whole[max(0, done - CONTEXT) : done + 1])[-new:])
-        assert (document.tokens, document.bytes) == (len(ids), len(text.encode()))
-        assert document.loss == pytest.approx(nats / len(ids), rel=1e-6)
-        assert document.bits_per_byte == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-6)
-        total += nats
-    assert result.loss * result.tokens == pytest.approx(total, rel=1e-6)
-
-
 def test_ranks_share_the_batches(folder, monkeypatch):
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 20)
     model = open_weights(folder).model("cpu")
@@ -235,15 +213,6 @@ def test_a_text_stands_behind_the_whole_prefix(folder):
         scored = 3 + (question["question"] == " ")
         expected = math.fsum(log_p(folder, ids)[-scored:])
         assert answered.log_likelihoods == pytest.approx([expected], rel=1e-5)
-
-
-def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
-    for options in (
-        "--choices a.jsonl --text b",
-        "--harness x --by-document",
-        "--choices a.jsonl --harness x",
-    ):
-        terminal.refuses(f"evaluate {folder} {options}", code="evaluate.options_exclude")
 
 
 def test_more_ids_than_the_model_has_are_refused(folder, terminal):

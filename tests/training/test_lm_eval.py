@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raising import raises
-from their_models import make_theirs, spoil
+from their_models import make_theirs
 
-from lmkit.errors import LmkitError
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.choices import evaluate_choices
-from lmkit.training.exchange import import_model
 from lmkit.training.judging import evaluate_documents
-from lmkit.training.lm_eval_harness import run_harness
 
 lm_eval = pytest.importorskip("lm_eval")
 tokenizers = pytest.importorskip("tokenizers")
@@ -195,22 +191,3 @@ def test_documents(folder):
     assert figures["bits_per_byte,none"] == pytest.approx(result.bits_per_byte * num_bytes / longer, **CLOSE)
     assert figures["byte_perplexity,none"] == pytest.approx(math.exp(sum(nats) / longer), rel=1e-4)
     assert figures["word_perplexity,none"] == pytest.approx(math.exp(sum(nats) / words), rel=1e-3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("folder", [("Llama", llama), ("Llama", ours)], indirect=True, ids=["llama", "ours"])
-def test_the_harness_and_lmkit_agree_on_a_run(folder):
-    """Also where a tokenizer puts a token before every text: with lm-eval's defaults, two would stand there."""
-    import_model(folder, Path("run"))
-    questions, documents = write("questions.jsonl", QUESTIONS), write("docs.jsonl", [{"text": TEXTS[1]}])
-    task_file("choices", questions, CHOICES)
-    task_file("documents", documents, DOCUMENTS)
-    found = run_harness(Path("run"), ["tasks/choices.yaml", "tasks/documents.yaml"], device="cpu").results
-    result = evaluate_choices(Path("run"), questions, device="cpu")
-    assert (found["choices"]["acc,none"], found["choices"]["acc_norm,none"]) == (result.acc, result.acc_norm)
-    (score,) = evaluate_documents(Path("run"), text=documents, device="cpu").documents
-    assert found["documents"]["bits_per_byte,none"] == pytest.approx(score.bits_per_byte, rel=1e-5)
-    spoil(folder)
-    for task in ("choices", "documents"):
-        with raises(LmkitError, "evaluate.not_finite", folder):
-            run_harness(folder, [f"tasks/{task}.yaml"], device="cpu")

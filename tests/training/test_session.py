@@ -18,7 +18,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import metrics, session, trainer
+from lmkit.training import session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
@@ -48,13 +48,6 @@ def test_a_picture_that_cannot_be_drawn_does_not_fail_a_training(tiny, monkeypat
         result = train_here(tiny())
     assert result.status == "finished"
     assert [record.getMessage() for record in caplog.records if "loss.png" in record.getMessage()]
-
-
-def test_a_name_that_would_be_a_formula_is_drawn(tiny, monkeypatch):
-    monkeypatch.setattr(session, "draw_losses", draw_losses)
-    recipe = tiny("run.name=a $\\frac$")
-    assert train_here(recipe).status == "finished"
-    assert (recipe.run.path / "loss.png").is_file()
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
@@ -100,24 +93,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     assert result.evaluation.checkpoint == result.checkpoint
     assert train_here(recipe).evaluation == result.evaluation  # nothing to do
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
-
-
-def test_the_picture_shows_every_evaluation_and_the_final_one(tmp_path, monkeypatch):
-    lines = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
-    lines += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
-    lines += [{"kind": "final", "step": 3, "loss": 2.25}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    drawn: list[Any] = []
-    monkeypatch.setattr(
-        metrics, "loss_curve", lambda series, title, marked: drawn.extend((series, marked)) or b""
-    )
-    draw_losses(tmp_path, title="t")
-    assert drawn[0] == {
-        "training": [(1, 4), (2, 3), (3, 2)],
-        "held out": [(1, 4.5), (2, 3.5)],
-        "all held-out data": [(3, 2.25)],
-    }
-    assert set(drawn[1]) == {"held out", "all held-out data"}
 
 
 def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny):
@@ -197,14 +172,6 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
         first.step,
         first.evaluation.loss,
     )
-
-
-def test_a_time_box_too_short_for_a_step_makes_one(tiny):
-    recipe = tiny("train.max_minutes=1e-9")
-    first = train_here(recipe)
-    assert (first.status, first.step) == ("finished", 1)
-    assert newest(recipe).state.step == 1
-    assert train_here(recipe).status == "nothing to do"
 
 
 def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):

@@ -80,17 +80,6 @@ def test_everything_that_is_wrong_is_named(run_folder):
     assert f"{run_folder / 'environment.json'}: missing" in wrong(run_folder)
 
 
-def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder):
-    checkpoint = run_folder / "checkpoints" / "step-00000010"
-    (checkpoint / "model.safetensors").write_bytes(b"")
-    for path in checkpoint.iterdir():
-        (found,) = wrong(path)
-        assert found.startswith(f"{checkpoint}: model.safetensors: 0 bytes"), path
-    assert len(wrong(run_folder / "checkpoints")) == 1
-    with raises(LmkitError, "checkpoint.damaged", checkpoint):
-        weights_of(open_checkpoint(checkpoint)).model("cpu")
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
