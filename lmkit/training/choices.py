@@ -14,7 +14,7 @@ from lmkit.data.json_lines import json_records
 from lmkit.errors import UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.evaluation import Scored, log_likelihoods
-from lmkit.training.judging import ids_before, open_trained, refuse_not_finite, refuse_pipe_of_ranks
+from lmkit.training.judging import ids_before, open_trained, refuse_not_finite
 
 _HINT = 'each line is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; or "answer": "4"'
 
@@ -86,7 +86,6 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
         UsageError: a line is not such a question, or a choice is longer than the model's context.
         LmkitError: a file is damaged.
     """
-    refuse_pipe_of_ranks(file, "--choices")
     questions = list(read_questions(file))
     trained = open_trained(path)
     tokenizer = trained.open_tokenizer()

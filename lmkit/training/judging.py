@@ -211,7 +211,6 @@ def _opened_text(
     if tokens is not None:
         message = "--tokens and --text: two files to evaluate on"
         raise UsageError("evaluate.two_files", message, hint="leave out one of them")
-    refuse_pipe_of_ranks(text, "--text")
     with tempfile.TemporaryDirectory() as made:
         encoded = Path(made, "text.npy")
         try:
@@ -221,16 +220,6 @@ def _opened_text(
             message = error.message.replace(str(encoded), str(text))
             hint = _HINTS_OF_TEXT.get(error.code, error.hint)
             raise type(error)(error.code, message, hint=hint) from error
-
-
-def refuse_pipe_of_ranks(path: Path, option: str) -> None:
-    """Refuse a pipe under torchrun: each rank would read a part."""
-    if path.is_fifo() and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "evaluate.pipe_of_ranks",
-            f"{option} {path}: a pipe, of which each rank would read a part",
-            hint="evaluate on one rank, or write the text to a file first",
-        )
 
 
 def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:

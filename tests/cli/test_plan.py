@@ -7,8 +7,8 @@ import pytest
 
 from lmkit.cli.app import run_command_line
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import plan_check
-from lmkit.training.plan_check import Measured
+from lmkit.training import plan as planning
+from lmkit.training.plan import Measured
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_check_needs_a_gpu_and_measures_on_this_machine(capsys, monkeypatch):
 
 @pytest.mark.parametrize("found", [Measured(38_000_000_000, 0.25), Measured(None, None)])
 def test_what_was_measured_stands_beside_the_plan(capsys, monkeypatch, found):
-    monkeypatch.setattr(plan_check, "check", lambda recipe, *, ranks: found)
+    monkeypatch.setattr(planning, "check", lambda recipe, *, ranks: found)
     assert run_command_line(["plan", "llama_1b", "--check", "--json"]) == 0
     fields = json.loads(capsys.readouterr().out)["measured"]
     assert fields == {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
