@@ -232,7 +232,7 @@ BUDGETS = {
     "": 570,
     "attention": 610,
     "bench": 6740,
-    "cli": 3260,
+    "cli": 3180,
     "core": 2200,
     "data": 2050,
     "generation": 1040,
@@ -245,7 +245,7 @@ BUDGETS = {
     "recipe": 1380,
     "storage": 470,
     "tokenizer": 2180,
-    "training": 5560,
+    "training": 5400,
 }
 
 

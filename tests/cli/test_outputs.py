@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli.app import run_command_line
 from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show
-from lmkit.cli.env import _features
 from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.training.metrics import BarConsole
 
@@ -37,14 +35,6 @@ def test_results_with_long_names_fit(terminal):
         lines = terminal(command).splitlines()
         assert max(map(len, lines)) <= TERMINAL_WIDTH, command
         assert LONG not in command or LONG in lines[0]  # in one piece, to be copied
-
-
-def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation():
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU may have the fastest")
-    kernels = _features(has_gpu=True)["flash_triton"]
-    assert kernels == "portable kernels: the tensors are not on a CUDA device"
 
 
 def test_json_is_strict(capsys):

@@ -55,11 +55,6 @@ def test_a_named_tokenizer_that_is_not_there_yet_is_told(gpus, tmp_path, capsys)
     assert "not there yet" not in capsys.readouterr().out
 
 
-def test_one_gpu_and_all_exclude_one_another(capsys):
-    assert run_command_line(["plan", "llama_1b", "--gpu", "T4", "--all-gpus"]) == 2
-    assert "error[plan.options_exclude]: --gpu names one" in capsys.readouterr().err
-
-
 def test_a_check_needs_a_gpu_and_measures_on_this_machine(capsys, monkeypatch):
     assert run_command_line(["plan", "llama_1b", "--check", "--gpu", "H100"]) == 2
     assert "error[plan.options_exclude]: " in capsys.readouterr().err
