@@ -1,7 +1,9 @@
 """The house rules that a machine can check: imports point down, light packages stay light, names agree."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -224,9 +226,57 @@ def test_files_are_named_after_ideas(word):
     assert [path for path in _modules() if path.stem == word] == []
 
 
-def test_files_have_at_most_450_lines():
-    files = [*_modules(), *Path(__file__).parent.rglob("*.py")]
-    assert [path.name for path in files if len(path.read_text("utf-8").splitlines()) > 450] == []
+# Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
+# that needs more changes the number, and says why.
+BUDGETS = {
+    "": 570,
+    "attention": 610,
+    "bench": 6740,
+    "cli": 3180,
+    "core": 2200,
+    "data": 2050,
+    "generation": 1040,
+    "kernels": 6310,
+    "measure": 1750,
+    "model": 1500,
+    "optim": 570,
+    "parallel": 2850,
+    "profile": 1290,
+    "recipe": 1380,
+    "storage": 470,
+    "tokenizer": 2180,
+    "training": 5400,
+}
+
+
+def _code_lines(text: str) -> int:
+    words: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        match getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant(value=str())) as doc, *_]:
+                words |= {*range(doc.lineno, (doc.end_lineno or 0) + 1)}
+    layout = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return len(code - words)
+
+
+def test_rooms_keep_their_budgets():
+    assert _code_lines('"""Doc."""\n\ndef f():  # why\n    """Doc."""\n    return """a\nb"""\n') == 3
+    sizes = dict.fromkeys(BUDGETS, 0)
+    for path in _modules():
+        parts = path.relative_to(PACKAGE).parts
+        sizes[parts[0] if len(parts) > 1 else ""] += _code_lines(path.read_text("utf-8"))
+    assert {room: (size, BUDGETS[room]) for room, size in sizes.items() if size > BUDGETS[room]} == {}
 
 
 def _parse(path: Path) -> ast.Module:

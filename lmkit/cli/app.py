@@ -1,6 +1,5 @@
 """The root command, and how errors become one line, one hint and an exit code."""
 
-import errno
 import importlib
 import os
 import re
@@ -165,12 +164,6 @@ def _explained(error: BaseException) -> LmkitError | None:
 
     # Files are written under a partial name first, which the user did not give.
     where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
-    if error.errno == errno.ELOOP:
-        return UsageError(
-            "file.link_loop",
-            f"{where}{reason(error)}",
-            hint="delete the symbolic link, which leads to itself",
-        )
     hint = "check the path, its permissions and the disk"
     return LmkitError("file.failed", f"{where}{reason(error)}", hint=hint)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.console import Result, write
-from lmkit.cli.generate import loaded_model
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
+from lmkit.cli.texts import loaded_model
 
 if TYPE_CHECKING:
     from lmkit.model.transformer import TransformerLM

@@ -1,52 +1,71 @@
-"""The pipeline of `lmkit run`: does the stages that are not up to date, and refuses what would lose a training.
+"""The pipeline of `lmkit run`: corpus -> tokenizer -> token files -> training -> evaluation -> stories.
 
-`lmkit.cli.stages` has the stages, `lmkit.cli.stage_record` tells which are up to date.
+`run` is one loop over `STAGES`: it does the stages that are not up to date. `Pipeline.refuse` raises before anything
+is made if a training would be lost. `lmkit.cli.stage_record` tells which stages are up to date. A run that starts
+over moves what lmkit made in its folder to `old-<time>` inside it, a run folder that every command takes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import os
 import shlex
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lmkit.cli.console import Result
-from lmkit.cli.ranks import follow, leading
-from lmkit.cli.set_aside import OLD, delete_replaced, parts_of, refuse_to_move_sources, set_aside
-from lmkit.cli.stage_record import FILES, NO_EFFECT, StageRecord
-from lmkit.cli.stages import STAGES, summary
-from lmkit.data.corpora import check_corpus
-from lmkit.errors import LmkitError, UsageError
+from lmkit.cli.ranks import alone, follow, leading
+from lmkit.cli.stage_record import FILES, NO_EFFECT, Outputs, StageRecord, paths_of
+from lmkit.data.chat import encode_chat
+from lmkit.data.corpora import check_corpus, prepare_corpus
+from lmkit.data.encoding import encode_corpus
+from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
+from lmkit.errors import LmkitError, UsageError, some_of
 from lmkit.measure.progress import Progress
+from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
 from lmkit.recipe.changes import differences, is_under, refused, without_effect
 from lmkit.recipe.load import load_recipe, required, save_recipe
 from lmkit.recipe.run_folder import (
+    BESIDE_TOKENIZER,
+    CHAT_TEMPLATE,
     CHECKPOINTS,
+    DATA_FILES,
+    METRICS,
     RECIPE,
     RUN_FILES,
+    STORIES,
     TOKENIZER,
+    TRAINED_FILES,
+    is_entry,
     is_run,
+    read_record,
     refuse_foreign_files,
+    save_record,
+    token_file,
 )
 from lmkit.recipe.schema import Recipe
-from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
+from lmkit.storage import FolderLock, keep_damaged, remove_partials, sha256_file, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
-from lmkit.storage.inputs import read_object
+from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_replacing, refuse_unwritable
-from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import template_for
+from lmkit.tokenizer import Tokenizer, train_tokenizer
+from lmkit.tokenizer.chat import read_template, template_for
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 log = logging.getLogger("lmkit")
 
 LOCK = ".lock"
+OLD = "old-"
+"""Begins the name of the folder of a run that was set aside."""
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 # These may change under the same run name: no stage before `generate` depends on them.
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT)
@@ -89,9 +108,11 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
 
             if no_fit := misfit(recipe, ranks=max(ranks, nproc)):
                 log.warning(no_fit)  # before hours of making data
-        done = {stage: pipeline.bring_up_to_date(stage) for stage in STAGES}
+        done: dict[str, str] = {}
+        for stage in STAGES:
+            done[stage] = pipeline.bring_up_to_date(stage)
         pipeline.record.save()
-        return summary(pipeline, done)
+        return _summary(pipeline, done)
 
 
 def plan(recipe: Recipe, **options: Any) -> Result:
@@ -111,10 +132,10 @@ def plan(recipe: Recipe, **options: Any) -> Result:
     for stage, state in states.items():
         damage = pipeline.damage(stage) if state == "would run" and stage not in redone else None
         lines.append(f"  {stage:<10}{state}" + (f": {damage}" if damage else ""))
-    set_aside = pipeline.checkpoints if pipeline.would_set_aside() else None
-    if set_aside is not None:
-        lines.append(f"  {set_aside} would be kept in {pipeline.folder / OLD}<time>")
-    fields = {"folder": pipeline.folder, "stages": states, "set_aside": set_aside}
+    kept = pipeline.checkpoints if pipeline.sets_aside else None
+    if kept is not None:
+        lines.append(f"  {kept} would be kept in {pipeline.folder / OLD}<time>")
+    fields = {"folder": pipeline.folder, "stages": states, "set_aside": kept}
     return Result("\n".join(lines), fields)
 
 
@@ -177,7 +198,7 @@ class Pipeline:
         else:
             self._refuse_another_recipe()
         refuse_foreign_files(self.folder, RUN_FILES)
-        refuse_to_move_sources(self.recipe, self._parts_to_move())
+        _refuse_to_move_sources(self.recipe, self._parts_to_move())
         if self.force or self.redone or not self.record.is_finished("train"):
             from lmkit.training.setup import check_before_data
 
@@ -210,7 +231,7 @@ class Pipeline:
 
         Before there is a checkpoint nothing is lost: stages that are out of date are redone.
         """
-        if not (self.record.was_made("train") or self._has_checkpoints()):
+        if not (self.record.was_made("train") or any(self.checkpoints.glob("*"))):
             return
         path = self.folder / RECIPE
         if path.exists():
@@ -232,7 +253,7 @@ class Pipeline:
                     f"{path}: the training ended at step {trained}, and no step would use " + "; ".join(lost),
                     hint=f"to train on: --set train.steps=N, N above {trained}; {hint}",
                 )
-        files = [] if self.skip_data else list(self.record.changed_content(self.recipe))
+        files = [] if self.skip_data else list(self.record.changed_content())
         if files and "train" not in self.redone:
             raise UsageError(
                 "run.other_data",
@@ -257,9 +278,6 @@ class Pipeline:
             if (template := template_for(self.tokenizer, made, source=self.corpus.source)) is not None:
                 template.check(made, self.tokenizer.path)
 
-    def _has_checkpoints(self) -> bool:
-        return any(self.checkpoints.glob("*"))
-
     def _trained_steps(self) -> int | None:
         """Return the step of the newest checkpoint; reads none."""
         names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
@@ -283,12 +301,6 @@ class Pipeline:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def _has_tokenizer_of_training(self) -> bool:
-        """Return whether the run's tokenizer is the one with which the finished training was done."""
-        if not self.record.is_finished("tokenizer"):  # it will be made again
-            return True
-        return self._trained_with() in (None, Tokenizer.load(self.folder / TOKENIZER).sha256)
-
     def refuse_to_replace_tokenizer(self, made: Tokenizer) -> None:
         """Refuse a tokenizer other than that of the checkpoints, where no record told that the text changed."""
         if self._trained_with() not in (None, made.sha256):
@@ -308,9 +320,10 @@ class Pipeline:
             return None  # `lmkit train` has deleted the recorded checkpoint
         return f"{damaged[0]} {'was changed or damaged' if damaged[0].exists() else 'is missing'}"
 
-    def would_set_aside(self) -> bool:
-        """Return whether this run starts over a training that has checkpoints."""
-        return (self.force or "train" in self.redone) and self._has_checkpoints()
+    @property
+    def sets_aside(self) -> bool:
+        """Whether this run starts over a training that has checkpoints."""
+        return (self.force or "train" in self.redone) and any(self.checkpoints.glob("*"))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -318,7 +331,7 @@ class Pipeline:
         self.refuse()
         with self.lock:
             # Before a data stage replaces the tokenizer that the checkpoints need.
-            if self.force or (self.would_set_aside() and self.redone[0] in DATA_STAGES):
+            if self.force or (self.sets_aside and self.redone[0] in DATA_STAGES):
                 self.set_aside()
             try:
                 self.record.load()
@@ -337,7 +350,7 @@ class Pipeline:
                     )
                 raise
             if self.aside is not None:
-                delete_replaced(self.aside)
+                _delete_replaced(self.aside)
 
     def _with_trained_steps(self) -> Recipe:
         """Return the recipe with the steps of a longer training of this run, whose model is kept."""
@@ -351,22 +364,29 @@ class Pipeline:
         return self.recipe.changed(train={"steps": max(longer, trained)})
 
     def _parts_to_move(self) -> list[Path]:
-        if not self.force and not self.would_set_aside():
-            return []
-        return parts_of(self.folder, checkpoints_only=not self.force)
+        """Return what this run sets aside; of a folder that is a link, the link. [] of a folder that is no run."""
+        names: Sequence[str] = (CHECKPOINTS, "tensorboard", *RUN_FILES) if self.force else (CHECKPOINTS,)
+        parts = {}
+        for name in names if (self.force or self.sets_aside) and is_run(self.folder) else ():
+            top = self.folder / name.partition("/")[0]
+            parts[top if top.is_symlink() else self.folder / name] = True
+        return [path for path in parts if os.path.lexists(path)]
 
     def set_aside(self) -> None:
         """Move the training, with --force all that lmkit made, to a run folder of its own."""
         if parts := self._parts_to_move():
-            self.aside = set_aside(self.folder, parts)
+            self.aside = _set_aside(self.folder, parts)
             log.warning("the earlier run is kept in %s, a run folder itself", self.aside)
 
     def is_up_to_date(self, stage: str) -> bool:
+        """Return whether a stage need not be done again."""
         if stage in DATA_STAGES:
             return self.skip_data or self.record.is_finished(stage)
         if not self.record.is_finished(stage) or self._was_trained_further():
             return False
-        return stage != "train" or self._has_tokenizer_of_training()
+        if stage != "train" or not self.record.is_finished("tokenizer"):  # else it will be made again
+            return True
+        return self._trained_with() in (None, Tokenizer.load(self.folder / TOKENIZER).sha256)
 
     def bring_up_to_date(self, stage: str) -> str:
         """Do a stage unless it is up to date; return "up to date" or the seconds that it took."""
@@ -375,7 +395,7 @@ class Pipeline:
             return "up to date"
         if damage := self.damage(stage):
             log.warning("%s: %s, so that this stage runs again", stage, damage)
-            for path in self.record.damaged(stage):
+            for path in self.record.damaged(stage) or ():
                 if path.exists() and not path.is_relative_to(self.checkpoints):  # a training keeps whole ones
                     log.warning("%s: kept as %s", stage, keep_damaged(path))
         started = time.perf_counter()
@@ -400,10 +420,287 @@ class Pipeline:
             content = read_object(path)
         except (OSError, ValueError):
             content = {}
-        if not all(key in content for key in keys):
+        if not {*keys} <= content.keys():
             raise LmkitError(
                 "run.damaged_result",
                 f"{path}: missing or damaged",
                 hint="delete it and run again: only the stage that makes it is redone",
             )
         return content
+
+
+# The stages
+
+
+def _make_corpus(run: Pipeline) -> Outputs:
+    _warn_of_repeated(run)
+    files = prepare_corpus(run.corpus, run.folder / "corpus", mark=run.mark, progress=run.progress)
+    return {"train": list(files.train), "valid": list(files.valid)}
+
+
+def _warn_of_repeated(run: Pipeline) -> None:
+    """Warn of files whose content would be both learned and held out."""
+    key = "valid" if run.corpus.valid else "train"
+    content, repeated = run.record.content, []
+    learned = set(content["corpus.train"] if key == "valid" else ())
+    for path, digest in zip(getattr(run.corpus, key), content[f"corpus.{key}"], strict=True):
+        if digest in learned:
+            repeated.append(str(path))
+        elif key == "train":
+            learned.add(digest)
+    if repeated:
+        message = (
+            "corpus.%s: %s: has the content of a file in corpus.train: held-out text may have been learned"
+        )
+        log.warning(message, key, some_of(repeated))
+
+
+def _make_tokenizer(run: Pipeline) -> Outputs:
+    table = run.tokenizer
+    if table.path is not None:
+        tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text).for_training()
+    else:
+        tokenizer = train_tokenizer(
+            run.record.outputs("corpus")["train"],
+            vocab_size=table.vocab_size,
+            special_tokens=table.special_tokens,
+            end_of_text=table.end_of_text,
+            separator=run.mark,
+            max_token_bytes=table.max_token_bytes,
+            workers=table.workers,
+            errors=run.corpus.errors,
+            progress=run.progress,
+        )
+    run.refuse_to_replace_tokenizer(tokenizer)
+    path = run.folder / TOKENIZER
+    template = template_for(table, tokenizer, source=run.corpus.source)
+    if template is not None:
+        template.check(tokenizer, table.path or path)
+    for name in BESIDE_TOKENIZER:  # of the tokenizer before
+        (run.folder / name).unlink(missing_ok=True)
+    if template is not None:
+        template.save(run.folder / CHAT_TEMPLATE)
+    tokenizer.save(path)
+    return {
+        "tokenizer": [path, *(run.folder / name for name in BESIDE_TOKENIZER if (run.folder / name).exists())]
+    }
+
+
+def _encode(run: Pipeline) -> Outputs:
+    tokenizer = Tokenizer.load(run.folder / TOKENIZER)
+    outputs = {}
+    for part, sources in run.record.outputs("corpus").items():
+        path = token_file(run.folder, part)
+        workers, errors = run.recipe.data.workers, run.corpus.errors
+        sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
+        if run.corpus.source == "chat":
+            template = read_template(run.folder / CHAT_TEMPLATE)
+            encode_chat(sources, path, tokenizer, template, progress=run.progress)
+        else:
+            encode_corpus(
+                sources,
+                path,
+                tokenizer,
+                workers=workers,
+                errors=errors,
+                separator=run.mark,
+                force=True,
+                progress=run.progress,
+            )
+        outputs[part] = [part for part in parts_of(path) if part.exists()]
+    return outputs
+
+
+def _train(run: Pipeline) -> Outputs:
+    from lmkit.generation import write_samples
+    from lmkit.training.run_data import open_data
+    from lmkit.training.session import train
+
+    if run.sets_aside:  # --from train; otherwise `opened` did it
+        open_data(run.recipe)  # refuses damaged token files while the checkpoints are in their place
+        run.set_aside()
+    run.record.begin("train")
+    run.record.forget(("evaluate", "generate"))
+    run.tell_ranks("train")
+    parallel, is_alone = run.recipe.parallel, read_place().world_size == 1
+    if run.nproc == 1 and is_alone and "strategy" in parallel.model_fields_set:
+        log.info('parallel.strategy: "%s" has no effect on one rank (see --nproc)', parallel.strategy)
+    result = train(
+        run.recipe, nproc=run.nproc, lock=run.lock, write_samples=write_samples, checks_tokens=False
+    )
+    assert result is not None
+    newest = [] if result.checkpoint is None else sorted(Path(result.checkpoint).iterdir())
+    return {"training": [run.write("training", result)], "checkpoints": [run.checkpoints, *newest]}
+
+
+def _evaluate(run: Pipeline) -> Outputs:
+    from lmkit.training.checkpoint import saved_steps
+    from lmkit.training.evaluation import EvaluateResult
+    from lmkit.training.judging import evaluate_run
+
+    # The training ends with an evaluation: use it if it is of the newest checkpoint.
+    found = run.read("training", "step").get("evaluation")
+    newest = saved_steps(run.checkpoints)[-1]
+    if found is not None and found["checkpoint"] == str(newest.path) and run.redone[:1] != ["evaluate"]:
+        return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
+    with alone():
+        result = evaluate_run(run.folder, device=run.recipe.run.device)
+    return {"evaluation": [run.write("evaluation", result)]}
+
+
+def _generate(run: Pipeline) -> Outputs:
+    from lmkit.cli.texts import continue_prompts
+
+    with alone():
+        result = continue_prompts(run.folder, device=run.recipe.run.device)
+    path = run.folder / STORIES
+    write_atomic(path, str(result))
+    return {"stories": [path]}
+
+
+STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
+    "corpus": _make_corpus,
+    "tokenizer": _make_tokenizer,
+    "encode": _encode,
+    "train": _train,
+    "evaluate": _evaluate,
+    "generate": _generate,
+}
+
+
+def _summary(run: Pipeline, done: dict[str, str]) -> Result:
+    """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
+    evaluation = run.read("evaluation", "loss", "perplexity", "bits_per_byte")
+    training = run.read("training", "parameters", "step")
+    train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
+    story = read_input(run.folder / STORIES).decode("utf-8", "replace")
+    bits = evaluation["bits_per_byte"]
+    held_out = [f"loss {evaluation['loss']:.4f}"]
+    held_out += [f"perplexity {value:.2f}" for value in [evaluation["perplexity"]] if value is not None]
+    held_out += [f"{value:.4f} bits per byte" for value in [bits] if value is not None]
+    parameters, steps, speed = training["parameters"], training["step"], training.get("tokens_per_second")
+    corpus_bytes = train.num_bytes + valid.num_bytes
+    lines = [
+        "",
+        story.strip(),
+        "",
+        f"corpus      {size_of(corpus_bytes)} of text",
+        f"tokenizer   {train.vocab_size:,} tokens",
+        f"token files {train.num_tokens:,} to train on, {valid.num_tokens:,} held out",
+        f"model       {parameters:,} parameters, {steps:,} steps"
+        + ("" if speed is None else f", {speed:,.0f} tokens/s"),
+        f"held out    {', '.join(held_out)}",
+        f"run folder  {run.folder}",
+        statement("another story", f"lmkit generate {shlex.quote(str(run.folder))} --seed 1"),
+    ]
+    fields = {
+        "folder": run.folder,
+        "stages": done,
+        "corpus_bytes": corpus_bytes,
+        "vocab_size": train.vocab_size,
+        "train_tokens": train.num_tokens,
+        "valid_tokens": valid.num_tokens,
+        "parameters": parameters,
+        "steps": steps,
+        "tokens_per_second": speed,
+        "loss": evaluation["loss"],
+        "perplexity": evaluation["perplexity"],
+        "bits_per_byte": bits,
+        "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
+        "story": story,
+    }
+    return Result("\n".join(lines), fields)
+
+
+# Set a run aside
+
+
+def _refuse_to_move_sources(recipe: Recipe, parts: Sequence[Path]) -> None:
+    """Refuse a recipe that reads what would be moved.
+
+    Raises:
+        UsageError: names the file and the key ("run.reads_itself").
+    """
+    folder = recipe.run.path
+    for key, path in _sources(recipe) if parts else ():
+        places = (Path(os.path.abspath(path)), Path(os.path.realpath(path)))
+        inside = any(place.is_relative_to(part.absolute()) for place in places for part in parts)
+        if inside or os.path.realpath(path) == os.path.realpath(folder):
+            raise UsageError(
+                "run.reads_itself",
+                f"{path} (key {key}): belongs to the run in {folder} that would start over",
+                hint="copy it to another place and name that, or name a new run: --set run.name=...",
+            )
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """Yield the keys that name what a run reads, and the files or folders."""
+    for dotted in FILES:
+        for path in paths_of(recipe, dotted):
+            yield dotted, path
+    if recipe.checkpoint.resume not in ("auto", "never"):
+        yield "checkpoint.resume", Path(recipe.checkpoint.resume)
+    if recipe.train is not None and recipe.train.init_from is not None:
+        yield "train.init_from", recipe.train.init_from
+    for part in ("train", "valid"):
+        path = getattr(recipe.data, part)
+        if path is not None and path.absolute() != token_file(recipe.run.path, part).absolute():
+            yield f"data.{part}", path  # the run's own token files are made again
+
+
+def _set_aside(folder: Path, parts: Sequence[Path]) -> Path:
+    """Move parts of a run to a new folder inside it, and return that. If one cannot be moved, all is as it was."""
+    stem = f"{OLD}{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    aside = next(folder / name for name in names if not os.path.lexists(folder / name))
+    moved: list[tuple[Path, Path]] = []
+    try:
+        save_record(aside, {})  # a run from the beginning, if the process is killed
+        for path in (folder / name for name in (RECIPE, TOKENIZER, *BESIDE_TOKENIZER, METRICS)):
+            if path.is_file() and path not in parts:  # what `lmkit generate` needs
+                write_atomic(aside / path.name, read_input(path))
+        for path in parts:
+            place = aside / path.relative_to(folder)
+            _move(path, place)
+            moved.append((path, place))
+    except BaseException:  # a full disk, Ctrl-C
+        for path, place in reversed(moved):
+            _move(place, path)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return aside
+
+
+def _move(path: Path, place: Path) -> None:
+    place.parent.mkdir(exist_ok=True)
+    if path.is_symlink():  # a relative link would lead elsewhere
+        place.unlink(missing_ok=True)
+        place.symlink_to(os.path.realpath(path))
+        path.unlink()
+    else:
+        os.replace(path, place)
+
+
+def _delete_replaced(aside: Path) -> None:
+    """Delete the data files that lmkit made for a run that was set aside; all that it made, without checkpoints.
+
+    A file that somebody changed since stays.
+    """
+    entries = [entry for entry in read_record(aside).values() if is_entry(entry)]
+    # A text that lies in the run folder may be a source, too.
+    sources = {digest for entry in entries for texts in entry.get("content", {}).values() for digest in texts}
+    made = {
+        name: digest
+        for entry in entries
+        for name, digest in entry.get("made", {}).items()
+        if digest not in sources
+    }
+    has_checkpoints = any(aside.glob(f"{CHECKPOINTS}/*"))
+    for name in DATA_FILES if has_checkpoints else RUN_FILES:
+        path, digest = aside / name, made.get(f"./{name}")
+        changed = digest is not None and path.is_file() and sha256_file(path) != digest
+        if (digest is not None and not changed) or (name in TRAINED_FILES and not has_checkpoints):
+            path.unlink(missing_ok=True)
+    for folder in (aside / "corpus", aside / "tokens", aside / CHECKPOINTS, aside):
+        with suppress(OSError):  # there is none, or something is left in it
+            folder.rmdir()

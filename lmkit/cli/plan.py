@@ -11,8 +11,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.options import Commands, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
-    from lmkit.training.plan import Plan
-    from lmkit.training.plan_check import Measured
+    from lmkit.training.plan import Measured, Plan
 
 app = Commands()
 GB = 10**9
@@ -84,7 +83,7 @@ def plan(
     made = make_plan(loaded, card, ranks=ranks)
     if not check:
         return Result(_text(made) + assumed, _fields(made))
-    from lmkit.training.plan_check import check as measure
+    from lmkit.training.plan import check as measure
 
     found = measure(loaded, ranks=ranks)
     measured = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}

@@ -17,7 +17,7 @@ from lmkit.storage.inputs import read_object
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
-    from lmkit.training.state import TrainingState
+    from lmkit.training.checkpoint import TrainingState
 
 app = Commands()
 
@@ -168,8 +168,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
 
 def _newest_state(folder: Path) -> TrainingState | None:
     """Return what the newest checkpoint says of its training; None without one."""
-    from lmkit.training.atomic_checkpoint import saved_steps
-    from lmkit.training.checkpoint import open_checkpoint
+    from lmkit.training.checkpoint import open_checkpoint, saved_steps
 
     saved = saved_steps(folder / CHECKPOINTS)
     return open_checkpoint(saved[-1].path).state if saved else None

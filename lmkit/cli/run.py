@@ -91,7 +91,6 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
     """Return recipes of runs with consecutive seeds, in the folder that would be the run's."""
     from lmkit.parallel.place import read_place
     from lmkit.recipe.run_folder import is_run
-    from lmkit.recipe.values import LARGEST_INT64
 
     folder, first = recipe.run.path, recipe.run.seed
     if read_place().world_size > 1:
@@ -101,12 +100,6 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
         hint = "name the folder of the runs: --set run.name=..."
         raise UsageError(
             "run.seeds_in_a_run", f"{folder}: is a run itself; --seeds makes runs in it", hint=hint
-        )
-    if first + count - 1 > LARGEST_INT64:
-        raise UsageError(
-            "run.large_seed",
-            f"{recipe.origin}: run.seed = {first} leaves no room for --seeds {count}",
-            hint=f"the largest seed is {LARGEST_INT64}",
         )
     return [
         recipe.changed(run={"folder": folder, "name": f"seed-{seed}", "seed": seed})

@@ -57,50 +57,60 @@ class StageRecord:
 
     Attributes:
         content: key of the recipe -> hashes of the files that it names now.
-        mark: what ends a document in text files; None: nothing does.
-        damage: what is wrong with the record; None if nothing is.
+        mark: ends a document in text files; None: nothing does.
+        damage: says that the record is damaged; None if it is not.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
         self.folder = folder
-        self._recipe = recipe
+        self.mark = _mark_of(recipe)
+        self._sources = {dotted: paths_of(recipe, dotted) for dotted in FILES}
         self._hashes: dict[str, list[Any]] = {}
         self._entries: dict[str, dict[str, Any]] = {}
-        self._values, self._defaults = _values(recipe)
-        self.mark = self._values["corpus.separator"]
         self.load()
-        if reads_sources:
-            self.content = self._contents(recipe)
-        else:
-            noted = [entry.get("content", {}) for entry in self._entries.values()]
-            self.content = {dotted: next((c[dotted] for c in noted if dotted in c), []) for dotted in FILES}
+        self.content: dict[str, list[str]] = {}
+        for dotted, paths in self._sources.items():
+            if reads_sources:
+                self.content[dotted] = [self._source(path, dotted) for path in paths]
+            else:
+                noted = (entry.get("content", {}) for entry in self._entries.values())
+                self.content[dotted] = next((content[dotted] for content in noted if dotted in content), [])
+        # A stage reads its tables and those of the stages before it.
+        self._reads: dict[str, dict[str, Any]] = {}
+        self._defaults: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        content: dict[str, list[str]] = {}
+        for stage, tables in READS.items():
+            for name in tables:
+                table = getattr(recipe, name)
+                for into, source in ((values, table), (self._defaults, type(table)())):
+                    for key, value in source.model_dump(mode="json").items():
+                        if f"{name}.{key}" not in (*NO_EFFECT, *FILES):
+                            into[f"{name}.{key}"] = value
+                content |= {key: self.content[key] for key in FILES if key.startswith(f"{name}.")}
+            values["corpus.separator"], self._defaults["corpus.separator"] = self.mark, END_OF_TEXT
+            self._reads[stage] = {"values": dict(values), "content": dict(content)}
 
     def load(self) -> None:
         """Read the record. It is written atomically: an entry that is not ours was damaged from outside."""
         path = self.folder / RECORD
-        content: Any = {}
+        entries: dict[str, Any] = {}
+        is_readable = True
         try:
-            content = read_object(path)
+            entries = read_object(path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError):
-            content = None
-        entries = content or {}
+            is_readable = False
         if isinstance(known := entries.get("files"), dict):
-            self._hashes = {
-                path: facts for path, facts in known.items() if isinstance(facts, list)
-            } | self._hashes
+            known = {name: facts for name, facts in known.items() if isinstance(facts, list)}
+            self._hashes = known | self._hashes
         self._entries = {stage: entry for stage, entry in entries.items() if is_entry(entry)}
-        lost = [stage for stage in READS if stage in entries and stage not in self._entries]
-        if content != entries:
-            lost = ["every stage"]
-        self.damage = f"{path}: damaged, so that {', '.join(lost)} may run again" if lost else None
+        lost = ", ".join(stage for stage in READS if stage in entries and stage not in self._entries)
+        lost = lost if is_readable else "every stage"
+        self.damage = f"{path}: damaged, so that {lost} may run again" if lost else None
 
-    def _contents(self, recipe: Recipe) -> dict[str, list[str]]:
-        """Return the hashes of the files that a recipe names: key of the recipe -> hashes."""
-        return {dotted: [self._hash(path, dotted) for path in paths_of(recipe, dotted)] for dotted in FILES}
-
-    def _hash(self, path: Path, key: str) -> str:
+    def _source(self, path: Path, key: str) -> str:
         """Return the hash of the content of a file that the recipe names under `key`."""
         is_corpus = key.startswith("corpus.")
         if is_corpus:
@@ -124,12 +134,12 @@ class StageRecord:
         """Return whether some stage noted the content of the files that a key of the recipe names."""
         return any(dotted in entry.get("content", {}) for entry in self._entries.values())
 
-    def changed_content(self, recipe: Recipe) -> Iterator[str]:
+    def changed_content(self) -> Iterator[str]:
         """Yield `FILE (key KEY)` for the files whose content is not the one that the stages before training read."""
         for dotted, new in self.content.items():
             olds = [entry.get("content", {}).get(dotted) for entry in self._entries.values()]
             for old in [old for old in olds if old is not None and old != new][:1]:
-                paths = [str(path) for path in paths_of(recipe, dotted)]
+                paths = [str(path) for path in self._sources[dotted]]
                 if len(old) == len(new):
                     paths = [path for path, before, now in zip(paths, old, new, strict=True) if before != now]
                 yield f"{', '.join(paths) or 'no file'} (key {dotted})"
@@ -140,39 +150,31 @@ class StageRecord:
 
     def is_finished(self, stage: str) -> bool:
         """Return whether the stage is up to date: finished, of the same values and content, its outputs whole."""
-        return self._is_current(stage) and not self.damaged(stage)
+        return self.damaged(stage) == []
 
-    def _is_current(self, stage: str) -> bool:
-        now = _read_by(stage, self._values, self.content)
-        entry = self._entries.get(stage, {})
-        values = self._defaults | entry.get("values", {})
-        return (
-            self.was_made(stage)
-            and "values" in entry
-            and all(values[dotted] == value for dotted, value in now["values"].items())
-            and entry.get("content") == now["content"]
-        )
-
-    def damaged(self, stage: str) -> list[Path]:
-        """Return the outputs that are missing or not as the stage left them; [] if the stage is out of date."""
-        if not self._is_current(stage):
-            return []
-        made = self._entries[stage].get("made", {})
-        outputs = [path for paths in self.outputs(stage).values() for path in paths]
-        return [path for path in outputs if not self._is_whole(path, made.get(self._name(path)))]
-
-    def _is_whole(self, path: Path, digest: str | None) -> bool:
-        if digest is None or not path.exists():
-            return path.exists()
-        return path.is_file() and self._digest(path) == digest
+    def damaged(self, stage: str) -> list[Path] | None:
+        """Return the outputs that are missing or not as the stage left them; None if the stage is out of date."""
+        now, entry = self._reads[stage], self._entries.get(stage, {})
+        if not self.was_made(stage) or "values" not in entry or entry.get("content") != now["content"]:
+            return None
+        values = self._defaults | entry["values"]
+        if any(values[dotted] != value for dotted, value in now["values"].items()):
+            return None
+        made, damaged = entry.get("made", {}), []
+        for path in (path for paths in self.outputs(stage).values() for path in paths):
+            digest = made.get(self._name(path))
+            is_whole = path.exists()
+            if is_whole and digest is not None:
+                is_whole = path.is_file() and self._digest(path) == digest
+            damaged += [] if is_whole else [path]
+        return damaged
 
     def outputs(self, stage: str) -> Outputs:
         """Return what a finished stage made."""
-        outputs = self._entries[stage]["outputs"]
-        return {role: [self._path(name) for name in names] for role, names in outputs.items()}
-
-    def _path(self, name: str) -> Path:
-        return self.folder / name if name.startswith(_INSIDE) else Path(name)
+        outputs: Outputs = {}
+        for role, names in self._entries[stage]["outputs"].items():
+            outputs[role] = [self.folder / name if name.startswith(_INSIDE) else Path(name) for name in names]
+        return outputs
 
     def _name(self, path: Path) -> str:
         inside = path.is_relative_to(self.folder)
@@ -180,23 +182,23 @@ class StageRecord:
 
     def begin(self, stage: str) -> None:
         """Note that work on a stage starts."""
-        self._note(stage, done=False, outputs={})
+        self._entries[stage] = self._reads[stage] | {"done": False, "outputs": {}}
+        self.save()
 
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
-        names = {role: [self._name(path) for path in paths] for role, paths in outputs.items()}
-        # A corpus that is used where it lies is not the run's.
-        sources = {path for dotted in FILES for path in paths_of(self._recipe, dotted)}
-        made = {
-            self._name(path): self._digest(path)
-            for paths in outputs.values()
-            for path in paths
-            if path.is_relative_to(self.folder) and path not in sources and path.is_file()
-        }
-        self._note(stage, done=True, outputs=names, made=made)
-
-    def _note(self, stage: str, **facts: Any) -> None:
-        self._entries[stage] = _read_by(stage, self._values, self.content) | facts
+        sources = {path for paths in self._sources.values() for path in paths}
+        names: dict[str, list[str]] = {}
+        made: dict[str, str] = {}
+        for role, paths in outputs.items():
+            names[role] = []
+            for path in paths:
+                name = self._name(path)
+                names[role].append(name)
+                # A corpus that is used where it lies is not the run's.
+                if name.startswith(_INSIDE) and path not in sources and path.is_file():
+                    made[name] = self._digest(path)
+        self._entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
         self.save()
 
     def forget(self, stages: Iterable[str]) -> None:
@@ -232,27 +234,3 @@ def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
         beside = [value.parent / name for name in (*BESIDE_TOKENIZER, SPECIAL_TOKENS_MAP, ADDED_TOKENS)]
         return [value, *(path for path in beside if path.is_file())]
     return list(value or ())
-
-
-def _values(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values, and their defaults, on which results depend: dotted key -> JSON value."""
-    values: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
-    for name in (name for names in READS.values() for name in names):
-        table = getattr(recipe, name)
-        for into, source in ((values, table), (defaults, type(table)())):
-            into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
-    for dotted in (*NO_EFFECT, *FILES):
-        values.pop(dotted, None)
-    values["corpus.separator"], defaults["corpus.separator"] = _mark_of(recipe), END_OF_TEXT
-    return values, defaults
-
-
-def _read_by(stage: str, values: dict[str, Any], content: dict[str, list[str]]) -> dict[str, Any]:
-    """Return what a stage and those before it read."""
-    names = list(READS)
-    tables = {table for before in names[: names.index(stage) + 1] for table in READS[before]}
-    return {
-        "values": {dotted: value for dotted, value in values.items() if dotted.split(".")[0] in tables},
-        "content": {dotted: hashes for dotted, hashes in content.items() if dotted.split(".")[0] in tables},
-    }

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from lmkit.data.download import download_dataset
 from lmkit.data.json_lines import holds_json, is_learned, json_records, messages_of
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
@@ -96,6 +95,8 @@ def prepare_corpus(
         write_stories(train, size_mb=size, seed=table.seed, end=end, progress=progress)
         write_stories(valid, size_mb=size * table.valid_fraction, seed=table.seed + _HELD_OUT_SEED, end=end)
     elif table.source not in ("files", "chat"):
+        from lmkit.data.download import download_dataset
+
         train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):

@@ -60,7 +60,8 @@ class SelfAttention(core.SelfAttention):
     def attend_heads(self, heads: tuple[Tensor, ...], firsts: Firsts, cache: KVCache | None = None) -> Tensor:
         """Return the attention of what `rotated` returned, (batch, seq, heads * head_dim)."""
         if len(heads) > 1:
-            return self.attend(*heads, firsts, cache)
+            q, k, v = heads
+            return self.attend(q, k, v, firsts, cache)
         assert self.joined_attention is not None
         hidden = self.hidden_keys(firsts)
         with range_("attention"):

@@ -14,8 +14,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import UsageError
-
 _HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _MOST_BYTES = 1 << 26  # of a JSON file
 _KINDS = {
@@ -27,16 +25,8 @@ _KINDS = {
 
 
 def in_home(path: Path) -> Path:
-    """Return a path with the home folder in place of `~` at its beginning; `~name` is an ordinary name.
-
-    Raises:
-        UsageError: there is no home folder ("path.no_home").
-    """
-    try:
-        return path.expanduser() if path.parts[:1] == ("~",) else path
-    except RuntimeError as error:
-        hint = "set HOME, or write the folder in place of ~"
-        raise UsageError("path.no_home", f"{path}: {error}", hint=hint) from error
+    """Return a path with the home folder in place of `~` at its beginning; `~name` is an ordinary name."""
+    return path.expanduser() if path.parts[:1] == ("~",) else path
 
 
 def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:

@@ -1,53 +1,511 @@
-"""Open, load and retain checkpoints."""
+"""The format of checkpoints: write, publish, verify, repair, delete, list and open their folders.
+
+A checkpoint is a folder `checkpoints/step-00000100/`:
+
+    model.safetensors                          weights by parameter name; of sharded weights, one file per rank:
+    model-00000-of-00002.safetensors ...
+    optimizer-00000-of-00002.safetensors ...   optimizer state, one file per shard
+    state.json                                 `TrainingState`: step, model, recipe, random generators
+    manifest.json                              size and SHA-256 of every other file, and its own checksum
+
+It is atomic: whole or absent. All files are written and fsynced in `step-00000100.lmkit-partial/`, the manifest last;
+then one rename gives the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at
+most
+
+- `step-00000100.lmkit-partial`: being written or deleted; never read, removed at the next start (`clean_leftovers`);
+- `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
+
+`resume.py` saves trainings and resumes them, `weights.py` opens weights from anywhere. No file is a pickle.
+"""
 
 from __future__ import annotations
 
+import base64
+import errno
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import safetensors
-import safetensors.torch
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHECKPOINTS, TOKENIZER
-from lmkit.recipe.tables import RunConfig
-from lmkit.recipe.values import UnregisteredName
-from lmkit.tokenizer import Tokenizer
-from lmkit.training.atomic_checkpoint import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    DamagedCheckpoint,
-    FileEntry,
-    NewerFormat,
-    SavedStep,
-    damaged,
-    model_files,
-    newer,
-    newest_valid,
-    read_manifest,
-    read_verified,
-    remove_folder,
-    saved_steps,
-    shard_name,
-    verify,
+from lmkit.recipe.tables import (
+    Count,
+    Int64,
+    ModelConfig,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
+    Table,
 )
-from lmkit.training.state import STATE_FORMAT, TrainingState
+from lmkit.recipe.values import UnregisteredName
+from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+from lmkit.storage.inputs import open_input, read_input, read_object, refuse_irregular
+from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+MODEL = "model.safetensors"
+REPLACED_SUFFIX = ".replaced"
+_MODEL_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_STEP_NAME = re.compile(r"step-(\d{8,12})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_BLOCK = 1 << 24
+"""Bytes handed to write() and to the hash at a time: large blocks release the GIL for long."""
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_NOT_OF_THE_FILE = (
+    *(errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
+_USE_AN_OLDER = "use an older checkpoint, or delete the damaged one"
+STATE_FORMAT: Final = 1
 
-def parse_tensors(data: bytes, *, path: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file that was read into memory; they own their memory."""
+
+class DamagedCheckpoint(LmkitError):
+    """A part of a checkpoint is missing or is not what was saved. An older checkpoint may be whole."""
+
+
+class NewerFormat(LmkitError):
+    """The checkpoint is whole, but in a format that this version does not know."""
+
+
+def damaged(path: object, what: str) -> DamagedCheckpoint:
+    """Return the error that names the file and what is wrong with it."""
+    return DamagedCheckpoint("checkpoint.damaged", f"{path}: {what}", hint=_USE_AN_OLDER)
+
+
+def _unread(path: Path, error: OSError) -> LmkitError:
+    """Return the error for a file that was not read: damage, unless the process or a share is at fault."""
+    if error.errno not in _NOT_OF_THE_FILE:
+        return damaged(path, reason(error))
+    hint = "checkpoints are as they were; try again when it can be read"
+    return LmkitError("checkpoint.unreadable", f"{path}: {reason(error)}", hint=hint)
+
+
+def newer(path: object, what: str, found: object, known: int) -> NewerFormat:
+    """Return the error for a format that a later lmkit wrote."""
+    return NewerFormat(
+        "checkpoint.newer_format",
+        f"{path}: {what} format {found}, this lmkit knows {known}",
+        hint="upgrade lmkit: pip install --upgrade lmkit",
+    )
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Hash and size of a file, as the manifest lists them."""
+
+    sha256: str
+    bytes: int
+
+
+class SavedStep(NamedTuple):
+    """A folder with a checkpoint's name; its content is unknown."""
+
+    step: int
+    path: Path
+
+
+def step_name(step: int) -> str:
+    """Return `step-00000100` for 100."""
+    return f"step-{step:08d}"
+
+
+def model_name(rank: int, ranks: int) -> str:
+    """Return the name of the file of `rank`, from 0, of so many ranks that each save some of the weights."""
+    return MODEL if ranks == 1 else f"model-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """Return which of a checkpoint's files hold the weights; [] if one of them is missing."""
+    names = set(names)
+    if MODEL in names:
+        return [MODEL]
+    counts = {int(match[2]) for name in names if (match := _MODEL_NAME.fullmatch(name))}
+    wanted = [model_name(rank, count) for count in counts for rank in range(count)]
+    return wanted if len(counts) == 1 and names.issuperset(wanted) else []
+
+
+def shard_name(rank: int, shards: int) -> str:
+    """Return the name of the optimizer file of `rank`, from 0, of `shards` ranks."""
+    return f"optimizer-{rank:05d}-of-{shards:05d}.safetensors"
+
+
+def saved_steps(folder: Path) -> list[SavedStep]:
+    """List the folders with a checkpoint's name, lowest step first; [] where nothing has the name of `folder`.
+
+    Raises:
+        LmkitError: it cannot be read, as a link to a disk that is not there: its run must not begin anew.
+    """
     try:
-        return safetensors.torch.load(data)
-    except (safetensors.SafetensorError, KeyError, ValueError, AssertionError) as error:
-        raise damaged(path, f"not a safetensors file ({error})") from error
+        paths = [*folder.iterdir()]
+    except OSError as error:
+        if not os.path.lexists(folder):
+            return []
+        what = "is a link to nothing" if isinstance(error, FileNotFoundError) else reason(error)
+        hint = "bring back the disk that it lies on; if there are no checkpoints, delete it"
+        raise LmkitError("checkpoint.no_folder", f"{folder}: {what}", hint=hint) from error
+    found = [(_STEP_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted(SavedStep(int(match[1]), path) for match, path in found if match)
+
+
+# state.json
+
+
+class RngState(Table):
+    """torch's generators on one rank, in base64. Training draws from no others."""
+
+    cpu: str
+    cuda: str | None = None
+
+
+class LossScaleState(Table):
+    """Dynamic loss scaling (fp16)."""
+
+    scale: PositiveFloat
+    good_steps: Count
+
+
+class DataIdentity(Table):
+    """The token file that the batches come from. A resumed run must find the same one."""
+
+    num_tokens: Int64
+    vocab_size: PositiveInt
+    source_sha256: str
+    tokenizer_sha256: str
+
+
+class TrainingState(Table):
+    """A training run after `step` optimizer steps.
+
+    The position in the data is `step` itself: a batch is a pure function of (seed, step).
+    """
+
+    format: Literal[1] = STATE_FORMAT
+    """Of this file; the manifest has its own."""
+    lmkit: str
+    step: Count
+    seconds: NonNegativeFloat
+    """Time spent training so far, over all sessions."""
+    time_fraction: NonNegativeFloat | None = None
+    """Share of `train.max_minutes` that is used, where that is set."""
+    tokens: Int64
+    """Tokens seen by the optimizer."""
+    skipped_in_a_row: Count = 0
+    valid_loss: float | None = None
+    """From an evaluation at exactly this step."""
+    best_loss: float | None = None
+    """The lowest held-out loss up to this step."""
+    loss_scale: LossScaleState | None = None
+    spikes: tuple[float, ...] | None = None
+    """State of `SpikeGuard`."""
+
+    world_size: PositiveInt
+    strategy: str
+    optimizer_shards: PositiveInt
+    optimizer_layout: dict[str, Any] | None = None
+    """How the optimizer state is cut into shards (`ShardLayout` of `lmkit.parallel`); None: it is whole."""
+    rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
+
+    model: ModelConfig
+    """With the vocabulary size filled in."""
+    recipe: dict[str, Any]
+    recipe_sha256: str
+    data: DataIdentity | None = None
+
+
+def capture_rng(device: torch.device) -> RngState:
+    """Return the state of this rank's generators."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return RngState(
+        **{kind: base64.b64encode(bits.numpy().tobytes()).decode() for kind, bits in states.items()}
+    )
+
+
+def restore_rng(state: RngState, device: torch.device) -> None:
+    """Set this rank's generators to a saved state."""
+    try:
+        for kind, text in (("cpu", state.cpu), ("cuda", state.cuda)):
+            if text is None or kind not in ("cpu", device.type):
+                continue
+            bits = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            if kind == "cpu":
+                torch.set_rng_state(bits)
+            else:
+                torch.cuda.set_rng_state(bits, device)
+    except (ValueError, RuntimeError) as error:
+        raise LmkitError(
+            "checkpoint.bad_rng",
+            "the checkpoint's random generators cannot be restored",
+            hint="it was saved by another version of PyTorch, or changed; use another checkpoint",
+        ) from error
+
+
+# Write
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    read: Callable[[str], torch.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
+
+    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
+    as an OSError.
+
+    Args:
+        read: returns a tensor when its turn has come; `tensors` then give shapes and dtypes only, on "meta" too.
+        metadata: the file's own, for other libraries.
+    """
+    header: dict[str, Mapping[str, object]] = {} if metadata is None else {"__metadata__": metadata}
+    # Readers of the format need every tensor aligned to its element size: write wide types first.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    values = map(read or tensors.__getitem__, names)
+    contents = (value.view(-1).view(torch.uint8).numpy().data for value in values)
+    return _write(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], contents))
+
+
+def write_text(path: Path, text: str) -> FileEntry:
+    """Write UTF-8 text, fsync it, and return its hash and size."""
+    return _write(path, (memoryview(text.encode()),))
+
+
+def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
+    digest = hashlib.sha256()
+    with open(path, "wb", buffering=0) as file:
+        for data in contents:
+            position = 0
+            while position < len(data):
+                written = os.write(file.fileno(), data[position : position + _BLOCK])
+                digest.update(data[position : position + written])
+                position += written
+        os.fsync(file.fileno())
+        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
+
+
+def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write and fsync `manifest.json`, the last file of a checkpoint."""
+    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    content["checksum"] = manifest_checksum(content)
+    write_text(folder / MANIFEST, json.dumps(content, indent=2))
+
+
+def manifest_checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum that a manifest carries, of everything else in it."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
+    fsync_folder(partial)
+    replaced = final.with_name(final.name + REPLACED_SUFFIX)
+    if os.path.lexists(final):
+        _delete(replaced)
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    fsync_folder(final.parent)
+    if os.path.lexists(replaced):
+        remove_folder(replaced)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a checkpoint, or the link to one. A kill half-way leaves nothing under a final name."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    _delete(partial)
+    os.replace(path, partial)
+    _delete(partial)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder if it is there; of a link, only the link: what it names belongs to somebody else."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def clean_leftovers(folder: Path) -> list[Path]:
+    """Repair what a killed process left; return what was removed. The caller holds the run folder's lock."""
+    removed = []
+    for path in sorted(folder.glob(f"step-*{REPLACED_SUFFIX}")):
+        final = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if final.exists():
+            remove_folder(path)
+            removed.append(path)
+        else:
+            os.replace(path, final)
+            fsync_folder(folder)
+    for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
+        _delete(path)
+        removed.append(path)
+    return removed
+
+
+# Read
+
+
+class TensorFile:
+    """A safetensors file: its header is read at once, its tensors on demand.
+
+    Attributes:
+        tensors: name -> a tensor on "meta" with the shape and dtype of the stored one.
+
+    Raises:
+        LmkitError: there is no such file, or its header does not describe exactly its bytes.
+        UsageError: a tensor has a dtype that lmkit does not read ("import.unsupported").
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._begins: dict[str, int] = {}
+        try:
+            refuse_irregular(path)
+            with safetensors.safe_open(path, framework="pt"):  # checks the header
+                pass
+            with open_input(path) as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+        except OSError as error:
+            raise damaged_file(path, reason(error)) from error
+        except safetensors.SafetensorError as error:
+            if "unknown variant" in str(error):
+                raise unsupported_dtype(path, "a tensor", str(error).split("`")[1]) from error
+            raise damaged_file(path, str(error)) from error
+        header.pop("__metadata__", None)
+        for name, stored in header.items():
+            if (code := stored["dtype"]) not in _DTYPES:
+                raise unsupported_dtype(path, name, code)
+            self.tensors[name] = torch.empty(stored["shape"], dtype=_DTYPES[code], device="meta")
+            self._begins[name] = 8 + length + stored["data_offsets"][0]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor on the CPU. It is read, not mapped: the file may change, and reading is faster."""
+        tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+        rest = tensor.view(-1).view(torch.uint8).numpy().data
+        try:
+            with open_input(self.path) as file:
+                file.seek(self._begins[name])
+                while rest:
+                    if not (count := file.readinto(rest)):
+                        raise damaged_file(self.path, f"cut while it was read, in {name}")
+                    rest = rest[count:]
+        except OSError as error:
+            raise damaged_file(self.path, reason(error)) from error
+        return tensor
+
+
+def damaged_file(path: Path, what: str) -> LmkitError:
+    """Return the error that names the file and what is wrong with it."""
+    return LmkitError("weights.damaged_file", f"{path}: {what}", hint="copy or download the file again")
+
+
+def unsupported_dtype(path: Path, name: str, dtype: str) -> UsageError:
+    """Return the error that names a tensor whose dtype lmkit does not read."""
+    hint = "lmkit reads weights in float32, float16 and bfloat16, not quantized ones"
+    return UsageError("import.unsupported", f"{path}: {name} is {dtype}, which is not supported", hint=hint)
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """Return the files of a checkpoint as its manifest lists them; reads no other file."""
+    path = folder / MANIFEST
+    try:
+        content = read_object(path)
+        is_whole = content.get("checksum") == manifest_checksum(content)
+    except FileNotFoundError:
+        what = f"{path}: missing, the checkpoint is incomplete"
+        raise DamagedCheckpoint("checkpoint.incomplete", what, hint=_USE_AN_OLDER) from None
+    except OSError as error:
+        raise _unread(path, error) from error
+    except (ValueError, RecursionError) as error:  # Python may read what it cannot write again
+        raise damaged(path, str(error)) from None
+    if not is_whole:
+        raise damaged(path, "checksum error")
+    found = content.get("format")
+    if not isinstance(found, int) or found > FORMAT:
+        raise newer(path, "checkpoint", found, FORMAT)
+    files = content.get("files")
+    if not isinstance(files, dict) or STATE not in files or not model_files(files):
+        raise damaged(path, f"does not list {MODEL} and {STATE}")
+    entries: dict[str, FileEntry] = {}
+    for name, fields in files.items():
+        match fields:
+            case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
+                entries[name] = FileEntry(sha256, size)
+            case _:
+                raise damaged(path, f"{name!r} is no file of a checkpoint")
+    return entries
+
+
+def verify(folder: Path) -> dict[str, FileEntry]:
+    """Read every file of a checkpoint and compare it with the manifest, in constant memory.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that is missing, cut or changed.
+        NewerFormat: written by a later lmkit.
+        LmkitError: a file cannot be read now ("checkpoint.unreadable").
+    """
+    entries = read_manifest(folder)
+    for name, entry in entries.items():
+        verify_file(folder / name, entry)
+    return entries
+
+
+def verify_file(path: Path, entry: FileEntry) -> None:
+    """Read a file and compare it with its entry, in constant memory; see `verify`."""
+    try:
+        size = path.stat().st_size
+        sha256 = sha256_file(path) if size == entry.bytes else ""
+    except OSError as error:
+        raise _unread(path, error) from error
+    if size != entry.bytes:
+        raise damaged(path, f"{size} bytes instead of {entry.bytes}")
+    if sha256 != entry.sha256:
+        raise damaged(path, "checksum error")
 
 
 def parse_state(text: bytes, *, path: object) -> TrainingState:
@@ -93,8 +551,9 @@ class Checkpoint:
         return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        path = self.path / name
-        return parse_tensors(read_verified(path, self.entries[name]), path=path)
+        verify_file(self.path / name, self.entries[name])
+        file = TensorFile(self.path / name)
+        return {key: file.read(key) for key in file.tensors}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -111,7 +570,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
         )
     entries = read_manifest(path)
-    state = parse_state(read_verified(path / STATE, entries[STATE]), path=path / STATE)
+    verify_file(path / STATE, entries[STATE])
+    state = parse_state(read_input(path / STATE), path=path / STATE)
     for rank in range(state.optimizer_shards):
         name = shard_name(rank, state.optimizer_shards)
         if name not in entries or not (path / name).is_file():
@@ -121,6 +581,37 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 hint="copy the whole checkpoint folder, or use an older one",
             )
     return Checkpoint(path, state, entries)
+
+
+class Choice(NamedTuple):
+    """The newest good checkpoint, and why newer ones were skipped."""
+
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def newest_valid(folder: Path) -> Choice:
+    """Return the checkpoint with the highest step (clocks may go back) that verifies.
+
+    Raises:
+        LmkitError: there are checkpoints, but none is good; the message names each. Or the newest cannot be read now.
+        NewerFormat: the newest was written by a later lmkit; an older one would silently lose its steps.
+    """
+    skipped: list[str] = []
+    for saved in reversed(saved_steps(folder)):
+        try:
+            verify(saved.path)
+        except DamagedCheckpoint as error:
+            skipped.append(error.message)
+            continue
+        return Choice(saved.path, tuple(skipped))
+    if skipped:
+        raise LmkitError(
+            "checkpoint.none_good",
+            f"{folder}: no good checkpoint: " + "; ".join(skipped),
+            hint="copy the checkpoint again, or name another one; to start over, delete these folders",
+        )
+    return Choice(None, ())
 
 
 def newest_checkpoint(path: Path) -> Checkpoint:
@@ -178,63 +669,3 @@ def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:
             hint="use the tokenizer that encoded its token files",
         )
     return tokenizer
-
-
-# Retain
-
-
-class Retention:
-    """Delete checkpoints that are no longer wanted.
-
-    Damaged checkpoints do not count towards those to keep. Every checkpoint is read in full once before it counts,
-    except those that this process wrote.
-
-    Args:
-        keep_last: keep this many checkpoints with the highest steps, at least 1.
-        keep_best: also keep this many with the lowest validation loss.
-    """
-
-    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
-        self._folder = folder
-        self._keep_last = keep_last
-        self._keep_best = keep_best
-        self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-        self._foreign: set[int] = set()  # whole or unread, and not for us to judge
-
-    def remember(self, step: int, valid_loss: float | None) -> None:
-        """Count this checkpoint as good: it was just written and synced."""
-        self._losses[step] = valid_loss
-
-    def prune(self) -> list[Path]:
-        """Delete the checkpoints that are not kept, and return their paths.
-
-        A damaged one stays while it is newer than the oldest of the last to keep.
-        """
-        saved = saved_steps(self._folder)
-        good = [item.step for item in saved if self._is_good(item)]
-        last = good[-self._keep_last :]
-        kept = {*last} | self._foreign
-        rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
-        kept.update(step for _, step in sorted(rated)[: self._keep_best])
-        doomed = [item.path for item in saved if item.step not in kept and last and item.step < last[0]]
-        for path in doomed:
-            remove_folder(path)
-        return doomed
-
-    def _is_good(self, saved: SavedStep) -> bool:
-        if saved.step in self._losses:
-            return True
-        try:
-            with suppress(NewerFormat):  # which open_checkpoint raises again
-                verify(saved.path)
-        except DamagedCheckpoint:
-            return False
-        except LmkitError:  # it may be whole
-            self._foreign.add(saved.step)
-            return False
-        try:
-            self._losses[saved.step] = open_checkpoint(saved.path).state.valid_loss
-        except LmkitError:  # the checksums are right: another version wrote it
-            self._foreign.add(saved.step)
-            return False
-        return True

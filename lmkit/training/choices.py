@@ -13,8 +13,8 @@ from lmkit.data.corpora import opened
 from lmkit.data.json_lines import json_records
 from lmkit.errors import UsageError
 from lmkit.tokenizer import Tokenizer
+from lmkit.training.evaluation import Scored, log_likelihoods
 from lmkit.training.judging import ids_before, open_trained, refuse_not_finite, refuse_pipe_of_ranks
-from lmkit.training.likelihood import Scored, log_likelihoods
 
 _HINT = 'each line is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; or "answer": "4"'
 

@@ -36,19 +36,25 @@ from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.auto_tokenizer import is_read_by
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
-from lmkit.training.atomic_checkpoint import (
+from lmkit.training.checkpoint import (
     MODEL,
     STATE,
+    load_tokenizer,
     shard_name,
     step_name,
     write_manifest,
     write_tensors,
     write_text,
 )
-from lmkit.training.checkpoint import load_tokenizer
-from lmkit.training.given_weights import INDEX, ONE_FILE, GivenWeights, open_hugging_face, open_weights
-from lmkit.training.model_state import cast_weight
 from lmkit.training.setup import untrained_state
+from lmkit.training.weights import (
+    INDEX,
+    ONE_FILE,
+    GivenWeights,
+    cast_weight,
+    open_hugging_face,
+    open_weights,
+)
 
 log = logging.getLogger("lmkit")
 
@@ -154,8 +160,7 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
     def read(theirs: str) -> torch.Tensor:
         if theirs not in names:
             return torch.zeros_like(specs[theirs], device="cpu")
-        weight = weights.read(names[theirs])
-        weight = to_halves(names[theirs], weight, weights.config)
+        weight = to_halves(names[theirs], weights[names[theirs]], weights.config)
         return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
     shards = list(_shards(specs))
@@ -280,7 +285,7 @@ def import_model(
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         entries = {
-            MODEL: write_tensors(step / MODEL, weights.specs, read=weights.read),
+            MODEL: write_tensors(step / MODEL, weights.specs, read=weights.__getitem__),
             shard_name(0, 1): write_tensors(step / shard_name(0, 1), {}),
             STATE: write_text(step / STATE, state.model_dump_json(indent=1) + "\n"),
         }

@@ -26,14 +26,20 @@ from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
 from lmkit.recipe.tables import ModelConfig, RunConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.atomic_checkpoint import STATE
-from lmkit.training.checkpoint import load_tokenizer, newest_checkpoint, run_tokenizer
-from lmkit.training.evaluation import EvaluateResult, evaluate, held_out_of, summarise
-from lmkit.training.given_weights import is_hugging_face, open_hugging_face, plain_model
-from lmkit.training.likelihood import TOKENS_AT_ONCE, log_likelihoods, windows_of
+from lmkit.training.checkpoint import STATE, load_tokenizer, newest_checkpoint, run_tokenizer
+from lmkit.training.evaluation import (
+    TOKENS_AT_ONCE,
+    EvaluateResult,
+    evaluate,
+    held_out_of,
+    log_likelihoods,
+    summarise,
+    windows_of,
+)
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file
+from lmkit.training.weights import is_hugging_face, open_hugging_face, weights_of
 
 # For a text named on the command line, where no option replaces invalid bytes or names another key.
 _HINTS_OF_TEXT = {
@@ -140,7 +146,7 @@ def open_trained(path: Path) -> TrainedModel:
         rows=_rows(config) if train is None else train.batch_size // train.accumulation,
         run=recipe.run,
         held_out=recipe.data.valid or token_file(run, "valid"),
-        load=lambda device: plain_model(checkpoint, device=device),
+        load=lambda device: weights_of(checkpoint).model(device),
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import local_device
 from lmkit.training.exchange import export_model
-from lmkit.training.given_weights import is_hugging_face
 from lmkit.training.judging import refuse_not_finite
+from lmkit.training.weights import is_hugging_face
 
 ROWS = 8
 _SUMS = (ArithmeticError, AssertionError)  # a perplexity beyond all floats; a blank question without a prefix

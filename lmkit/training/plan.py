@@ -1,21 +1,35 @@
-"""Plan a training from its recipe alone: a rank's memory, and what fits on a GPU. Allocates nothing."""
+"""Plan a training from its recipe alone: a rank's memory, and what fits on a GPU.
+
+`plan` allocates nothing; `check` makes a few steps on this machine, on random tokens, to compare them with it.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import torch
+
 from lmkit.data.checks import check_divisible
+from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import Card, card_here, known_peak
+from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
 from lmkit.model.accounting import count_parameters
 from lmkit.model.memory import Form, Held, StepMemory, step_memory
+from lmkit.parallel.collectives import largest_of_ranks
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
 from lmkit.tokenizer.vocabulary import required_model
+from lmkit.training.graph import MEASURED, WARM_UPS
 from lmkit.training.precision import automatic_precision
+from lmkit.training.process import numerics, ranks_of
+from lmkit.training.setup import TrainingStep
 
 KEPT_BACK = {"alone": 1_000_000_000, "with others": 2_300_000_000}
 KEPT_BACK_SHARE = 0.02
@@ -24,6 +38,12 @@ the allocator did not see 0.89 GB alone, 2.19 GB under `fsdp` with NCCL; workspa
 LONGEST = 1 << 24
 _WIDTHS = {"fp32": (4, 4), "bf16": (2, 2), "fp8": (2, 2), "bf16-autocast": (4, 2), "fp16": (4, 2)}
 """precision -> bytes of an element of weights and the residual stream, and of what matrix products read."""
+
+FEW = 10
+SHORT_S = 1.0
+"""So many steps shorter than this are timed together: one alone would show what the host does before it."""
+SAMPLED_S = 2.0
+"""How long such samples are taken. The median counts, because a host is sometimes slower for a second."""
 
 
 @dataclass(frozen=True)
@@ -189,3 +209,79 @@ def _kv_cache(config: ModelConfig, recipe: Recipe) -> int:
     element = 4 if recipe.generate.precision == "fp32" else 2
     of_token = 2 * config.num_layers * config.kv_heads * config.head_dim * element
     return recipe.generate.batch_size * config.context_length * of_token
+
+
+# Make a few steps
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The largest peak memory (without a CUDA graph) and step time among the ranks; None: memory ran out."""
+
+    peak_bytes: int | None
+    seconds: float | None
+
+
+def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
+    """Make a few steps of a recipe on this machine's GPUs.
+
+    Raises:
+        UsageError: as `plan`, or there is no GPU, or there are fewer than ranks.
+    """
+    from lmkit.parallel.launch import spawn_ranks
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "plan.no_gpu", "--check: this machine shows no GPU to measure on", hint="leave out --check"
+        )
+    try:
+        return spawn_ranks(ranks, measure, (recipe,))  # in processes whose memory holds nothing else
+    except LmkitError as error:
+        if error.code != "memory.exhausted":
+            raise
+        return Measured(None, None)
+
+
+def measure(recipe: Recipe) -> Measured:
+    """Make a few steps as one of the ranks; return what one took on the rank that took most."""
+    with ranks_of(recipe) as ranks:
+        return measure_among(ranks, recipe)
+
+
+def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
+    """Do as `measure` in a process group that exists. Collective."""
+    with numerics(recipe.run, ranks):
+        made = plan(recipe, card_here(), ranks=ranks.world_size)
+        claim_workspaces(ranks.device)
+        before = memory_in_use(ranks.device)
+        try:
+            training = TrainingStep(recipe.changed(model=made.config, train=made.train), ranks)
+            training.run(wait=True)
+            with track_peak(ranks.device) as peak:
+                seconds = _seconds(training)
+            graph = training.step.graph
+            if graph is not None and graph.may_capture:
+                for _ in range(WARM_UPS + MEASURED - 2):
+                    training.run(wait=True)
+            if largest_of_ranks([seconds], ranks)[0] < SHORT_S:
+                seconds = _median_seconds(ranks, training)
+        except RuntimeError as error:
+            raise limit_reached(error) or error from error
+        peak_bytes, seconds = largest_of_ranks([peak.peak_bytes - before, seconds], ranks)
+        return Measured(int(peak_bytes), seconds)
+
+
+def _median_seconds(ranks: Ranks, training: TrainingStep) -> float:
+    """Return how long a step takes, in the median sample. Collective."""
+    samples = [_seconds(training, FEW)]
+    more = int(SAMPLED_S / (FEW * largest_of_ranks(samples, ranks)[0]))
+    return median([*samples, *(_seconds(training, FEW) for _ in range(more))])
+
+
+def _seconds(training: TrainingStep, steps: int = 1) -> float:
+    """Return how long a step takes."""
+    started = time.perf_counter()
+    for _ in range(steps - 1):
+        training.run()
+    training.run(wait=True)
+    return (time.perf_counter() - started) / steps

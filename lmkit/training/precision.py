@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lmkit.measure.limits import has_bf16
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import OPTIMIZERS
-from lmkit.training.state import LossScaleState
+from lmkit.training.checkpoint import LossScaleState
 
 PRODUCTS = {
     "fp32": torch.float32,

@@ -1,41 +1,687 @@
-"""Resume a run: choose the checkpoint, check that it belongs to the recipe, restore it."""
+"""Save a training in the background, and resume it: bit for bit, also on another number of ranks.
+
+Nothing here restores the order of the data: the batch of a step is a pure function of (seed, step), see
+`core/batches.py`.
+
+`CheckpointWriter.save` returns at once. A thread copies the tensors to host memory during the next forward and
+backward passes, which only read weights, and writes the files from that copy. Before the optimizer changes anything,
+the trainer calls `release_weights`, which waits for the copy; usually it is long done. Every rank has a writer. Rank
+0 writes `state.json`, the manifest and the model; if the weights are sharded, each rank writes a part of the model.
+Each rank writes its optimizer shard, if the state is sharded. The threads exchange messages through the process
+group's key-value store. They use no collectives, so nothing can get out of order with those of training.
+
+The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it is
+`3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole and
+sharded optimizers and between numbers of ranks. A parameter in which several matrices are joined has several names
+(see `parameter_names`): its state is saved in parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
+import safetensors.torch
 import torch
+from torch import nn
 
-from lmkit.errors import UsageError
+from lmkit.core.ranges import range_
+from lmkit.errors import LmkitError, UsageError, reason, some_of
+from lmkit.model.names import parameter_names
 from lmkit.optim.adamw import MASTER
+from lmkit.parallel.collectives import on_any_rank
+from lmkit.parallel.failures import RankLost
+from lmkit.parallel.ranks import Ranks
 from lmkit.recipe import changes as rule
 from lmkit.recipe.changes import differences
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import OptimizerConfig
-from lmkit.storage import keep_damaged, remove_partials
+from lmkit.storage import keep_damaged, remove_partials, write_atomic
+from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.training.atomic_checkpoint import (
+from lmkit.training.checkpoint import (
     STATE,
+    Checkpoint,
     Choice,
+    DamagedCheckpoint,
+    DataIdentity,
+    FileEntry,
+    NewerFormat,
+    RngState,
+    SavedStep,
+    TrainingState,
     clean_leftovers,
+    damaged,
+    model_name,
     newest_valid,
+    open_checkpoint,
+    publish,
+    remove_folder,
+    restore_rng,
     saved_steps,
+    shard_name,
+    step_name,
     verify,
+    write_manifest,
+    write_tensors,
+    write_text,
 )
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint
-from lmkit.training.given_weights import WeightsOnDemand
-from lmkit.training.model_state import load_masters, load_optimizer_tensors, load_weights, own_shard
-from lmkit.training.state import DataIdentity, TrainingState, restore_rng
 from lmkit.training.step import Step
-from lmkit.training.trainer import Moment
+from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
 
+if TYPE_CHECKING:
+    from lmkit.parallel.sharded_state import ShardedState
+
+_POLL_S = 0.02
+"""How often a thread looks for a message, and the trainer for the other ranks while it waits."""
+Tensors = Mapping[str, torch.Tensor]
+Files = Mapping[str, Tensors]
+"""file name -> its tensors by name"""
+Layout = dict[str, Any]
+States = dict[str, dict[str, Any]]
+"""parameter or bucket -> name of the state -> value"""
 UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corpus", "tokenizer", "data")
 """Tables and keys whose differences are not reported."""
+
+
+# Optimizer state as named tensors
+
+
+def _is_sharded(optimizer: torch.optim.Optimizer) -> TypeGuard[ShardedState]:
+    return hasattr(optimizer, "shard_layout")
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
+    states: States = {}
+    if _is_sharded(optimizer):
+        states = optimizer.state_dict()["state"]
+    else:
+        for parameter, shapes in _held(optimizer, model).items():
+            if parameter in optimizer.state:
+                states |= _split(optimizer.state[parameter], shapes)
+    return {
+        f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
+    }
+
+
+def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
+    """Return how the state is cut into shards, as JSON; None if every rank holds all of it."""
+    return optimizer.shard_layout.as_json() if _is_sharded(optimizer) else None
+
+
+def own_shard(optimizer: torch.optim.Optimizer, layout: Layout | None) -> int | None:
+    """Return which shard of a saved state is just what this rank holds; None: there is none."""
+    if layout is None or not _is_sharded(optimizer):
+        return None
+    from lmkit.parallel.shards import ShardLayout
+
+    try:
+        is_equal = ShardLayout.from_json(layout) == optimizer.shard_layout
+    except (ValueError, KeyError, TypeError, AttributeError):  # `load_optimizer_tensors` says what is wrong
+        return None
+    return int(optimizer.state_dict()["rank"]) if is_equal else None
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    shards: Sequence[Tensors],
+    layout: Layout | None,
+    *,
+    origin: str,
+    own: int | None = None,
+) -> None:
+    """Load saved state into an optimizer, which may be sharded otherwise than the saved one.
+
+    Args:
+        shards, layout: the state of all ranks that saved it, or one part without a layout.
+        origin: names the checkpoint in errors.
+        own: of `own_shard`; `shards` is then that one alone.
+
+    Raises:
+        LmkitError: the state belongs to other parameters.
+    """
+    if not any(shards):
+        return  # of an imported model: the optimizer begins afresh
+    grouped = [_by_owner(shard) for shard in shards]
+    try:
+        if own is not None:
+            assert _is_sharded(optimizer)
+            assert layout is not None
+            (state,) = _shard_states(grouped, layout, groups=len(optimizer.param_groups))
+            optimizer.load_state_dict({**state, "rank": own})
+        elif _is_sharded(optimizer):
+            _load_into_shards(optimizer, model, grouped, layout)
+        else:
+            whole = grouped[0]
+            if layout is not None:
+                from lmkit.parallel.shards import consolidate
+
+                whole = consolidate(_shard_states(grouped, layout, groups=0))
+            _load_into_whole(optimizer, model, whole)
+    # Layouts are free-form JSON.
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise LmkitError(
+            "checkpoint.other_optimizer",
+            f"{origin}: optimizer state: {error}",
+            hint="the checkpoint belongs to another model or optimizer",
+        ) from error
+
+
+def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Tensors) -> None:
+    """Load the masters of bf16 weights, if the optimizer keeps some, from whole weights of any dtype.
+
+    Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
+    """
+    if _is_sharded(optimizer):
+        optimizer.load_masters(weights)
+        return
+    for parameter, shapes in _held(optimizer, model).items():
+        master = optimizer.state.get(parameter, {}).get(MASTER)
+        if master is not None:
+            master.copy_(torch.cat([weights[name].reshape(-1) for name in shapes]).view_as(master))
+
+
+def _load_into_shards(
+    optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
+) -> None:
+    if layout is None:
+        from lmkit.parallel.shards import BucketLayout, ShardLayout
+
+        # Treat whole state as the state of one rank whose buckets hold one parameter each.
+        shapes = {name: shape for parts in parameter_names(model).values() for name, shape in parts.items()}
+        sizes = {name: shape.numel() for name, shape in shapes.items()}
+        names = [name for name in grouped[0] if name in sizes]
+        buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
+        layout = ShardLayout(1, buckets).as_json()
+        flat = [{key: _flat(value) for key, value in grouped[0][name].items()} for name in names]
+        grouped = [{str(index): state for index, state in enumerate(flat)}]
+    optimizer.load_resharded(_shard_states(grouped, layout, groups=len(optimizer.param_groups)))
+
+
+def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> list[dict[str, Any]]:
+    """Return state dicts as a sharded optimizer makes them; empty groups change no hyperparameter."""
+    return [
+        {"rank": rank, "layout": layout, "state": states, "param_groups": [{}] * groups}
+        for rank, states in enumerate(grouped)
+    ]
+
+
+def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
+    held = _held(optimizer, model)
+    unknown = sorted(set(whole) - {name for shapes in held.values() for name in shapes})
+    if unknown:
+        raise ValueError(f"unknown parameters {some_of(unknown)}")
+    for parameter, shapes in held.items():
+        if not shapes.keys() & whole.keys():
+            continue
+        restored = _join({name: whole[name] for name in shapes}, shapes, parameter)
+        kept = optimizer.state.get(parameter, {}).get(MASTER)
+        if MASTER in restored:
+            with torch.no_grad():
+                parameter.copy_(restored[MASTER])
+            if kept is None:
+                del restored[MASTER]
+        elif kept is not None:
+            restored[MASTER] = kept  # of `load_masters`
+        dtype = restored.get(MASTER, parameter).dtype
+        device = getattr(optimizer, "state_device", parameter.device)
+        optimizer.state[parameter] = {
+            key: value.to(device, dtype)
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            else value
+            for key, value in restored.items()
+        }
+
+
+def _split(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
+    """Return the state of each part of a parameter; what is not shaped as the parameter, all parts have."""
+    parts: States = {name: {} for name in shapes}
+    sizes = [shape.numel() for shape in shapes.values()]
+    for key, value in state.items():
+        values: Sequence[Any] = [value] * len(shapes)
+        if len(shapes) > 1 and isinstance(value, torch.Tensor) and value.numel() == sum(sizes):
+            flats = value.flatten().split(sizes)
+            values = [flat.view(shape) for flat, shape in zip(flats, shapes.values(), strict=True)]
+        for name, part in zip(shapes, values, strict=True):
+            parts[name][key] = part
+    return parts
+
+
+def _join(parts: States, shapes: Mapping[str, torch.Size], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the state of a parameter from that of its parts, flat or not; numbers are those of the first part."""
+    first = next(iter(parts.values()))
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        joined[key] = value
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            joined[key] = value.clone()
+        elif isinstance(value, torch.Tensor):
+            for name, shape in shapes.items():
+                if (size := parts[name][key].numel()) != shape.numel():
+                    raise ValueError(f"{name}.{key} has {size} elements, the parameter {shape.numel()}")
+            flat = torch.cat([parts[name][key].reshape(-1) for name in shapes])
+            joined[key] = flat.view_as(parameter)
+    return joined
+
+
+def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Mapping[str, torch.Size]]:
+    """Return the names of the parameters that the optimizer updates, see `parameter_names`."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {parameter: shapes for parameter, shapes in parameter_names(model).items() if parameter in held}
+
+
+def _by_owner(tensors: Tensors) -> States:
+    states: States = {}
+    for full_name, tensor in tensors.items():
+        owner, _, key = full_name.rpartition(".")
+        states.setdefault(owner, {})[key] = _from_tensor(tensor)
+    return states
+
+
+def _flat(value: Any) -> torch.Tensor:
+    tensor = _as_tensor(value)
+    return tensor.reshape(-1) if tensor.dim() else tensor
+
+
+def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _from_tensor(tensor: torch.Tensor) -> torch.Tensor | float:
+    is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
+    return tensor.item() if is_number else tensor
+
+
+# Save in the background
+
+
+class CheckpointWriter:
+    """Save the checkpoints of one run, at most one at a time.
+
+    A failed write (a full disk, for example) leaves older checkpoints as they are. The next call of any method raises
+    the error.
+
+    Args:
+        folder: `checkpoints/` of the run; made with the first checkpoint.
+        retention: decides which checkpoints stay; used on rank 0.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, retention: Retention) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._retention = retention
+        self._copies = _HostCopies(ranks.device)
+        # One PyTorch thread on a CPU: with more threads than CPUs, OpenMP lets those of the training sleep between
+        # tasks, which makes steps slower.
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="lmkit-checkpoint-writer",
+            initializer=partial(torch.set_num_threads, 1) if ranks.device.type == "cpu" else None,
+        )
+        self._writing: Future[None] | None = None
+        self._step = 0
+        self._copied = threading.Event()
+        self._copied.set()
+        self._abandoned = threading.Event()
+        self.stall_seconds = 0.0
+        """How long training has waited for saving so far."""
+
+    def reserve(
+        self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1
+    ) -> None:
+        """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
+        self.wait()
+        files = self._own_files(state, model, optimizer, model_files)
+        self._writing = self._thread.submit(self._copies.reserve, files)
+
+    def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1) -> None:
+        """Begin to save. Every rank calls it at the same step.
+
+        Args:
+            state: with this rank's RNG state; those of the other ranks are added.
+            model, optimizer: the live tensors, on any device; under a sharded optimizer this rank's shard.
+            model_files: 1: the model is rank 0's; the number of ranks: each saves the part that it gives.
+        """
+        started = time.perf_counter()
+        self.wait()
+        files = self._own_files(state, model, optimizer, model_files)
+        self._copies.mark()
+        self._copied.clear()
+        self._step = state.step
+        self._writing = self._thread.submit(self._write, state, files)
+        self.stall_seconds += time.perf_counter() - started
+
+    def release_weights(self) -> None:
+        """Return once the tensors of a save in flight may change again."""
+        if self._writing is None:
+            return
+        started = time.perf_counter()
+        with range_("checkpoint.release"):
+            self._copied.wait()
+            self._copies.order_after_copies()
+        self.stall_seconds += time.perf_counter() - started
+        if self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once this rank writes nothing any more."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            raise LmkitError(
+                "checkpoint.write_failed",
+                f"{self._folder / step_name(self._step)}: cannot be saved: {reason(error)}",
+                hint="earlier checkpoints are intact; make room, then train again to resume from the newest",
+            ) from error
+
+    def wait_for_all(self) -> None:
+        """Return once no rank writes any more. Every rank calls it at the same step.
+
+        The ranks poll one another with a collective meanwhile. A dead rank breaks it at once; otherwise its missing
+        shard would surface only at the timeout.
+
+        Raises:
+            RankLost: another rank cannot save; that rank's own error says why.
+        """
+        started = time.perf_counter()
+        writing = [] if self._writing is None else [self._writing]
+        patience = 0.0
+        while True:
+            done, busy = wait_for_futures(writing, timeout=patience)
+            failed = any(future.exception() is not None for future in done)
+            busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
+            if failed_somewhere or not busy_somewhere:
+                break
+            patience = _POLL_S
+        self.stall_seconds += time.perf_counter() - started
+        if failed_somewhere and not failed:
+            raise RankLost(
+                "ranks.lost",
+                f"rank {self._ranks.rank}, saving step {self._step}: another rank cannot write its part",
+                hint="look for that rank's own error; earlier checkpoints are intact",
+            )
+        self.wait()
+
+    def abandon(self) -> None:
+        """Finish the write in progress after an error, without waiting for a lost rank."""
+        self._abandoned.set()
+        self._thread.shutdown()
+
+    def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors, model_files: int) -> Files:
+        """Return what this rank writes: file name -> tensors."""
+        rank = self._ranks.rank
+        files = {model_name(rank, model_files): model} if rank < model_files else {}
+        if rank < state.optimizer_shards:  # further ranks keep copies
+            files[shard_name(rank, state.optimizer_shards)] = optimizer
+        return files
+
+    def _write(self, state: TrainingState, live: Files) -> None:
+        """In the thread: copy, release the weights, write this rank's files; on rank 0 collect and publish."""
+        try:
+            copies = self._copies.fill(live)
+        finally:
+            self._copied.set()
+        self._copies.synchronize()
+        _refuse_nonfinite(copies, state.step)
+        partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
+        post = _Post(self._ranks, state.step, self._abandoned)
+        if not self._ranks.is_first:
+            self._write_part(state, copies, partial, post)
+            return
+        try:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            post.send("folder", {})
+            self._write_all(state, copies, partial, post)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._retention.remember(state.step, state.valid_loss)
+        self._retention.prune()
+
+    def _write_part(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
+        """On every rank but the first: write its files, if it has some; send the RNG state."""
+        message: dict[str, object] = {"error": "an error of its own"}
+        try:
+            if copies:
+                post.receive("folder", 0)
+            entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
+            message = {
+                "rng": state.rng[0].model_dump(),
+                "entries": {name: asdict(entry) for name, entry in entries.items()},
+            }
+        except OSError as error:
+            message = {"error": reason(error)}
+            raise
+        finally:
+            post.send("part", message)
+
+    def _write_all(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
+        """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
+        entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
+        rng = list(state.rng)
+        for rank in range(1, self._ranks.world_size):
+            part = post.receive("part", rank)
+            if "error" in part:
+                raise LmkitError(
+                    "checkpoint.write_failed",
+                    f"{partial}: rank {rank} cannot save its part: {part['error']}",
+                    hint="earlier checkpoints are intact",
+                )
+            rng.append(RngState.model_validate(part["rng"]))
+            entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
+            post.forget("part", rank)
+        post.forget("folder", 0)  # every rank that had to see it has sent its part since
+        complete = state.changed(rng=tuple(rng))
+        entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
+        write_manifest(partial, entries)
+        publish(partial, self._folder / step_name(state.step))
+
+
+def _refuse_nonfinite(copies: Files, step: int) -> None:
+    """Refuse weights that the very last update made NaN or infinite: they must not replace a good checkpoint."""
+    for file, tensors in copies.items():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.numel():
+                lowest, highest = torch.aminmax(tensor)  # one pass; NaN propagates
+                if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+                    raise LmkitError(
+                        "checkpoint.nonfinite",
+                        f"step {step}: {file}: {name} is not finite; not saved",
+                        hint="resume from the newest checkpoint with a lower optimizer.lr",
+                    )
+
+
+class _HostCopies:
+    """Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device = device
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._before = torch.cuda.Event() if self._on_gpu else None
+        self._after: torch.cuda.Event | None = None
+
+    def reserve(self, live: Files) -> None:
+        for file, tensors in live.items():
+            for name, tensor in tensors.items():
+                self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
+
+    def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get((file, name))
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu and tensor.is_cuda)
+            self._buffers[file, name] = buffer
+        return buffer
+
+    def mark(self) -> None:
+        """In the trainer: everything launched so far on the GPU belongs into the copy."""
+        if self._before is not None:
+            self._before.record(torch.cuda.current_stream(self._device))
+
+    def fill(self, live: Files) -> Files:
+        """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
+        copies: dict[str, dict[str, torch.Tensor]] = {}
+        with torch.cuda.stream(self._stream):  # None: nothing changes
+            if self._stream is not None and self._before is not None:
+                self._stream.wait_event(self._before)
+            for file, tensors in live.items():
+                copies[file] = {}
+                for name, tensor in tensors.items():
+                    buffer = self._buffer(file, name, tensor)
+                    copies[file][name] = buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
+            if self._stream is not None:
+                self._after = self._stream.record_event()
+        return copies
+
+    def synchronize(self) -> None:
+        """In the thread: return once the copies hold the data."""
+        if self._after is not None:
+            self._after.synchronize()
+
+    def order_after_copies(self) -> None:
+        """In the trainer: kernels launched from now on run after the copies."""
+        if self._after is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._after)
+
+
+class _Post:
+    """Exchange small JSON messages about one checkpoint between the writer threads of all ranks.
+
+    A rank's part is 7 kB (the state of its random generator). Messages are deleted once they are read, or the store
+    would grow with every checkpoint.
+    """
+
+    def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
+        self._ranks = ranks
+        self._step = step
+        self._abandoned = abandoned
+
+    def send(self, topic: str, message: dict[str, object]) -> None:
+        if self._ranks.store is not None:
+            self._ranks.store.set(self._key(topic, self._ranks.rank), json.dumps(message))
+
+    def receive(self, topic: str, sender: int) -> dict:
+        """Wait for a message. Poll, because a blocking wait would lock the store for the trainer."""
+        assert self._ranks.store is not None
+        key = self._key(topic, sender)
+        deadline = time.monotonic() + self._ranks.timeout_s
+        while not self._ranks.store.check([key]):
+            if self._abandoned.wait(_POLL_S) or time.monotonic() > deadline:
+                raise LmkitError(
+                    "checkpoint.rank_missing",
+                    f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint",
+                    hint="look for that rank's own error; earlier checkpoints are intact",
+                )
+        return json.loads(self._ranks.store.get(key))
+
+    def forget(self, topic: str, sender: int) -> None:
+        """Delete a message that every reader has read."""
+        if self._ranks.store is not None:
+            self._ranks.store.delete_key(self._key(topic, sender))
+
+    def _key(self, topic: str, sender: int) -> str:
+        return f"checkpoint/{self._step}/{topic}/{sender}"
+
+
+class Retention:
+    """Delete checkpoints that are no longer wanted.
+
+    Damaged checkpoints do not count towards those to keep. Every checkpoint is read in full once before it counts,
+    except those that this process wrote.
+
+    Args:
+        keep_last: keep this many checkpoints with the highest steps, at least 1.
+        keep_best: also keep this many with the lowest validation loss.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._losses: dict[int, float | None] = {}  # of the good ones seen so far
+        self._foreign: set[int] = set()  # whole or unread, and not for us to judge
+
+    def remember(self, step: int, valid_loss: float | None) -> None:
+        """Count this checkpoint as good: it was just written and synced."""
+        self._losses[step] = valid_loss
+
+    def prune(self) -> list[Path]:
+        """Delete the checkpoints that are not kept, and return their paths.
+
+        A damaged one stays while it is newer than the oldest of the last to keep.
+        """
+        saved = saved_steps(self._folder)
+        good = [item.step for item in saved if self._is_good(item)]
+        last = good[-self._keep_last :]
+        kept = {*last} | self._foreign
+        rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
+        kept.update(step for _, step in sorted(rated)[: self._keep_best])
+        doomed = [item.path for item in saved if item.step not in kept and last and item.step < last[0]]
+        for path in doomed:
+            remove_folder(path)
+        return doomed
+
+    def _is_good(self, saved: SavedStep) -> bool:
+        if saved.step in self._losses:
+            return True
+        try:
+            with suppress(NewerFormat):  # which open_checkpoint raises again
+                verify(saved.path)
+        except DamagedCheckpoint:
+            return False
+        except LmkitError:  # it may be whole
+            self._foreign.add(saved.step)
+            return False
+        try:
+            self._losses[saved.step] = open_checkpoint(saved.path).state.valid_loss
+        except LmkitError:  # the checksums are right: another version wrote it
+            self._foreign.add(saved.step)
+            return False
+        return True
+
+
+# Resume
+
+
+@dataclass
+class Counters:
+    """The counters of a run that a checkpoint saves. The fields are fields of `TrainingState`.
+
+    Attributes:
+        seconds: trained so far, as of the last checkpoint.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped_in_a_row: int = 0
+    valid_loss: float | None = None
+    best_loss: float | None = None
 
 
 def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
@@ -149,16 +795,21 @@ def check_agreement(
     return allowed
 
 
-def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Moment:
+def begin_with(given: GivenWeights, step: Step) -> None:
+    """Load weights into the model of a step, and into the masters of its optimizer."""
+    if not step.sync.load_weights(given):
+        weights = dict(given)
+        load_weights(step.model, weights, origin=given.path)
+        load_masters(step.optimizer, step.model, weights)
+
+
+def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Counters:
     """Load weights, optimizer state and this rank's generators; return the position of the run.
 
     Of the state of another optimizer than `optimizer`, only the masters are loaded.
     """
     state, ranks = checkpoint.state, step.ranks
-    if not step.sync.load_weights(WeightsOnDemand(checkpoint.path)):
-        weights = checkpoint.model_tensors()
-        load_weights(step.model, weights, origin=checkpoint.path)
-        load_masters(step.optimizer, step.model, weights)
+    begin_with(weights_of(checkpoint), step)
     own = own_shard(step.optimizer, state.optimizer_layout)
     shards = checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)]
     before = state.recipe.get("optimizer") or {}  # an imported model has no optimizer
@@ -178,7 +829,7 @@ def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Moment:
         step.loss_scale.restore(state.loss_scale)
     if step.spikes is not None and state.spikes is not None:
         step.spikes.state.copy_(torch.tensor(state.spikes, dtype=torch.float64))
-    return Moment(**{field.name: getattr(state, field.name) for field in fields(Moment)})
+    return Counters(**{field.name: getattr(state, field.name) for field in fields(Counters)})
 
 
 def is_finished(state: TrainingState, recipe: Recipe, stop_at_step: int | None) -> bool:
@@ -187,3 +838,86 @@ def is_finished(state: TrainingState, recipe: Recipe, stop_at_step: int | None) 
     ends = recipe.train.steps if stop_at_step is None else min(recipe.train.steps, stop_at_step)
     time_is_up = recipe.train.max_minutes is not None and state.seconds >= recipe.train.max_minutes * 60
     return state.step >= ends or time_is_up
+
+
+# A model and an optimizer in one file
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    out: str | os.PathLike[str] | IO[bytes],
+) -> None:
+    """Save a model, an optimizer and a step number to one safetensors file.
+
+    Args:
+        model: any module. Compiled and DDP-wrapped modules are saved as the plain module.
+        optimizer: any `torch.optim.Optimizer` whose state consists of tensors and numbers; None: save none.
+        out: a path (written atomically) or a binary file object.
+
+    Raises:
+        ValueError: the optimizer's state is sharded over several ranks.
+        OSError: the file cannot be written.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_weights(model).items()}
+    metadata = {"step": json.dumps(step)}
+    if optimizer is not None:
+        layout = optimizer_layout(optimizer)
+        if layout is not None and layout["world_size"] > 1:
+            raise ValueError("this optimizer holds one shard of several; lmkit train saves all of them")
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(optimizer, model).items()}
+        metadata["layout"] = json.dumps(layout)
+        metadata["groups"] = json.dumps(
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        )
+    # clone: entries may share memory with one another, which the format does not allow
+    content = safetensors.torch.save({name: value.clone() for name, value in tensors.items()}, metadata)
+    if isinstance(out, str | os.PathLike):
+        write_atomic(out, content)
+    else:
+        out.write(content)
+
+
+def load_checkpoint(
+    source: str | os.PathLike[str] | IO[bytes],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> int:
+    """Load a file of `save_checkpoint` into a model and an optimizer; return its step number.
+
+    The optimizer's hyperparameters (learning rate, betas...) are restored, too. No pickle is read.
+
+    Raises:
+        UsageError: the file does not exist, or belongs to another model.
+        LmkitError: the file is damaged, or its optimizer state belongs to another optimizer.
+    """
+    origin = Path(source if isinstance(source, str | os.PathLike) else "file object")
+    try:
+        data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
+        tensors = safetensors.torch.load(data)
+        # The header of a safetensors file: its length in 8 bytes, then JSON.
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
+    except OSError as error:
+        hint = "name a file that save_checkpoint wrote"
+        raise UsageError("checkpoint.not_found", f"{origin}: {reason(error)}", hint=hint) from error
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise damaged(origin, f"not a file of save_checkpoint ({error})") from error
+    weights, states = (
+        {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+        for part in ("model.", "optimizer.")
+    )
+    load_weights(model, weights, origin=origin)
+    if optimizer is not None and groups is not None:
+        if len(groups) != len(optimizer.param_groups):
+            raise LmkitError(
+                "checkpoint.other_optimizer",
+                f"{origin}: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}",
+                hint="make the optimizer as it was when it was saved",
+            )
+        load_masters(optimizer, model, weights)
+        load_optimizer_tensors(optimizer, model, [states], layout, origin=str(origin))
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+    return int(step)

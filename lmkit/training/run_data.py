@@ -10,8 +10,6 @@ from typing import Any
 
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
 from lmkit.data.checks import check_divisible, check_length, document_starts, starts_that_count
-from lmkit.data.packing import PackedBatches
-from lmkit.data.shuffling import ShuffledBatches
 from lmkit.data.token_files import TokenFile, open_tokens, parts_of
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
@@ -22,7 +20,7 @@ from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import template_for
-from lmkit.training.state import DataIdentity
+from lmkit.training.checkpoint import DataIdentity
 
 
 @dataclass(frozen=True)
@@ -264,11 +262,15 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     if sampling in ("documents", "packed") or model.separate_documents:
         starts = document_starts(data.train)
     if sampling == "packed":
+        from lmkit.data.packing import PackedBatches
+
         assert starts is not None
         return PackedBatches(tokens, **shared, document_starts=starts)
     shared["borders"] = starts if model.separate_documents else None
     check_length(tokens, model.context_length)
     if sampling == "shuffled":
+        from lmkit.data.shuffling import ShuffledBatches
+
         return ShuffledBatches(tokens, **shared)
     if sampling == "documents":
         assert starts is not None

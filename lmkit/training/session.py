@@ -23,7 +23,6 @@ from lmkit.model.accounting import count_parameters
 from lmkit.optim.learning_rate import schedule_warnings
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.failures import losses_named
-from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.recipe.load import save_recipe
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, mark_run, refuse_foreign_files
@@ -32,16 +31,21 @@ from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import LOST
-from lmkit.training.atomic_checkpoint import saved_steps
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
-from lmkit.training.given_weights import GivenWeights
-from lmkit.training.init_from import begin_with, open_given
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.plan import misfit
 from lmkit.training.precision import with_precision
 from lmkit.training.process import StopSignals, numerics, ranks_of
-from lmkit.training.resume import check_agreement, choose_start, is_finished, open_folder, restore
+from lmkit.training.resume import (
+    Counters,
+    begin_with,
+    check_agreement,
+    choose_start,
+    is_finished,
+    open_folder,
+    restore,
+)
 from lmkit.training.run_data import (
     Data,
     check_recipe,
@@ -53,9 +57,9 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.samples import WriteSamples
 from lmkit.training.setup import check_device, check_optimizer, step_of
-from lmkit.training.trainer import Moment, Trainer
+from lmkit.training.trainer import Trainer, WriteSamples
+from lmkit.training.weights import GivenWeights, open_given
 
 log = logging.getLogger("lmkit")
 
@@ -146,6 +150,8 @@ def train(
         raise ValueError("train.sample_interval needs write_samples=lmkit.generation.write_samples")
     given = (recipe, stop_at_step, lock, write_samples)
     if nproc > 1:
+        from lmkit.parallel.launch import spawn_ranks
+
         return spawn_ranks(nproc, _run_rank, given)
     live: Callable[..., TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -190,7 +196,7 @@ def _run_rank(
             step = step_of(start.recipe, ranks, start.data)
             if start.given is not None:
                 begin_with(start.given, step)
-            moment = Moment() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
+            counters = Counters() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
             with StopSignals(ranks) as signals:
                 trainer = Trainer(
                     start.recipe,
@@ -198,7 +204,7 @@ def _run_rank(
                     start.data,
                     start.batches,
                     sink,
-                    moment=moment,
+                    counters=counters,
                     signals=signals,
                     stop_at_step=stop_at_step,
                     write_samples=write_samples,
@@ -213,8 +219,8 @@ def _run_rank(
             start.recipe,
             status=ending,
             resumed_from=None if checkpoint is None else checkpoint.state.step,
-            step=moment.step,
-            tokens=moment.tokens,
+            step=counters.step,
+            tokens=counters.tokens,
             seconds=trainer.clock.seconds,
             tokens_per_second=trainer.speed.session,
             loss=trainer.train_loss,

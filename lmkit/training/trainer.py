@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -20,24 +20,26 @@ from lmkit.measure.environment import device_name
 from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
+from lmkit.model.transformer import TransformerLM
 from lmkit.optim.learning_rate import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
-from lmkit.training.checkpoint import Retention
-from lmkit.training.checkpoint_writer import CheckpointWriter
+from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
-from lmkit.training.model_state import model_weights, optimizer_tensors
 from lmkit.training.process import StopSignals, end_as_stopped
+from lmkit.training.resume import CheckpointWriter, Counters, Retention, optimizer_tensors
 from lmkit.training.run_data import Data, resolved_tables
-from lmkit.training.samples import WriteSamples, sample_records
 from lmkit.training.setup import initial_state
-from lmkit.training.state import capture_rng
 from lmkit.training.step import Outcome, Step, Wishes, load_batch
+from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
+WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
+"""Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an
+argument because training does not import generation. It may change the model."""
 
 
 class Diverged(LmkitError):
@@ -103,24 +105,8 @@ class Speedometer:
         self._since += time.perf_counter() - entered
 
 
-@dataclass
-class Moment:
-    """The position of a run: what changes from step to step besides tensors. Fields are those of `TrainingState`.
-
-    Attributes:
-        seconds: trained so far, as of the last checkpoint.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    skipped_in_a_row: int = 0
-    valid_loss: float | None = None
-    best_loss: float | None = None
-
-
 class Trainer:
-    """Train from `moment` to the end of the schedule, or to an earlier stop. Every rank runs one.
+    """Train from `counters` to the end of the schedule, or to an earlier stop. Every rank runs one.
 
     Args:
         recipe: resolved.
@@ -139,7 +125,7 @@ class Trainer:
         batches: BatchSource,
         sink: Sink,
         *,
-        moment: Moment,
+        counters: Counters,
         signals: StopSignals,
         stop_at_step: int | None = None,
         write_samples: WriteSamples | None = None,
@@ -148,9 +134,9 @@ class Trainer:
         ranks, keep = step.ranks, recipe.checkpoint
         self.ranks = ranks
         self.step = step
-        self.moment = moment
+        self.counters = counters
         self.train_loss: float | None = None
-        self.clock = TrainingClock(used_seconds=moment.seconds, max_minutes=train.max_minutes, ranks=ranks)
+        self.clock = TrainingClock(used_seconds=counters.seconds, max_minutes=train.max_minutes, ranks=ranks)
         self._recipe, self._write_samples = recipe, write_samples
         self._train = train
         self._checkpoint = keep
@@ -172,13 +158,13 @@ class Trainer:
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)
         self._initial_state = initial_state(recipe, step, data)
-        self._began_at = self._launched = moment.step
+        self._began_at = self._launched = counters.step
         self._flying: deque[tuple[Outcome, float]] = deque()  # launched, not waited for; with learning rates
         self._said = ""
         self._stops = self._wants_save = False  # some rank asked for it
-        self._saved_step = moment.step  # resumed from this checkpoint; or step 0, which is not saved
+        self._saved_step = counters.step  # resumed from this checkpoint; or step 0, which is not saved
         self._saved_seconds = self.clock.seconds
-        self._logged_tokens = moment.tokens
+        self._logged_tokens = counters.tokens
         self._fraction = self.clock.fraction()
         self.speed = Speedometer()
 
@@ -191,7 +177,7 @@ class Trainer:
         """
         completed = False
         try:
-            if self._train.init_from is not None and self.moment.step == 0:  # to see what training changes
+            if self._train.init_from is not None and self.counters.step == 0:  # to see what training changes
                 with losses_named(self.ranks, "before step 1"):
                     self._evaluate("valid", self._train.eval_batches or None)
             with StepWatch(self.ranks) as watch:
@@ -206,11 +192,11 @@ class Trainer:
             if not completed:
                 self._writer.abandon()
         if stopped:
-            self._sink.note(f"stopped by a signal; step {self.moment.step} is saved")
+            self._sink.note(f"stopped by a signal; step {self.counters.step} is saved")
             end_as_stopped(self._signals.received)
-        if self._progress(self.moment.step) < 1:
+        if self._progress(self.counters.step) < 1:
             return "stopped early", None
-        with losses_named(self.ranks, f"after step {self.moment.step}"):
+        with losses_named(self.ranks, f"after step {self.counters.step}"):
             evaluation = self._evaluate("final", None)
         if evaluation is None and self._held_out is not None:
             end_as_stopped(self._signals.received)
@@ -261,7 +247,7 @@ class Trainer:
     def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
         """Wait for the first step that was not waited for; count it."""
         outcome, lr = self._flying.popleft()
-        with watch.step(self.moment.step + 1):
+        with watch.step(self.counters.step + 1):
             self._count(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
@@ -287,28 +273,28 @@ class Trainer:
 
     def _count(self, outcome: Outcome) -> None:
         """Advance by one step, applied or not: a bad batch must not come again."""
-        moment = self.moment
-        moment.step += 1
-        moment.tokens += self._tokens_per_step
-        moment.valid_loss = None
+        counters = self.counters
+        counters.step += 1
+        counters.tokens += self._tokens_per_step
+        counters.valid_loss = None
         self._stops |= outcome.stop
         self._wants_save |= outcome.save
         if not outcome.nonfinite:
-            moment.skipped_in_a_row = 0
+            counters.skipped_in_a_row = 0
             return
-        moment.skipped_in_a_row += 1
+        counters.skipped_in_a_row += 1
         most = self.step.max_skips or 0
         kind = "a spike" if math.isfinite(sum(outcome.losses) + outcome.grad_norm) else "not finite"
-        if moment.skipped_in_a_row > most:
+        if counters.skipped_in_a_row > most:
             why, hint = f"{kind}; weights are untouched", "lower optimizer.lr"
             if most:
-                why = f"{kind}, the last of {moment.skipped_in_a_row} in a row; train.max_skips is {most}"
+                why = f"{kind}, the last of {counters.skipped_in_a_row} in a row; train.max_skips is {most}"
             else:
                 hint += ', or go on without such steps: --set train.nonfinite="skip"'
             what = self._what_is_not_finite(outcome)
-            raise Diverged("train.nonfinite", f"step {moment.step}: {what}: {why}", hint=hint)
+            raise Diverged("train.nonfinite", f"step {counters.step}: {what}: {why}", hint=hint)
         loss = outcome.losses[self.ranks.rank].item()
-        self._sink.record({"kind": "skip", "step": moment.step, "loss": loss, "why": kind})
+        self._sink.record({"kind": "skip", "step": counters.step, "loss": loss, "why": kind})
 
     def _what_is_not_finite(self, outcome: Outcome) -> str:
         """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
@@ -319,9 +305,9 @@ class Trainer:
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
-        with losses_named(self.ranks, f"after step {self.moment.step}"):
-            moment, train, checkpoint = self.moment, self._train, self._checkpoint
-            step, is_last = moment.step, not self._flying
+        with losses_named(self.ranks, f"after step {self.counters.step}"):
+            counters, train, checkpoint = self.counters, self._train, self._checkpoint
+            step, is_last = counters.step, not self._flying
             stopped = is_last and self._stops
             ends = is_last and (self._is_done() or self._stops)
             if outcome.applied and (step == 1 or step % train.log_interval == 0 or ends):
@@ -331,9 +317,9 @@ class Trainer:
                 evaluation = self._evaluate("valid", train.eval_batches or None)
                 stopped = evaluation is None and self._held_out is not None
                 if evaluation is not None:
-                    moment.valid_loss = evaluation.loss
-                    is_best = moment.best_loss is None or evaluation.loss < moment.best_loss
-                    moment.best_loss = evaluation.loss if is_best else moment.best_loss
+                    counters.valid_loss = evaluation.loss
+                    is_best = counters.best_loss is None or evaluation.loss < counters.best_loss
+                    counters.best_loss = evaluation.loss if is_best else counters.best_loss
             if train.sample_interval and step % train.sample_interval == 0 and not stopped:
                 self._sample()
             is_due = is_last and self._wants_save
@@ -345,26 +331,26 @@ class Trainer:
             return stopped
 
     def _log(self, outcome: Outcome, lr: float) -> None:
-        moment = self.moment
+        counters = self.counters
         self.train_loss = (outcome.losses.sum() / self.ranks.world_size).item()
-        speed = self.speed.read(moment.tokens - self._logged_tokens)
-        self._logged_tokens = moment.tokens
+        speed = self.speed.read(counters.tokens - self._logged_tokens)
+        self._logged_tokens = counters.tokens
         share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
-        steps_left = (self._end - moment.step) * self._tokens_per_step / speed
+        steps_left = (self._end - counters.step) * self._tokens_per_step / speed
         time_left = self.clock.seconds_left
         self._sink.record(
             {
                 "kind": "train",
-                "step": moment.step,
+                "step": counters.step,
                 "loss": self.train_loss,
                 "lr": lr,
                 "grad_norm": outcome.grad_norm.item(),
-                "tokens": moment.tokens,
+                "tokens": counters.tokens,
                 "tokens_per_second": speed,
                 "mfu": share,
                 "memory_bytes": peak_memory(self.ranks.device),
                 "seconds": self.clock.seconds,
-                "progress": self._progress(moment.step),
+                "progress": self._progress(counters.step),
                 "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),
             }
         )
@@ -386,8 +372,8 @@ class Trainer:
             if not math.isfinite(evaluation.loss):
                 said = f"{kind} loss {evaluation.loss} on {evaluation.tokens} held-out tokens that count"
                 hint = "lower optimizer.lr" if evaluation.tokens else "raise train.eval_batches"
-                raise Diverged("train.nonfinite", f"step {self.moment.step}: {said}", hint=hint)
-            self._sink.record({"kind": kind, "step": self.moment.step, **asdict(evaluation)})
+                raise Diverged("train.nonfinite", f"step {self.counters.step}: {said}", hint=hint)
+            self._sink.record({"kind": kind, "step": self.counters.step, **asdict(evaluation)})
         return evaluation
 
     def _sample(self) -> None:
@@ -396,38 +382,38 @@ class Trainer:
         try:
             with self.speed.excluded():
                 records = sample_records(
-                    self.step, self._recipe, self._write_samples, number=self.moment.step
+                    self.step, self._recipe, self._write_samples, number=self.counters.step
                 )
         except (LmkitError, torch.OutOfMemoryError) as error:  # training can go on without
-            self._sink.note(f"step {self.moment.step}: no texts: {str(error).partition('. ')[0]}")
+            self._sink.note(f"step {self.counters.step}: no texts: {str(error).partition('. ')[0]}")
             return
         for record in records:
             self._sink.record(record)
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
-        moment, scale = self.moment, self.step.loss_scale
+        counters, scale = self.counters, self.step.loss_scale
         self._wants_save = False
-        if moment.step == self._saved_step:
+        if counters.step == self._saved_step:
             return
         self._writer.wait_for_all()
-        moment.seconds = self.clock.seconds
+        counters.seconds = self.clock.seconds
         others = {
             "time_fraction": self._fraction,
             "loss_scale": None if scale is None else scale.state(),
             "spikes": None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
             "rng": (capture_rng(self.ranks.device),),
         }
-        state = self._initial_state.changed(**asdict(moment), **others)
+        state = self._initial_state.changed(**asdict(counters), **others)
         self._writer.save(state, **self._tensors())
-        self._saved_step = moment.step
+        self._saved_step = counters.step
         self._saved_seconds = self.clock.seconds
         self._sink.record(
-            {"kind": "checkpoint", "step": moment.step, "stall_seconds": self._writer.stall_seconds}
+            {"kind": "checkpoint", "step": counters.step, "stall_seconds": self._writer.stall_seconds}
         )
 
     def _await_save(self) -> None:
-        with losses_named(self.ranks, f"after step {self.moment.step}"):
+        with losses_named(self.ranks, f"after step {self.counters.step}"):
             self._writer.wait_for_all()
 
     def _tensors(self) -> dict[str, Any]:
@@ -439,3 +425,30 @@ class Trainer:
             "model_files": 1 if part is None else self.ranks.world_size,
             "optimizer": optimizer_tensors(optimizer, model),
         }
+
+
+def sample_records(
+    step: Step, recipe: Recipe, write_samples: WriteSamples, *, number: int
+) -> list[dict[str, Any]]:
+    """Return a record of kind `sample` for each text; [] on ranks other than the first.
+
+    Every rank calls it. A copy of the model writes; torch's random generators are left as they were.
+
+    Args:
+        number: of the step.
+
+    Raises:
+        LmkitError: on the first rank: the model's predictions are not finite, or memory does not suffice.
+    """
+    # A collective if the weights are sharded, which makes them whole on the first rank.
+    weights = model_weights(step.model)
+    if not step.ranks.is_first:
+        return []
+    device = step.ranks.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # new weights are drawn at first
+        config = resolved_tables(recipe)[0]
+        model = filled_model(config, weights, device=device, origin=recipe.run.path)
+        texts = write_samples(model, recipe)
+    return [
+        {"kind": "sample", "step": number, "number": index, "text": text} for index, text in enumerate(texts)
+    ]

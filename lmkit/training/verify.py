@@ -31,21 +31,22 @@ from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.atomic_checkpoint import (
+from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
     REPLACED_SUFFIX,
     STATE,
+    hint_at_run,
+    open_checkpoint,
     saved_steps,
     shard_name,
     step_name,
     verify,
 )
-from lmkit.training.checkpoint import hint_at_run, open_checkpoint
-from lmkit.training.given_weights import open_hugging_face, weights_of
 from lmkit.training.metrics import check_metrics
 from lmkit.training.run_data import check_recipe, made_files, open_data, resolve, resolved_tables, token_paths
 from lmkit.training.session import train
+from lmkit.training.weights import open_hugging_face, weights_of
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
 def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
     entries = verify(path)
     checkpoint = open_checkpoint(path)
-    weights_of(checkpoint)
+    weights_of(checkpoint, is_verified=True)
     data = checkpoint.state.data
     if data is not None and tokenizer_sha256 not in (None, data.tokenizer_sha256):
         raise LmkitError(
@@ -178,8 +179,8 @@ def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
 
 def _hugging_face(path: Path) -> str:
     weights = open_hugging_face(path)
-    for name in weights.specs:
-        weights.read(name)
+    for name in weights:
+        weights[name]
     return f"weights are finite and fit {CONFIG}; there are no checksums"
 
 

@@ -2,9 +2,7 @@
 
 import io
 import json
-import logging
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmkit import plugins
-from lmkit.cli.app import COMMANDS, root_command, run_command_line
+from lmkit.cli.app import root_command, run_command_line
 from lmkit.registry import BENCHES
 from lmkit.tokenizer import Tokenizer
 
@@ -55,14 +53,6 @@ def test_help_has_an_example_plugins_and_whole_lines(command, monkeypatch, termi
     assert "--set " not in text or "--plugin " in text
     monkeypatch.setenv("COLUMNS", "80")
     assert "..." not in terminal(" ".join([*command, "--help"])).partition("Commands:\n")[2]
-
-
-def test_the_help_of_lmkit_has_the_first_sentence_of_each_command(monkeypatch, terminal):
-    monkeypatch.setenv("COLUMNS", "100")
-    shown = terminal("--help").splitlines()
-    for name in COMMANDS:
-        line = root_command().get_command(None, name).get_short_help_str(100)
-        assert f"  {name:<9}  {line}" in shown
 
 
 def test_shape_is_refused_before_torch_loads(lmkit, tmp_path):
@@ -115,30 +105,6 @@ def test_stdout_closed_early(command, tmp_path):
     os.close(writer)
     assert process.stderr == ""
     assert process.returncode == 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "colourful"), [({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({}, True)]
-)
-def test_a_terminal_shows_no_escape_codes_where_they_are_not_wanted(setting, colourful, tmp_path):
-    ours, theirs = pty.openpty()
-    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    command = [sys.executable, "-m", "lmkit", "data", "synth", "stories.txt", "--size-mb", "3"]
-    environment |= {"TERM": "xterm", **setting}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b"".join(iter(lambda: _read(ours), b""))
-    os.close(ours)
-    assert process.returncode == 0
-    assert b"wrote stories.txt" in shown
-    assert (b"\x1b" in shown) == colourful
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # Linux's way to say that nobody writes any more
-        return b""
 
 
 def test_no_escape_codes_without_a_terminal(lmkit):
@@ -240,24 +206,6 @@ def test_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     ids = map(str, b"a\tb\x1b[2J\xc2\x9b\xff")
     assert run_command_line(["tokenizer", "decode", str(path), *ids]) == 0
     assert raw.getvalue() == printed
-
-
-@pytest.mark.parametrize("no_color", ["1", ""])
-def test_names_of_files_cannot_drive_a_terminal(no_color, as_terminal, monkeypatch):
-    from lmkit.cli.console import log_to_stderr
-    from lmkit.training.metrics import console
-
-    log, shown = logging.getLogger("lmkit"), as_terminal()
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "propagate", False)
-    log_to_stderr()
-    log.warning("read %s", "\x1b]0;title\x07.txt")
-    display = console(10)
-    display.note("kept \x1b[2J\u202e/run")
-    display.close()
-    for line in ("warning: read \ufffd]0;title\ufffd.txt\n", "kept \ufffd[2J\ufffd/run"):
-        assert line in shown.getvalue()
 
 
 def test_ids_and_text_as_json(terminal, tmp_path, monkeypatch):

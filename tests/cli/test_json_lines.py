@@ -35,32 +35,3 @@ def test_commands_take_the_documents_that_a_recipe_takes(terminal):
     Path("only.txt").write_text("<|endoftext|>".join([*DOCUMENTS, ""]))
     facts = {terminal(f"tokenizer inspect out/a.json --text {text}") for text in ("j.jsonl", "only.txt")}
     assert len(facts) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "exit_code", "named"),
-    [
-        (b'{"body": "a"}', 2, "line 1"),
-        (b'{"text": "\xff"}', 1, "byte 10"),
-        (b"one fish", 1, "line 1"),
-        (b"\n", 2, "j.jsonl"),
-        (None, 2, "j.jsonl"),
-    ],
-)
-def test_a_file_without_documents_is_refused(content, exit_code, named, terminal, tmp_path):
-    terminal("tokenizer train more.txt t.json --vocab-size 260")
-    Path("j.jsonl").unlink()
-    if content is not None:
-        Path("j.jsonl").write_bytes(content)
-    before = sorted(tmp_path.iterdir())
-    for command in ("tokenizer train j.jsonl out.json", "data encode j.jsonl out.npy --tokenizer t.json"):
-        terminal.refuses(command, code=None, exit_code=exit_code, says=["j.jsonl", named])
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("output", ["more.txt", "there.npy"])
-def test_an_output_is_refused_before_the_lines_are_read(output, terminal):
-    terminal("tokenizer train more.txt t.json --vocab-size 260")
-    Path("j.jsonl").write_text("not JSON")
-    Path(output).touch()
-    terminal.refuses(f"data encode j.jsonl {output} --tokenizer t.json", code=None, says=[output])

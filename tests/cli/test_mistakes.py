@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 import pytest
-from tiny import tiny_recipe
 
 from lmkit.cli.app import run_command_line
 from lmkit.errors import limit_reached
@@ -45,35 +43,6 @@ def test_wrong_override(terminal):
     terminal.refuses("train quickstart --set train.stepz=1", code="recipe.unknown_key", says=["steps?"])
 
 
-def test_a_link_that_leads_nowhere_is_named(terminal):
-    Path("loop.toml").symlink_to("loop.toml")
-    terminal.refuses("recipe validate loop.toml", code="recipe.unreadable", says=["loop.toml", "links"])
-
-
-@pytest.mark.parametrize(("target", "why"), [("nowhere/x", "no such file"), ("link", "too many levels")])
-def test_a_run_folder_that_is_a_link_to_nothing_is_named(target, why, terminal):
-    Path("link").symlink_to(target)
-    command = "run quickstart --set run.folder=. --set run.name=link"
-    for words in (command, f"{command} --dry-run"):
-        terminal.refuses(words, code="output.unwritable", says=["link", why])
-
-
-def test_import_and_export_of_gpt2_files_name_the_folder(terminal, text):
-    Path("empty").mkdir()
-    terminal("tokenizer train text.txt ours.json --vocab-size 260")
-    refused = terminal.refuses(
-        "tokenizer import empty other.json", code="tokenizer.unreadable", says=["empty/vocab.json"]
-    )
-    assert "merges.txt" in refused.hint
-    assert "lmkit tokenizer import" not in refused.hint
-    before = text.read_bytes()
-    refused = terminal.refuses(
-        "tokenizer export ours.json text.txt", code="output.unwritable", says=["text.txt", "directory"]
-    )
-    assert "folder" in refused.hint
-    assert text.read_bytes() == before
-
-
 @pytest.fixture
 def text() -> Path:
     path = Path("text.txt")
@@ -85,15 +54,6 @@ def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text):
     before = text.read_bytes()
     terminal.refuses("tokenizer train text.txt text.txt --force", code="tokenizer.output_name")
     assert text.read_bytes() == before
-
-
-def test_gpt2_files_go_out_and_come_back(terminal, text):
-    terminal("tokenizer train text.txt one.json --vocab-size 280")
-    terminal("tokenizer export one.json gpt2")
-    for command in ("inspect gpt2", "import gpt2 one.json", "import nowhere two.json"):
-        terminal.refuses(f"tokenizer {command}", code=None)
-    terminal("tokenizer import gpt2 two.json")
-    assert Path("two.json").read_bytes() == Path("one.json").read_bytes()
 
 
 def test_a_run_folder_in_place_of_a_recipe_is_sent_to_the_recipe_in_it(terminal):
@@ -109,12 +69,6 @@ def test_only_regular_files_are_replaced(terminal):
     assert Path("pipe").is_fifo()
 
 
-@pytest.mark.parametrize("size", ["nan", "inf"])
-def test_sizes_are_finite(size, terminal):
-    terminal.refuses(f"data synth x.txt --size-mb {size}", code=None)
-    assert list(Path().iterdir()) == []
-
-
 def test_a_file_that_cannot_be_written_has_the_name_that_was_given(terminal, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "out/stories.txt.lmkit-partial")
@@ -122,11 +76,6 @@ def test_a_file_that_cannot_be_written_has_the_name_that_was_given(terminal, mon
     monkeypatch.setattr("lmkit.data.synth.write_stories", refuse)
     refused = terminal.refuses("data synth out/stories.txt", code="file.failed", exit_code=1)
     assert refused.error.startswith("out/stories.txt: ")
-
-
-def test_a_run_folder_that_cannot_be_is_refused_with_a_hint_that_names_the_key(terminal, text):
-    refused = terminal.refuses("run quickstart --set run.folder=text.txt", code="output.unwritable")
-    assert "--set run.folder=" in refused.hint
 
 
 @pytest.mark.parametrize(
@@ -150,13 +99,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(com
         refused = terminal.refuses(command + output, code="output.unwritable", says=[obstacle])
         assert "--output" in refused.hint
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
-
-
-def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(terminal, text, monkeypatch):
-    monkeypatch.setattr("lmkit.tokenizer.train_tokenizer", lambda *_, **__: pytest.fail("it was trained"))
-    terminal.refuses(
-        "tokenizer train text.txt text.txt/one.json", code="output.unwritable", says=["text.txt"]
-    )
 
 
 @pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
@@ -315,16 +257,3 @@ def test_a_trained_tokenizer_never_replaces_its_own_source(terminal, tmp_path, l
         output.symlink_to(source)
     terminal.refuses("tokenizer", "train", source, output, "--force", code="output.replaces_source")
     assert "fox" in source.read_text()
-
-
-def test_a_hint_about_a_run_called_42_can_be_pasted(terminal):
-    Path("text.txt").write_text("one fish<|endoftext|>\n" * 50)
-    Path("mine.toml").write_text(
-        tiny_recipe(
-            'corpus.source="files"', 'corpus.train=["text.txt"]', "train.steps=1", "tokenizer.vocab_size=260"
-        )
-    )
-    hint = terminal.refuses("train mine.toml --name 42", code="data.no_tokens").hint
-    (command,) = re.findall(r"lmkit (run [^;]+);", hint)
-    assert "--set run.name=42" in command
-    terminal(f"{command} --dry-run")

@@ -1,6 +1,5 @@
 """What commands print: results that fit a terminal, strict JSON, the log above the bars of progress."""
 
-import io
 import json
 import logging
 import os
@@ -9,20 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import RANDOM_TOKENS, tiny_recipe
 
-from lmkit.bench.harness import BenchStored
 from lmkit.cli.app import run_command_line
-from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show, write
-from lmkit.cli.env import _features
+from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show
 from lmkit.measure.tables import TERMINAL_WIDTH
-from lmkit.training.evaluation import EvaluateResult
 from lmkit.training.metrics import BarConsole
 
 LONG = "a-folder-for-all-experiments/of-the-second-year/with-stories-of-many-kinds"
 FILES = tuple(f"attention_sweep_results-{number}.jsonl" for number in range(9))
-NUMBER = 123_456_789_012
 
 
 def test_results_with_long_names_fit(terminal):
@@ -41,29 +35,6 @@ def test_results_with_long_names_fit(terminal):
         lines = terminal(command).splitlines()
         assert max(map(len, lines)) <= TERMINAL_WIDTH, command
         assert LONG not in command or LONG in lines[0]  # in one piece, to be copied
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        BenchStored("attention", LONG, FILES, [], "table", measured=True),
-        EvaluateResult(LONG, 850, f"{LONG[:40]}/valid.npy", 1.25, 1234.5, 12.5, NUMBER),
-    ],
-    ids=lambda result: type(result).__name__,
-)
-def test_results_with_long_names_and_numbers_fit(result):
-    assert max(map(len, str(result).splitlines())) <= TERMINAL_WIDTH
-    assert LONG in str(result)
-    if isinstance(result, BenchStored):
-        assert all(f" {name}" in str(result) for name in FILES)  # no name is broken
-
-
-def test_env_says_why_a_kernel_does_not_take_its_fastest_implementation():
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU may have the fastest")
-    kernels = _features(has_gpu=True)["flash_triton"]
-    assert kernels == "portable kernels: the tensors are not on a CUDA device"
 
 
 def test_json_is_strict(capsys):
@@ -88,21 +59,6 @@ def test_one_of_torchrun_s_processes_prints_the_result(environment, speaks, as_j
         monkeypatch.setenv(name, value)
     show(Result("mine.toml", {"file": "mine.toml"}), as_json=as_json)
     assert ("mine.toml" in capsys.readouterr().out) == speaks
-
-
-@pytest.mark.parametrize(
-    ("on_terminal", "shown"),
-    [
-        (True, "a\tb\r\nc\ufffd[2J\ufffd]0;title\ufffd\ufffd d\u3000é\U0001f98a\n"),
-        (False, "a\tb\r\nc\x1b[2J\x1b]0;title\x07\x9b d\u3000é\U0001f98a\n"),
-    ],
-)
-def test_text_that_a_model_wrote_cannot_drive_a_terminal(on_terminal, shown, monkeypatch):
-    stdout = io.StringIO()
-    monkeypatch.setattr(stdout, "isatty", lambda: on_terminal)
-    monkeypatch.setattr("sys.stdout", stdout)
-    write("a\tb\r\nc\x1b[2J\x1b]0;title\x07\x9b d\u3000é\U0001f98a\n")
-    assert stdout.getvalue() == shown
 
 
 def test_the_log_is_printed_above_the_one_bar(as_terminal, terminal):

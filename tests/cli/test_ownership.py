@@ -84,13 +84,6 @@ def test_training_replaces_no_file_of_somebody_else(name, option, run, terminal)
     assert [path.name for path in Path("proj").iterdir()] == [name]
 
 
-def test_seeds_are_made_beside_files_of_somebody_else(project, terminal):
-    planned = json.loads(
-        terminal("run fish.toml --seeds 2 --dry-run --json --set run.folder=. --set run.name=proj")
-    )
-    assert [run["folder"] for run in planned["runs"]] == ["proj/seed-0", "proj/seed-1"]
-
-
 def test_runs_are_known_by_their_content(run, terminal, tmp_path):
     record = (run / "stages.json").read_text()
     assert is_run(run)
@@ -245,11 +238,6 @@ def test_what_cannot_start_over_leaves_the_run_as_it_is(setting, code, run, term
     assert not list(run.glob("old-*"))
 
 
-def test_a_batch_that_ranks_do_not_divide_is_refused_before_the_run_is_set_aside(run, terminal):
-    terminal.refuses("run fish.toml --force --nproc 3", code="batches.indivisible")
-    assert not list(run.glob("old-*"))
-
-
 def test_a_corpus_is_no_output_of_its_own_run(run, terminal):
     shutil.rmtree(run / "checkpoints")
     record = json.loads((run / "stages.json").read_text())
@@ -278,11 +266,3 @@ def test_force_of_a_bench_replaces_results_only(command, run, terminal):
         before = content(folder)
         terminal.refuses(f"{command} --force --output {folder}", code="output.exists", says=["recipe.toml"])
         assert content(folder) == before
-
-
-def test_the_page_of_a_run_replaces_a_page_only(run, terminal):
-    for _ in range(2):
-        terminal(f"report {run} --html")
-    (run / "report.html").write_text("<html>mine")
-    terminal.refuses(f"report {run} --html", code="output.exists", says=["report.html"])
-    terminal(f"report {run} --html --force")

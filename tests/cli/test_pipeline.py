@@ -37,12 +37,6 @@ def refused(code: str, recipe: Recipe, by: Callable[..., Any] | None = None, **o
     return caught.value
 
 
-def test_a_corpus_larger_than_the_disk_is_refused(recipe):
-    large = load_recipe("quickstart", [f'run.folder="{recipe.run.folder}"', "corpus.size_mb=1e12"])
-    assert str(large.run.path / "corpus") in refused("output.too_large", large).message
-    assert not large.run.path.exists()
-
-
 def states(recipe: Recipe, **options: Any) -> set[str]:
     return set(pipeline.plan(recipe, **options).fields["stages"].values())
 
@@ -217,13 +211,6 @@ def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, cap
     with pytest.raises(KeyError, match="corpus"):
         run_now(recipe, nproc=2)
     assert "no fit on 2" in caplog.text
-
-
-def test_a_dry_run_refuses_a_folder_that_cannot_be_made(recipe, tmp_path):
-    (tmp_path / "file").touch()
-    impossible = load_recipe("quickstart", [f'run.folder="{tmp_path}/file"'])
-    with raises(UsageError, "output.unwritable", hint="run.folder"):
-        states(impossible)
 
 
 @pytest.mark.parametrize(("name", "mark"), [("a.txt", "--"), ("a.jsonl", "<|endoftext|>")])

@@ -47,16 +47,6 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
     assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
-def test_the_hint_names_the_folder_of_the_run_too(terminal):
-    refusal = terminal.refuses(
-        "train", "quickstart", "--set", "run.name=two", "--set", "run.folder=my runs", code="data.no_tokens"
-    )
-    assert "lmkit run quickstart --set run.name=two --set run.folder='my runs'" in refusal.hint
-
-    refusal = terminal.refuses("train quickstart", code="data.no_tokens")
-    assert "make it with: lmkit run quickstart; or" in refusal.hint
-
-
 def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal):
     recipe = Path("recipe.toml")
     recipe.write_text(RECIPE)
@@ -80,33 +70,6 @@ def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds
     summary = [line for line in result.stderr.splitlines() if line.startswith("  traceback : ")]
     assert summary[-1] == f"  traceback : {message}"
     assert "lmkit/cli" not in result.stderr
-
-
-LEAVING = """
-import os, torch.distributed as dist, torch
-from lmkit.cli.app import run_command_line
-from lmkit.measure import environment
-from lmkit.errors import LmkitError
-from lmkit.parallel.failures import losses_named
-from lmkit.parallel.ranks import process_group
-
-def run():  # stands for a command whose second rank fails while the first waits for it
-    with process_group("cpu") as ranks, losses_named(ranks, "between steps"):
-        dist.all_reduce(torch.ones(1))
-        if ranks.rank == 1:
-            raise LmkitError("tokens.cut", "tokens.npy: is cut")
-        dist.all_reduce(torch.ones(1))
-
-environment.describe_environment = run
-os._exit(run_command_line(["env"]))
-"""
-
-
-@pytest.mark.full
-def test_under_torchrun_the_cause_is_said_and_not_the_connection_it_broke(torchrun, tmp_path):
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    result = torchrun(f"exec {sys.executable} leaving.py")
-    assert errors(result) == ["error[tokens.cut]: rank 1: tokens.npy: is cut"]
 
 
 def test_a_rank_names_itself_and_tells_torchrun(tmp_path, monkeypatch):

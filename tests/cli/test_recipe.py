@@ -6,10 +6,6 @@ from pathlib import Path
 import pytest
 
 
-def test_the_list_is_made_of_whole_sentences(terminal):
-    assert all(line.endswith(".") for line in terminal("recipe list").splitlines())
-
-
 @pytest.mark.parametrize(
     ("recipe", "command"),
     [

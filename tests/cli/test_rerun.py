@@ -9,8 +9,7 @@ import pytest
 
 from lmkit.bench import harness
 from lmkit.bench.harness import BenchStored
-from lmkit.cli.rerun import _losses
-from lmkit.training.atomic_checkpoint import FileEntry, write_manifest, write_text
+from lmkit.training.checkpoint import FileEntry, write_manifest, write_text
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -94,14 +93,6 @@ def test_without_the_plugin_of_a_bench_the_error_names_the_flag(terminal, recipe
     (Path("before") / "attention_sweep_results.jsonl").write_text("{}\n")
     terminal.refuses("rerun before --output after", code=code)
     assert "--plugin FILE" in terminal.err
-
-
-@pytest.mark.parametrize("gone", [None, 2.5])
-def test_a_loss_that_only_one_run_has_is_said(gone):
-    finite, other = ([{"kind": "train", "step": 1, "loss": loss}] for loss in (2.5, gone))
-    losses = _losses("train", finite, other)
-    assert (losses.steps, losses.not_finite) == (1, int(gone is None))
-    assert ("not finite" in str(losses)) == (gone is None)
 
 
 @pytest.mark.parametrize("ranks", [5000, 0, -1, 1.5, True, "two", None, [2]])

@@ -1,7 +1,6 @@
 """A run folder may be moved, renamed and copied: the recipe in it belongs to it."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -77,31 +76,11 @@ def test_fault_97_paths_inside_a_run_move_with_it(run, terminal):
     assert evaluated["tokens_file"] == str(copy / "tokens/valid.npy")
 
 
-def test_comments_in_the_recipe_of_a_run_stay_while_its_values_do(run, terminal):
-    recipe = run / "recipe.toml"
-    recipe.write_text("# mine\n" + recipe.read_text())
-    for command in ("run", "train"):
-        terminal(command, recipe)
-        assert recipe.read_text().startswith("# mine\n")
-    terminal("train", recipe, "--steps", "3")
-    assert load_recipe(recipe).train.steps == 3
-
-
-def test_a_new_name_for_a_moved_run_is_a_folder_beside_it(moved):
-    recipe = load_recipe(moved / "recipe.toml", ["run.name=new"])
-    assert recipe.run.path == moved.parent / "new"
-
-
 def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
     elsewhere = Path("elsewhere")
     elsewhere.mkdir()
     shutil.copy(run / "recipe.toml", elsewhere)
     assert load_recipe(elsewhere / "recipe.toml").run.path == run
-
-
-def test_a_linked_run_folder_keeps_the_paths_of_its_recipe(run):
-    os.symlink("runs/fish", "latest")
-    assert load_recipe("latest/recipe.toml") == load_recipe(run / "recipe.toml")
 
 
 def test_a_moved_run_without_a_fitting_name_is_refused(run):

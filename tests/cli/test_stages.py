@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.cli import pipeline, set_aside, stage_record
+from lmkit.cli import pipeline, stage_record
 from lmkit.errors import LmkitError
 from lmkit.storage import FolderLock, sha256_file
 
@@ -116,19 +116,12 @@ def test_fault_118_force_on_a_full_disk_changes_nothing(run, terminal, monkeypat
             raise OSError(errno.ENOSPC, "no space left", str(path))
         os.renames(path, place)
 
-    monkeypatch.setattr(set_aside, "write_atomic", write)
-    monkeypatch.setattr(set_aside, "_move", move)
+    monkeypatch.setattr(pipeline, "write_atomic", write)
+    monkeypatch.setattr(pipeline, "_move", move)
     before = content(run)
     for option, name in (("--from corpus", "recipe.toml"), ("--force", "evaluation.json")):
         terminal.refuses(f"run fish.toml {option}", code="file.failed", says=[name], exit_code=1)
         assert content(run) == before
-
-
-def test_a_training_that_was_not_begun_leaves_nothing_to_set_aside(run, terminal):
-    shutil.rmtree(run / "checkpoints")
-    assert json.loads(terminal("run fish.toml --force --dry-run --json"))["set_aside"] is None
-    terminal("run fish.toml --force")
-    assert list(run.glob("old-*")) == []
 
 
 def test_a_change_that_keeps_size_and_time_is_seen(run, terminal):
@@ -145,19 +138,6 @@ def test_content_is_read_once_while_its_file_stays_as_it_is(run, terminal, monke
         "lmkit.storage.atomic.sha256_file", lambda path: pytest.fail(f"{path} was read again")
     )
     terminal("run fish.toml")
-
-
-def test_the_record_of_an_older_version_costs_no_checkpoint(run, terminal):
-    """Its keys are of size and time, and its paths are relative to the current folder."""
-    keys = dict.fromkeys(json.loads((run / "stages.json").read_text()), "older")
-    outputs = {"train": [str(run / "tokens/train.npy")]}
-    record = {
-        stage: {"before": "x", "key": key, "done": True, "outputs": outputs} for stage, key in keys.items()
-    }
-    (run / "stages.json").write_text(json.dumps(record))
-    before = content(run / "checkpoints")
-    terminal("run fish.toml")
-    assert content(run / "checkpoints") == before
 
 
 def test_a_directory_as_corpus_is_named(made, terminal):

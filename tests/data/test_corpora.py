@@ -292,7 +292,7 @@ def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
         calls.append((dataset, folder))
         return [folder / "train", folder / "valid"]
 
-    monkeypatch.setattr(corpora, "download_dataset", fake)
+    monkeypatch.setattr("lmkit.data.download.download_dataset", fake)
     table = CorpusConfig(source="tinystories", folder=tmp_path / "shared")
     files = prepare_corpus(table, tmp_path / "run")
     assert calls == [("tinystories", tmp_path / "shared")]

@@ -17,8 +17,7 @@ from sessions import PATIENCE_S, TORCHRUN, members, start, wait_for_all
 from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.recipe.run_folder import METRICS
-from lmkit.training.atomic_checkpoint import newest_valid
-from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.checkpoint import newest_valid, open_checkpoint
 from lmkit.training.metrics import read_metrics
 
 Begin = Callable[..., "subprocess.Popen[str]"]

@@ -19,8 +19,7 @@ import torch
 
 from lmkit.measure.environment import describe_environment
 from lmkit.model.accounting import count_parameters
-from lmkit.training.atomic_checkpoint import newest_valid
-from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.checkpoint import newest_valid, open_checkpoint
 
 SAVES = 4
 STEPS_BETWEEN = 6

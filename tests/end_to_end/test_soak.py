@@ -22,7 +22,7 @@ import pytest
 from sessions import PATIENCE_S, members, wait_for_all, write_tokens
 from tiny import tiny_recipe
 
-from lmkit.training.atomic_checkpoint import newest_valid
+from lmkit.training.checkpoint import newest_valid
 
 KILLS = 50
 STEPS = 5000

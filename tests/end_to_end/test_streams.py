@@ -11,7 +11,7 @@ from programs import run_program
 from sessions import write_tokens
 from tiny import tiny_recipe
 
-from lmkit.training.atomic_checkpoint import saved_steps
+from lmkit.training.checkpoint import saved_steps
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is full, as Linux has it")
 full = pytest.mark.full

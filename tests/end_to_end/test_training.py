@@ -10,7 +10,7 @@ from programs import run_program
 from sessions import PATIENCE_S, TORCHRUN, losses, start, write_tokens
 from tiny import tiny_recipe
 
-from lmkit.training.atomic_checkpoint import newest_valid, saved_steps
+from lmkit.training.checkpoint import newest_valid, saved_steps
 
 RECIPE = tiny_recipe(
     *('data.train="train.npy"', 'data.valid="valid.npy"', "train.steps=10", "train.batch_size=8"),

@@ -17,8 +17,8 @@ from run_formats import plain_tensors
 from lmkit.model import ModelConfig, TransformerLM
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.atomic_checkpoint import write_tensors
-from lmkit.training.given_weights import INDEX, open_hugging_face
+from lmkit.training.checkpoint import write_tensors
+from lmkit.training.weights import INDEX, open_hugging_face
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 SIZES = {"vocab_size": 40, "context_length": 16, "d_model": 16, "d_ff": 24, "num_layers": 1, "num_heads": 2}
@@ -58,7 +58,7 @@ def read(folder: Path, good: Files, random: Random) -> None:
         name: value.shape for name, value in TransformerLM(opened.config, device="meta").state_dict().items()
     }
     for ours, theirs in weight_names(opened.config):
-        weight = opened.read(ours)
+        weight = opened[ours]
         assert weight.shape == shapes[ours]
         shape, raw = plain[weight_map[theirs]][theirs]
         stored = to_halves(ours, weight, opened.config)

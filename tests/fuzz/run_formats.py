@@ -26,21 +26,22 @@ from lmkit.profile.nsys import read_nsys_database
 from lmkit.profile.summary import report_of, summarize
 from lmkit.recipe.load import load_recipe, validate
 from lmkit.training import session
-from lmkit.training.atomic_checkpoint import (
+from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
     FileEntry,
+    newest_checkpoint,
     newest_valid,
+    open_checkpoint,
+    restore_rng,
     shard_name,
     write_manifest,
 )
-from lmkit.training.checkpoint import newest_checkpoint, open_checkpoint
-from lmkit.training.given_weights import plain_model
 from lmkit.training.metrics import MetricsFile, read_metrics
-from lmkit.training.model_state import load_optimizer_tensors
-from lmkit.training.state import restore_rng
+from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import weights_of
 
 STEP = "run/checkpoints/step-00000002"
 TENSORS = {f"{STEP}/{name}": (safetensors_header, damage) for name in (MODEL, shard_name(0, 1))}
@@ -92,7 +93,7 @@ def forged_checkpoint(folder: Path) -> Format:
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
         write_manifest(step, {name: FileEntry(digests[name], len(data)) for name, data in contents.items()})
         opened = newest_checkpoint(step)
-        model = plain_model(opened, device="cpu")
+        model = weights_of(opened).model("cpu")
         weights = plain_tensors(contents[MODEL])
         for name, tensor in model.state_dict().items():
             shape, raw = weights[name]

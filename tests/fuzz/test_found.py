@@ -20,8 +20,8 @@ import formats
 import run_formats  # noqa: F401
 
 from lmkit.errors import LONGEST, LmkitError
+from lmkit.training.checkpoint import RngState, restore_rng
 from lmkit.training.metrics import read_metrics
-from lmkit.training.state import RngState, restore_rng
 
 Damage = bytes | str | Callable[[bytes], bytes]
 

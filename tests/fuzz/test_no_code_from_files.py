@@ -18,9 +18,8 @@ import run_formats
 
 import lmkit
 from lmkit.errors import LmkitError
-from lmkit.training.atomic_checkpoint import MANIFEST, MODEL, FileEntry, shard_name, write_manifest
-from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.given_weights import plain_model
+from lmkit.training.checkpoint import MANIFEST, MODEL, FileEntry, open_checkpoint, shard_name, write_manifest
+from lmkit.training.weights import weights_of
 
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.jit.load", "torch.hub.load",
@@ -119,7 +118,7 @@ def test_a_pickle_in_a_checkpoint_with_a_fitting_manifest_is_not_executed(make, 
         assert checkpoint.optimizer_tensors()["weight"].dtype == torch.uint8  # bytes, no more
     else:
         with pytest.raises(LmkitError):
-            plain_model(checkpoint, device="cpu") if name == MODEL else checkpoint.optimizer_tensors()
+            weights_of(checkpoint).model("cpu") if name == MODEL else checkpoint.optimizer_tensors()
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Trap(sentinel)))  # the trap itself works
     assert sentinel.exists()

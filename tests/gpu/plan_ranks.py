@@ -8,8 +8,7 @@ from lmkit.measure.limits import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.plan import Plan, plan
-from lmkit.training.plan_check import Measured, measure_among
+from lmkit.training.plan import Measured, Plan, measure_among, plan
 from lmkit.training.process import ranks_of
 
 Setting = tuple[str, tuple[str, ...], str]

@@ -18,8 +18,7 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.plan import Plan, plan
-from lmkit.training.plan_check import measure_among
+from lmkit.training.plan import Plan, measure_among, plan
 from lmkit.training.process import ranks_of
 from lmkit.training.setup import TrainingStep
 

@@ -17,7 +17,7 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig
 from lmkit.training import session
-from lmkit.training.model_state import load_checkpoint, save_checkpoint
+from lmkit.training.resume import load_checkpoint, save_checkpoint
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
 

@@ -12,8 +12,8 @@ from lmkit.optim import AdamW, HostAdamW
 from lmkit.optim.adamw import MASTER
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
-from lmkit.training.model_state import load_optimizer_tensors, optimizer_tensors
 from lmkit.training.plan import plan
+from lmkit.training.resume import load_optimizer_tensors, optimizer_tensors
 from lmkit.training.setup import build_step
 
 DTYPES = [torch.float32, torch.bfloat16]

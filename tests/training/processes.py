@@ -24,9 +24,9 @@ from lmkit.errors import LmkitError
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
-from lmkit.training import checkpoint_writer, session, setup, trainer
-from lmkit.training.checkpoint import Retention
+from lmkit.training import resume, session, setup, trainer
 from lmkit.training.process import StopSignals
+from lmkit.training.resume import Retention
 from lmkit.training.step import Step
 from lmkit.training.trainer import Trainer
 
@@ -167,7 +167,7 @@ def when_written(happen: Callable[[], Any]) -> None:
         happen()
         return original(*arguments)
 
-    around(checkpoint_writer, "write_tensors", write_tensors)
+    around(resume, "write_tensors", write_tensors)
 
 
 def _tell_whether_a_refused_update_changed_weights(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lmkit.recipe.schema import Recipe
-from lmkit.training.atomic_checkpoint import saved_steps
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint
+from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
 

@@ -16,8 +16,8 @@ from lmkit.data.encoding import encode_corpus
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES
 from lmkit.tokenizer.marks import Marks
-from lmkit.training.given_weights import open_weights, plain_model
 from lmkit.training.judging import evaluate_documents, evaluate_run
+from lmkit.training.weights import open_weights, weights_of
 
 CONTEXT = 16
 END = "<|endoftext|>"
@@ -146,7 +146,7 @@ def test_training(tiny, tmp_path):
     data = (f'data.{part}="{tmp_path}/b{part}.npy"' for part in ("train", "valid"))
     recipe = tiny(*data, "train.eval_batches=0", "train.eval_interval=5")
     train_here(recipe)
-    model = plain_model(newest(recipe), device="cpu").double()
+    model = weights_of(newest(recipe)).model("cpu").double()
     text = (tmp_path / "valid.txt").read_text()
     stream = [*PLAIN.encode(text), 261]
     found = [
@@ -172,7 +172,7 @@ def test_training_on_conversations(tiny, tmp_path):
     data = (f'data.{part}="{tmp_path}/b{part}.npy"' for part in ("train", "valid"))
     recipe = tiny(*data, "train.eval_batches=0", "train.eval_interval=5")
     train_here(recipe)
-    model = plain_model(newest(recipe), device="cpu").double()
+    model = weights_of(newest(recipe)).model("cpu").double()
     stream: list[int] = []
     counted: list[bool] = []
     for talk in talks:

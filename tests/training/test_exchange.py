@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
-from their_models import CASES, GROUPED, LLAMA3, byte_tokenizer, make_theirs, their_folder
+from their_models import GROUPED, LLAMA3, byte_tokenizer, make_theirs, their_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError
@@ -19,45 +18,22 @@ from lmkit.model import TransformerLM
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.training import exchange
-from lmkit.training.atomic_checkpoint import MODEL
-from lmkit.training.checkpoint import newest_checkpoint
+from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, open_weights, plain_model
 from lmkit.training.session import train
-from lmkit.training.tensor_files import TensorFile
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import INDEX, open_weights, weights_of
 
 transformers = pytest.importorskip("transformers")
 
 
 def ours_of(run: Path) -> TransformerLM:
-    return plain_model(newest_checkpoint(run), device="cpu")
+    return weights_of(newest_checkpoint(run)).model("cpu")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
     return {name: file.read(name) for file in files for name in file.tensors}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_import_and_export_keep_logits_and_tensors(case, tmp_path):
-    kind, changes = CASES[case]
-    theirs = make_theirs(kind, changes)
-    theirs.save_pretrained(tmp_path / "theirs")
-    import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False)
-    ours = ours_of(tmp_path / "run")
-    ids = torch.randint(300, (2, 100))
-    with torch.no_grad():
-        # transformers computes angles in float32: at position 100 they are off by 1e-5.
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-5)
-    export_model(tmp_path / "run", tmp_path / "exported")
-    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "exported")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert type(again).__name__.startswith("Llama" if kind == "Mistral" else kind)
-    with torch.no_grad():
-        assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -120,23 +96,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def test_the_exported_tokenizer_is_ours(tmp_path):
-    import_model(their_folder(tmp_path), tmp_path / "run")
-    export_model(tmp_path / "run", tmp_path / "exported")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), byte_tokenizer()
-    assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_text_id
-    assert theirs.model_max_length == 256
-
-    @settings(max_examples=200, deadline=None)
-    @given(st.one_of(st.text(max_size=60), TEXTS))
-    def check(text: str) -> None:
-        ids = ours.encode(text)
-        assert theirs.encode(text) == ids
-        assert theirs.decode(ids) == text
-
-    check()
-
-
 def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp_path):
     import_model(
         their_folder(tmp_path, "Qwen2"), tmp_path / "runs/run", context_length=8, with_tokenizer=False
@@ -176,7 +135,7 @@ def test_one_loader_opens_all_three(tmp_path):
     first, *others = [open_weights(place) for place in places]
     for other in others:
         assert (other.config, other.specs.keys()) == (first.config, first.specs.keys())
-        assert all(torch.equal(first.read(name), other.read(name)) for name in first.specs)
+        assert all(torch.equal(first[name], other[name]) for name in first.specs)
     assert [weights.tokenizer and weights.tokenizer.parent for weights in (first, *others)] == [
         theirs,
         tmp_path / "run",

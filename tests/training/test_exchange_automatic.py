@@ -12,9 +12,8 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import CHATML
 from lmkit.tokenizer.marks import Marks
 from lmkit.training import exchange
-from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, open_weights
+from lmkit.training.weights import INDEX, open_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,7 +133,7 @@ def test_logits_and_ids_are_ours(case, tmp_path):
     assert (back.end_of_text_id, back.start_id) == (ours.end_of_text_id, ours.start_id)
     expected, found = open_weights(run), open_weights(tmp_path / "back")
     assert expected.config == found.config
-    assert all(torch.equal(expected.read(name), found.read(name)) for name in expected.specs)
+    assert all(torch.equal(expected[name], found[name]) for name in expected.specs)
     assert theirs.pad_token_id == ours.special_ids.get("<|pad|>", ours.end_of_text_id)
 
 
@@ -194,33 +193,3 @@ def test_the_chat_template_and_its_end_of_turn(tmp_path):
     import_model(folder, tmp_path / "back")
     assert (tmp_path / "back/chat_template.json").read_bytes() == (run / "chat_template.json").read_bytes()
     assert [*Tokenizer.load(tmp_path / "back/tokenizer.json").marks.stops] == said["eos_token_id"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case", ["qwen2's biases, words of gpt2", "llama 3, prefix and whole words", "qwen2", "mistral"]
-)
-def test_lm_eval_finds_the_likelihoods_of_choices(case, tmp_path):
-    """Also after an empty question, of which lm-eval takes the begin-of-text token."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    run, folder = run_of(tmp_path, case), tmp_path / "exported"
-    export_model(run, folder)
-    texts = [text for text in TEXTS if text.strip() and "<|" not in text]
-    questions = [
-        {"question": question, "choices": [*choices], "answer": 0}
-        for question, *choices in zip(["", *texts], [*texts, "12"], ["345 ships"] * 9, strict=False)
-    ]
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    pairs = [(asked["question"], f" {choice}") for asked in questions for choice in asked["choices"]]
-    requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-    model = HFLM(pretrained=str(folder), device="cpu", dtype="float32")
-    theirs = [value for value, _ in model.loglikelihood(requests, disable_tqdm=True)]
-    answers = evaluate_choices(run, file, device="cpu").answers
-    ours = [value for answer in answers for value in answer.log_likelihoods]
-    # Sums of up to 60 logarithms in float32, each of them off by 1e-5 at most.
-    assert theirs == pytest.approx(ours, abs=1e-3)
-    assert len(ours) == 2 * len(texts) + 2

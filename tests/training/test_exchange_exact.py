@@ -17,7 +17,7 @@ from lmkit.model import TransformerLM
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import plain_model
+from lmkit.training.weights import weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,7 +61,7 @@ def test_an_imported_model_is_the_same_function(case, tmp_path):
     theirs = make_theirs(kind, changes)
     theirs.save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False)
-    ours = plain_model(newest_checkpoint(tmp_path / "run"), device="cpu")
+    ours = weights_of(newest_checkpoint(tmp_path / "run")).model("cpu")
     ids = torch.randint(300, (2, 250))
     exact = exact_logits(theirs, ids)
     assert exact.dtype == torch.float64
@@ -82,7 +82,7 @@ def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     path = random_folder(tmp_path / "theirs", seed)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     import_model(path, tmp_path / "run")
-    ours = plain_model(newest_checkpoint(tmp_path / "run"), device="cpu").float()
+    ours = weights_of(newest_checkpoint(tmp_path / "run")).model("cpu").float()
     ids = torch.randint(theirs.config.vocab_size, (2, 60), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         found, expected = ours(ids), theirs(ids).logits
@@ -96,15 +96,3 @@ def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops
     said = again.generation_config.eos_token_id
     assert tuple(said if isinstance(said, list) else [said]) == stops
-
-
-@pytest.mark.full
-def test_an_exported_model_is_the_same_function(tmp_path):
-    theirs = make_theirs("Qwen2", LONG)
-    theirs.save_pretrained(tmp_path / "theirs")
-    import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False)
-    export_model(tmp_path / "run", tmp_path / "exported")
-    ours = plain_model(newest_checkpoint(tmp_path / "run"), device="cpu")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    ids = torch.randint(300, (2, 250))
-    assert distance(exact_logits(again, ids), exact_logits(ours, ids)) < 1e-11

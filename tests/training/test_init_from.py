@@ -10,12 +10,10 @@ from run_folders import assert_same_state, losses, newest, train_here
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.atomic_checkpoint import MODEL, write_manifest, write_tensors
-from lmkit.training.checkpoint import Checkpoint
+from lmkit.training.checkpoint import MODEL, Checkpoint, write_manifest, write_tensors
 from lmkit.training.exchange import export_model
-from lmkit.training.given_weights import open_weights
-from lmkit.training.init_from import _differences
 from lmkit.training.session import plan
+from lmkit.training.weights import _differences, open_weights
 
 Tiny = Callable[..., Recipe]
 
@@ -85,19 +83,6 @@ def test_it_resumes_without_the_weights_bit_for_bit(trained, tiny):
     assert losses(whole) == losses(parts)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
-def test_two_ranks_have_the_losses_of_one(strategy, trained, fleet, settings, tiny):
-    source = f"train.init_from={trained.path}"
-    alone = tiny("run.name=alone", source)
-    train_here(alone)
-    together = settings("run.name=together", source, f"parallel.strategy={strategy}")
-    assert fleet.train(together, ranks=2) == [0, 0], fleet.said()
-    found, expected = losses(tiny("run.name=together")), losses(alone)
-    # Sums over two ranks have another order than over one.
-    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
-
-
 def test_another_model_is_refused_with_all_its_differences(trained, tiny):
     recipe = tiny(
         *("run.name=wider", f"train.init_from={trained.path}", "model.d_model=32", "model.d_ff=48"),
@@ -137,17 +122,9 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
         train_here(after)
     # A Hugging Face folder does not say which tokenizer its model was trained with.
     monkeypatch.setattr(
-        "lmkit.training.init_from.open_weights",
+        "lmkit.training.weights.open_weights",
         lambda path: replace(open_weights(path), tokenizer_sha256=None),
     )
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)
     assert str(tokenizer) in caught.value.hint
-
-
-def test_what_is_no_model_is_refused(tiny, tmp_path):
-    for name in ("nothing", "empty"):
-        if name == "empty":
-            (tmp_path / name).mkdir()
-        with raises(LmkitError, "checkpoint.not_found", name):
-            train_here(tiny("run.name=after", f"train.init_from={tmp_path / name}"))

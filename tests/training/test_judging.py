@@ -19,12 +19,12 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import choices, likelihood, lm_eval_harness
-from lmkit.training.atomic_checkpoint import write_tensors
+from lmkit.training import choices, evaluation, lm_eval_harness
+from lmkit.training.checkpoint import write_tensors
 from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import import_model
-from lmkit.training.given_weights import open_weights
 from lmkit.training.judging import evaluate_documents, evaluate_run
+from lmkit.training.weights import open_weights
 
 CONTEXT = 16
 CONFIG = ModelConfig(
@@ -100,7 +100,7 @@ def test_documents_of_white_space_are_judged_and_those_without_text_counted(fold
 @pytest.mark.parametrize("at_once", [1, 30, 8192])
 def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatch):
     """Windows of a whole context; the last one sees a whole context, and scores what is new in it."""
-    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", at_once)
     Path("docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     result = evaluate_documents(folder, text=Path("docs.jsonl"))
     assert [document.begins for document in result.documents] == [text[:40] for text in TEXTS]
@@ -120,19 +120,19 @@ def test_documents_are_scored_as_lm_eval_scores_them(at_once, folder, monkeypatc
 
 
 def test_ranks_share_the_batches(folder, monkeypatch):
-    monkeypatch.setattr(likelihood, "TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 20)
     model = open_weights(folder).model("cpu")
-    texts = [likelihood.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
-    alone = likelihood.log_likelihoods(model, texts)
+    texts = [evaluation.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
+    alone = evaluation.log_likelihoods(model, texts)
     shares: list[dict[int, float]] = []
 
     def all_gather_object(parts: list[dict[int, float]], found: dict[int, float]) -> None:
         shares.append(found)
         parts[:] = [dict(enumerate(alone)), {}]
 
-    monkeypatch.setattr(likelihood, "dist", SimpleNamespace(all_gather_object=all_gather_object))
+    monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_gather_object=all_gather_object))
     for rank in range(2):
-        assert likelihood.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
+        assert evaluation.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
     assert not shares[0].keys() & shares[1].keys()
     assert shares[0] | shares[1] == dict(enumerate(alone))
     assert min(map(len, shares)) >= 4
@@ -247,15 +247,6 @@ def test_a_text_stands_behind_the_whole_prefix(folder):
         scored = 3 + (question["question"] == " ")
         expected = math.fsum(log_p(folder, ids)[-scored:])
         assert answered.log_likelihoods == pytest.approx([expected], rel=1e-5)
-
-
-def test_two_kinds_of_judgement_exclude_each_other(folder, terminal):
-    for options in (
-        "--choices a.jsonl --text b",
-        "--harness x --by-document",
-        "--choices a.jsonl --harness x",
-    ):
-        terminal.refuses(f"evaluate {folder} {options}", code="evaluate.options_exclude")
 
 
 def test_more_ids_than_the_model_has_are_refused(folder, terminal):

@@ -12,8 +12,7 @@ import pytest
 from processes import PATIENCE_S, ends
 from run_folders import assert_same_tensors, losses, newest, saved
 
-from lmkit.training.atomic_checkpoint import newest_valid, step_name
-from lmkit.training.checkpoint import open_checkpoint
+from lmkit.training.checkpoint import newest_valid, open_checkpoint, step_name
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """Training on a token file with a mask: what counts weighs the same in every split of a batch."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ from run_folders import assert_same_state, losses, newest, records, train_here
 
 from lmkit.data.token_files import TokenFileWriter, open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
+from lmkit.training.weights import weights_of
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_every_split_of_a_batch_is_the_same_step(masked, tiny):
 def test_the_first_loss_and_the_last_evaluation_are_means_over_what_counts(masked, tiny):
     recipe = tiny(*masked, "optimizer.lr=0.02", "train.eval_batches=0")
     result = train_here(recipe)
-    model = plain_model(newest(recipe), device="cpu")
+    model = weights_of(newest(recipe)).model("cpu")
     file = open_tokens(recipe.data.valid or "")
     assert file.mask is not None
     ids = torch.from_numpy(file.tokens.astype(np.int64))
@@ -109,18 +108,3 @@ def test_a_held_out_loss_of_no_tokens_is_refused(tiny, tmp_path):
     evaluate_run(trained.run.path, tokens=tmp_path / "late.npy", device="cpu")
     with raises(UsageError, "evaluate.nothing_counts", "none.npy"):
         evaluate_run(trained.run.path, tokens=tmp_path / "none.npy", device="cpu")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_two_ranks_have_the_losses_of_one(strategy, masked, fleet, settings, tiny):
-    alone = tiny("run.name=alone", *masked)
-    train_here(alone)
-    together = settings("run.name=together", *masked, f"parallel.strategy={strategy}")
-    assert fleet.train(together, ranks=2) == [0, 0], fleet.said()
-    found = tiny("run.name=together")
-    for kind in ("train", "valid", "final"):
-        mine, theirs = ([loss for _, loss in losses(recipe, kind)] for recipe in (found, alone))
-        assert mine == pytest.approx(theirs, abs=1e-5)  # sums over two ranks have another order than over one
-    state = json.loads((newest(found).path / "state.json").read_text())
-    assert state["world_size"] == 2

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import shutil
 import sys
 import threading
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
-from raising import raises
 from run_folders import losses, saved, train_here
 
-from lmkit.errors import LmkitError
 from lmkit.training import metrics, services
 from lmkit.training.metrics import (
     Fanout,
@@ -94,17 +89,6 @@ def test_other_lines_than_lmkit_writes_are_skipped_and_named(tmp_path, caplog):
     assert caplog.records == []
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_an_error_with_the_file_in_it():
-    sink = MetricsFile.__new__(MetricsFile)
-    sink._path = Path("run/metrics.jsonl")
-    sink._file = open("/dev/full", "w")  # noqa: SIM115
-    with raises(LmkitError, "train.io", "run/metrics.jsonl", "no space left on device"):
-        sink.record(train_record(1))
-    with pytest.raises(OSError, match="No space"):
-        sink._file.close()
-
-
 LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140_200_000_000}
 
 
@@ -127,26 +111,6 @@ def test_a_line_fits_100_columns_also_with_large_numbers_and_nan():
     assert {"lr 1.2e-12", "loss nan"} < set(text.split("  "))
     assert "MFU" not in text  # unknown
     assert (duration(75), duration(3675)) == ("1:15", "1:01:15")
-
-
-def without_codes(terminal: io.StringIO) -> str:
-    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue())
-
-
-@pytest.mark.parametrize(("mfu", "shortest_bar"), [(None, 8), (0.5123, 4)])
-def test_a_bar_and_its_numbers_fit_100_columns(as_terminal, mfu, shortest_bar):
-    terminal = as_terminal()
-    large = {**LARGE, "mfu": mfu, "tokens_per_second": 8_765_432.1, "eta_seconds": 35_969.0}
-    bar = console(9_999_999)
-    bar.record(train_record(1_234_567, **large))
-    bar.record({"kind": "valid", "step": 50, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5})
-    bar.close()
-    frames = re.split(r"[\r\n]+", without_codes(terminal))
-    (shown,) = {frame for frame in frames if "loss 10" in frame}
-    assert len(shown) <= 100
-    assert shown.startswith("━" * (shortest_bar - 1))
-    assert shown.endswith("9h59m left")
-    assert "0.5000 bits per byte" in without_codes(terminal)
 
 
 def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
@@ -284,21 +248,6 @@ def test_tensorboard_gets_every_number(tiny, tmp_path, monkeypatch, caplog):
     drive(tensorboard_sink(tmp_path, after_step=0))
     assert len(caplog.records) == 1
     assert "lmkit[tensorboard]" in caplog.text
-
-
-@pytest.mark.full
-def test_tensorboard_reads_its_files(tiny):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recipe = tiny("train.tensorboard=true")
-    train_here(recipe)
-    read = EventAccumulator(str(recipe.run.path / "tensorboard"))
-    read.Reload()
-    # The files hold float32.
-    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [
-        (step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(recipe)
-    ]
 
 
 @pytest.mark.parametrize("fail_at", ["missing", "init", "log", "finish", "hang"])

@@ -12,7 +12,6 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.training import page
 from lmkit.training.page import write_page
 
 RECIPE = '[run]\nname = "{name}"\n[train]\nsteps = {steps}\n'
@@ -138,12 +137,6 @@ def test_runs_beside_one_another(make_run, tmp_path):
     assert not (first / "report.html").exists()
 
 
-def test_a_run_that_has_only_begun(make_run):
-    parts = Parts(Path(write_page(make_run("begun", records=[])).path).read_text())
-    assert parts.texts["td"] == ["begun"] + ["-"] * 7
-    assert "img" not in parts.tags
-
-
 def test_what_is_no_run_is_refused(make_run, tmp_path):
     (tmp_path / "empty").mkdir()
     with raises(UsageError, "report.no_run", "empty"):
@@ -203,24 +196,3 @@ def test_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
             says=[str(source)],
         )
         assert source.read_bytes() == before
-
-
-@pytest.mark.parametrize("words", [("--html",), ("one", "--beside", "two"), ("one", "--html", "--check")])
-def test_the_options_of_pages_and_write_ups_exclude_one_another(words):
-    from typer.testing import CliRunner
-
-    from lmkit.cli.results import app
-
-    result = CliRunner().invoke(app, ["report", *words])
-    assert isinstance(result.exception, UsageError)
-    assert result.exception.code == "report.options_exclude"
-
-
-def test_a_page_is_written_without_the_pictures_that_cannot_be_drawn(make_run, monkeypatch):
-    def fails(*arguments: Any, **options: Any) -> bytes:
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(page, "loss_curve", fails)
-    written = Path(write_page(make_run("a", text="Once.")).path).read_text()
-    assert "Once." in written
-    assert "<img" not in written

@@ -9,9 +9,7 @@ from lmkit.measure.limits import CARDS
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import plan as planning
-from lmkit.training import plan_check
-from lmkit.training.plan import misfit, plan
-from lmkit.training.plan_check import measure
+from lmkit.training.plan import measure, misfit, plan
 
 H200 = CARDS["H200"]
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
@@ -235,7 +233,7 @@ SMALL = ["run.device=cpu", "model.num_layers=2", "model.context_length=8", "trai
 
 def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, for which nothing is planned: as a rank does on a GPU."""
-    monkeypatch.setattr(plan_check, "SAMPLED_S", 0.0)
+    monkeypatch.setattr(planning, "SAMPLED_S", 0.0)
     found = measure(load_recipe("quickstart", [*SMALL, "train.accumulation=2"]))
     assert found.peak_bytes is not None
     assert found.seconds is not None

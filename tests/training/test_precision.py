@@ -19,14 +19,13 @@ from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
-from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
-from lmkit.training.model_state import model_weights
 from lmkit.training.precision import GradientSums
 from lmkit.training.resume import restore
 from lmkit.training.session import train
 from lmkit.training.setup import build_step
 from lmkit.training.step import Step
+from lmkit.training.weights import model_weights, weights_of
 
 Tiny = Callable[..., Recipe]
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
@@ -165,9 +164,7 @@ def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(sa
 
 def _saved(step: Step, tiny: Tiny) -> Any:
     """Make three steps and save them as a run does."""
-    from lmkit.training.checkpoint import Retention
-    from lmkit.training.checkpoint_writer import CheckpointWriter
-    from lmkit.training.model_state import optimizer_tensors
+    from lmkit.training.resume import CheckpointWriter, Retention, optimizer_tensors
     from lmkit.training.run_data import Data
     from lmkit.training.setup import initial_state
 
@@ -187,7 +184,7 @@ def test_evaluation_and_generation_compute_in_bf16(tiny):
     recipe = tiny("train.precision=bf16")
     result = train_here(recipe)
     checkpoint = newest(recipe)
-    model = plain_model(checkpoint, device="cpu")
+    model = weights_of(checkpoint).model("cpu")
     assert {p.dtype for p in model.parameters() if p.dim() >= 2} == {torch.bfloat16}
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
     assert (

@@ -14,8 +14,8 @@ from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import trainer
 from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.given_weights import plain_model
 from lmkit.training.session import train
+from lmkit.training.weights import weights_of
 
 Tiny = Callable[..., Recipe]
 PROMPTS = 'generate.prompts=["a", "bc"]'
@@ -47,7 +47,7 @@ def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
     tokenizer = Tokenizer.load(recipe.tokenizer.path)  # type: ignore[arg-type]
     for step in (2, 4, 6):
         checkpoint = open_checkpoint(recipe.run.path / f"checkpoints/step-{step:08d}")
-        made = generate(plain_model(checkpoint, device="cpu"), tokenizer, ["a", "bc"], recipe.generate)
+        made = generate(weights_of(checkpoint).model("cpu"), tokenizer, ["a", "bc"], recipe.generate)
         assert [record["text"] for record in found if record["step"] == step] == [
             text.prompt + text.text for text in made
         ]

@@ -13,18 +13,18 @@ import torch
 from raising import raises
 from run_folders import assert_same_state, losses, newest, records, saved, train_here
 
-from lmkit.cli.generate import continue_prompts
+from lmkit.cli.texts import continue_prompts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import metrics, session, trainer
+from lmkit.training import session, trainer
 from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
-from lmkit.training.given_weights import plain_model
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import weights_of
 
 Tiny = Callable[..., Recipe]
 
@@ -48,13 +48,6 @@ def test_a_picture_that_cannot_be_drawn_does_not_fail_a_training(tiny, monkeypat
         result = train_here(tiny())
     assert result.status == "finished"
     assert [record.getMessage() for record in caplog.records if "loss.png" in record.getMessage()]
-
-
-def test_a_name_that_would_be_a_formula_is_drawn(tiny, monkeypatch):
-    monkeypatch.setattr(session, "draw_losses", draw_losses)
-    recipe = tiny("run.name=a $\\frac$")
-    assert train_here(recipe).status == "finished"
-    assert (recipe.run.path / "loss.png").is_file()
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
@@ -100,24 +93,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     assert result.evaluation.checkpoint == result.checkpoint
     assert train_here(recipe).evaluation == result.evaluation  # nothing to do
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
-
-
-def test_the_picture_shows_every_evaluation_and_the_final_one(tmp_path, monkeypatch):
-    lines = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
-    lines += [{"kind": "valid", "step": step, "loss": 5.5 - step} for step in (1, 2)]
-    lines += [{"kind": "final", "step": 3, "loss": 2.25}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    drawn: list[Any] = []
-    monkeypatch.setattr(
-        metrics, "loss_curve", lambda series, title, marked: drawn.extend((series, marked)) or b""
-    )
-    draw_losses(tmp_path, title="t")
-    assert drawn[0] == {
-        "training": [(1, 4), (2, 3), (3, 2)],
-        "held out": [(1, 4.5), (2, 3.5)],
-        "all held-out data": [(3, 2.25)],
-    }
-    assert set(drawn[1]) == {"held out", "all held-out data"}
 
 
 def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny):
@@ -199,21 +174,13 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     )
 
 
-def test_a_time_box_too_short_for_a_step_makes_one(tiny):
-    recipe = tiny("train.max_minutes=1e-9")
-    first = train_here(recipe)
-    assert (first.status, first.step) == ("finished", 1)
-    assert newest(recipe).state.step == 1
-    assert train_here(recipe).status == "nothing to do"
-
-
 def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest_checkpoint(recipe.run.path)
     assert checkpoint == newest_checkpoint(newest(recipe).path)
     assert checkpoint.state.model.vocab_size == 64
-    model = plain_model(checkpoint, device="cpu")
+    model = weights_of(checkpoint).model("cpu")
     assert not model.training
     assert run_tokenizer(checkpoint.path) is None
     (recipe.run.path / "tokenizer.json").write_text("{}")
@@ -227,9 +194,7 @@ def test_a_trained_model_is_found_and_loaded(tiny, caplog, monkeypatch):
     config = checkpoint.state.model.model_copy(update={"attention": "flash_triton"})
     state = checkpoint.state.model_copy(update={"model": config})
     ids = torch.arange(8)[None]
-    assert torch.equal(
-        plain_model(dataclasses.replace(checkpoint, state=state), device="cpu")(ids), model(ids)
-    )
+    assert torch.equal(weights_of(dataclasses.replace(checkpoint, state=state)).model("cpu")(ids), model(ids))
     assert "flash_triton" in caplog.text
 
 

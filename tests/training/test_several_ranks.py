@@ -11,7 +11,7 @@ from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import STRATEGIES
-from lmkit.training.given_weights import open_weights, plain_model
+from lmkit.training.weights import open_weights, weights_of
 
 full = pytest.mark.full
 SAME = 2e-6
@@ -108,11 +108,11 @@ def test_fault_54_two_ranks_resume_bit_for_bit(strategy, precision, fleet, tiny,
     assert_same_tensors(left, right)
     for kind in ("train", "valid", "final"):
         assert losses(tiny("run.name=whole"), kind) == losses(tiny("run.name=parts"), kind) != []
-    plain_model(left, device="cpu")  # fault 59, for what each strategy wraps a model in
+    weights_of(left).model("cpu")  # fault 59, for what each strategy wraps a model in
     saved_weights = left.model_tensors()
     opened = open_weights(left.path)
     assert opened.specs.keys() == saved_weights.keys()
-    assert all(torch.equal(opened.read(name), weights) for name, weights in saved_weights.items())
+    assert all(torch.equal(opened[name], weights) for name, weights in saved_weights.items())
 
 
 @pytest.mark.parametrize(

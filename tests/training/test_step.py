@@ -12,8 +12,8 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel.plain import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.training.checkpoint import LossScaleState
 from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
-from lmkit.training.state import LossScaleState
 from lmkit.training.step import Outcome, Step, Wishes
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)

@@ -25,7 +25,7 @@ from lmkit.recipe.tables import (
     TrainConfig,
 )
 from lmkit.training import run_data, session, setup
-from lmkit.training.plan_check import measure_among
+from lmkit.training.plan import measure_among
 from lmkit.training.setup import TrainingStep
 from lmkit.training.verify import verify_resume
 

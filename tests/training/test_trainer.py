@@ -26,8 +26,8 @@ from run_folders import (
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.training import trainer
-from lmkit.training.atomic_checkpoint import step_name
-from lmkit.training.checkpoint_writer import CheckpointWriter
+from lmkit.training.checkpoint import step_name
+from lmkit.training.resume import CheckpointWriter
 from lmkit.training.step import Outcome, Step
 from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
 

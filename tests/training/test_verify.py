@@ -16,11 +16,10 @@ from lmkit.recipe.run_folder import save_record
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
-from lmkit.training.atomic_checkpoint import STATE, read_manifest, write_manifest, write_text
-from lmkit.training.checkpoint import open_checkpoint
-from lmkit.training.given_weights import plain_model
-from lmkit.training.model_state import load_optimizer_tensors
+from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_manifest, write_text
+from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
+from lmkit.training.weights import weights_of
 
 Tiny = Callable[..., Recipe]
 
@@ -111,17 +110,6 @@ def test_files_of_whole_stages_are_checked_beside_a_damaged_stage(run_folder):
     ]
 
 
-def test_any_file_of_a_checkpoint_stands_for_the_whole(run_folder):
-    checkpoint = run_folder / "checkpoints" / "step-00000010"
-    (checkpoint / "model.safetensors").write_bytes(b"")
-    for path in checkpoint.iterdir():
-        (found,) = wrong(path)
-        assert found.startswith(f"{checkpoint}: model.safetensors: 0 bytes"), path
-    assert len(wrong(run_folder / "checkpoints")) == 1
-    with raises(LmkitError, "checkpoint.damaged", checkpoint):
-        plain_model(open_checkpoint(checkpoint), device="cpu")
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -140,7 +128,7 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, s
     assert found.startswith(f"{checkpoint}: model.safetensors: ")
     assert says in found
     with raises(LmkitError, "weights.other_model", says):
-        plain_model(open_checkpoint(checkpoint), device="cpu")
+        weights_of(open_checkpoint(checkpoint)).model("cpu")
 
 
 def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files):

@@ -18,11 +18,17 @@ from lmkit.errors import LmkitError
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training import checkpoint_writer
-from lmkit.training.atomic_checkpoint import MANIFEST, newest_valid, saved_steps, step_name
-from lmkit.training.checkpoint import Retention, open_checkpoint
-from lmkit.training.checkpoint_writer import CheckpointWriter
-from lmkit.training.state import TrainingState, capture_rng
+from lmkit.training import resume
+from lmkit.training.checkpoint import (
+    MANIFEST,
+    TrainingState,
+    capture_rng,
+    newest_valid,
+    open_checkpoint,
+    saved_steps,
+    step_name,
+)
+from lmkit.training.resume import CheckpointWriter, Retention
 
 Save = Callable[..., None]
 
@@ -174,7 +180,7 @@ def test_the_stall_is_the_time_in_save_and_in_release_weights(tmp_path, save, mo
     writer = make_writer(tmp_path)
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=time.monotonic)
-    monkeypatch.setattr(checkpoint_writer, "time", clock)
+    monkeypatch.setattr(resume, "time", clock)
     for step in (1, 2):
         save(writer, step)
         writer.release_weights()
@@ -231,14 +237,14 @@ def test_ranks_leave_no_messages_in_their_store(tmp_path, save, two_writers):
 
 
 def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save, two_writers, monkeypatch):
-    original, full = checkpoint_writer.write_tensors, step_name(2) + ".lmkit-partial"
+    original, full = resume.write_tensors, step_name(2) + ".lmkit-partial"
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
         if path.parent.name == full and "00001-of" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(path, part)
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", write_tensors)
+    monkeypatch.setattr(resume, "write_tensors", write_tensors)
     for step in (1, 2):
         for writer in two_writers:
             save(writer, step, world_size=2, optimizer_shards=2)
@@ -251,7 +257,7 @@ def test_fault_48_a_rank_whose_disk_is_full_is_named_by_the_first(tmp_path, save
 
 
 def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path, save, monkeypatch):
-    writer, may_write, original = make_writer(tmp_path), threading.Event(), checkpoint_writer.write_tensors
+    writer, may_write, original = make_writer(tmp_path), threading.Event(), resume.write_tensors
 
     def write_tensors(path: Path, part: dict[str, torch.Tensor]) -> object:
         assert may_write.wait(60)
@@ -263,8 +269,8 @@ def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path
         told.append(facts)
         return (True, len(told) == 2)  # another rank writes at the first look, and has failed at the second
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", write_tensors)
-    monkeypatch.setattr(checkpoint_writer, "on_any_rank", on_any_rank)
+    monkeypatch.setattr(resume, "write_tensors", write_tensors)
+    monkeypatch.setattr(resume, "on_any_rank", on_any_rank)
     save(writer, 7)
     with raises(RankLost, "ranks.lost", "rank 0", "step 7"):
         writer.wait_for_all()

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from their_models import GROUPED, LINEAR, TIED, make_theirs, their_folder
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.training.atomic_checkpoint import MODEL, read_manifest, write_manifest, write_tensors
+from lmkit.training.checkpoint import MODEL, read_manifest, write_manifest, write_tensors
 from lmkit.training.exchange import export_model, import_model
-from lmkit.training.given_weights import INDEX, ONE_FILE, open_hugging_face, open_weights
 from lmkit.training.verify import verify_path
+from lmkit.training.weights import INDEX, ONE_FILE, open_hugging_face, open_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -138,7 +138,7 @@ def test_the_index_decides_which_tensors_of_a_shard_count(tmp_path, caplog):
     assert verify_path(path).ok
     # A tensor in two shards: that of the index.
     shards(path, stale, weights, weight_map=dict.fromkeys(weights, 1) | {HEAD: 1, EMBEDDING: 1})
-    assert torch.equal(open_hugging_face(path).read("ln_final.weight"), weights[NORM])
+    assert torch.equal(open_hugging_face(path)["ln_final.weight"], weights[NORM])
     shards(path, {**weights, FREQUENCIES: torch.ones(4)}, weight_map=dict.fromkeys(weights, 0))
     with caplog.at_level(logging.WARNING, logger="lmkit"):
         assert verify_path(path).ok

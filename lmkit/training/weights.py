@@ -1,4 +1,4 @@
-"""Open the weights of a trained model, wherever they lie: a run, a checkpoint, or a Hugging Face folder.
+"""The weights of trained models, wherever they lie: a run, a checkpoint, or a Hugging Face folder.
 
 All three become a `ModelConfig` and tensors under lmkit's names, read one by one. Pickles are never read.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from lmkit.core.rope import plain_frequencies, scale_frequencies
 from lmkit.errors import LmkitError, UsageError, reason, some_of
@@ -28,17 +29,28 @@ from lmkit.model.hugging_face import (
     to_pairs,
     weight_names,
 )
+from lmkit.model.names import plain_name
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
+from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
+from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage.inputs import read_object
-from lmkit.training.atomic_checkpoint import MODEL, verify_file
-from lmkit.training.checkpoint import Checkpoint, newest_checkpoint, run_tokenizer
-from lmkit.training.model_state import filled_model, model_weights
-from lmkit.training.tensor_files import TensorFile, damaged_file, unsupported_dtype
+from lmkit.training.checkpoint import (
+    MODEL,
+    Checkpoint,
+    TensorFile,
+    damaged_file,
+    load_tokenizer,
+    newest_checkpoint,
+    run_tokenizer,
+    unsupported_dtype,
+    verify_file,
+)
+from lmkit.training.precision import hold_weights
+from lmkit.training.run_data import Data
 
 log = logging.getLogger("lmkit")
-
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 _EXPONENTS = {
@@ -50,11 +62,116 @@ _EXPONENTS = {
 _PART = 1 << 17
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+FREE = (
+    *("preset", "depth", "context_length", "attention", "operations", "compile"),
+    *("activation_checkpointing", "activation_gb"),
+    "zero_init",  # of weights that are loaded
+    "separate_documents",  # a single document is computed the same with and without it
+)
+"""Keys of [model] that may differ: weights of one model compute the same under all their values."""
 
 
-@dataclass(frozen=True)
-class GivenWeights:
-    """The weights of a trained model. Their names, shapes and dtypes are known; values are read on demand.
+# A model's weights by name
+
+
+def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the live weights by plain name; waits for weights that are still being gathered."""
+    return {name: tensor.detach() for name, tensor in _plain(model.state_dict(keep_vars=True)).items()}
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
+    """Copy saved weights into a model, whether it is plain, compiled or wrapped.
+
+    Raises:
+        UsageError: other names or shapes; the message lists the first differences.
+        LmkitError: a number is too large for the model's dtype ("weights.not_finite").
+    """
+    state = model.state_dict(keep_vars=True)
+    wanted = _plain(state)
+    wrong = [
+        f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
+        for name in [*wanted, *(name for name in tensors if name not in wanted)]
+        if _shape(tensors.get(name)) != _shape(wanted.get(name))
+    ]
+    if wrong:
+        raise UsageError(
+            "checkpoint.other_model",
+            f"{origin}: weights of another model: {some_of(wrong, separator='; ')}",
+            hint="use the recipe that the checkpoint was made with",
+        )
+    # By identity, because tied weights have several names and are saved under one.
+    saved = {
+        id(tensor): cast_weight(tensors[name], tensor.dtype, name=name, origin=origin)
+        for name, tensor in wanted.items()
+    }
+    model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: Path) -> torch.Tensor:
+    """Return a weight in another dtype.
+
+    Raises:
+        LmkitError: a finite number of it would be infinite ("weights.not_finite").
+    """
+    cast = weight.to(dtype)
+    if cast.dtype != weight.dtype and not torch.equal(cast.isfinite(), weight.isfinite()):
+        largest = f"{torch.finfo(dtype).max:.4g}"
+        kind = str(dtype).removeprefix("torch.")
+        raise LmkitError(
+            "weights.not_finite",
+            f"{origin}: {name} has numbers beyond {largest}, the largest of {kind}",
+            hint='use a wider dtype: export with --dtype fp32, train with train.precision = "fp32"',
+        )
+    return cast
+
+
+def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a state dict's tensors by plain name, tied ones once."""
+    plain: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            plain[plain_name(name)] = tensor
+    return plain
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def filled_model(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, device: torch.device | str, origin: Path
+) -> TransformerLM:
+    """Return a model with these weights in eval mode, neither compiled nor wrapped.
+
+    Its matrices are bf16 if some weight is. Where its attention kernel does not run on the device, it uses `sdpa`,
+    and the log says so. Where its operations do not, it uses others.
+    """
+    model = TransformerLM(_runnable(config, device), device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
+    load_weights(model, tensors, origin=origin)
+    return model.eval()
+
+
+def _runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
+    """Return the table with an attention kernel and operations that run on the device."""
+    place, attention, operations = torch.device(device).type, config.attention, config.operations
+    if place not in ATTENTION.facts(attention).devices:
+        log.warning("attention %s does not run on %s: using sdpa", attention, place)
+        attention = "sdpa"
+    if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
+        operations = "auto"
+    return config.changed(attention=attention, operations=operations)
+
+
+# Weights of runs, checkpoints and Hugging Face folders
+
+
+@dataclass(frozen=True, eq=False)
+class GivenWeights(Mapping[str, torch.Tensor]):
+    """The weights of a trained model. Names, shapes and dtypes are known; `[name]` reads the values.
 
     Attributes:
         path: the checkpoint or the folder.
@@ -74,7 +191,13 @@ class GivenWeights:
     in_halves: bool
     tokenizer_sha256: str | None = None
 
-    def read(self, name: str) -> torch.Tensor:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
         """Return a weight on the CPU, in memory of its own.
 
         Raises:
@@ -93,8 +216,7 @@ class GivenWeights:
 
     def model(self, device: torch.device | str) -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
-        weights = {name: self.read(name) for name in self.specs}
-        return filled_model(self.config, weights, device=device, origin=self.path)
+        return filled_model(self.config, dict(self), device=device, origin=self.path)
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
@@ -107,26 +229,6 @@ def _is_finite(weight: torch.Tensor) -> bool:
     return all((bits[i : i + _PART] & exponent).max() < exponent for i in range(0, len(bits), _PART))
 
 
-class WeightsOnDemand(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by name, opened at the first access and read one by one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _given(self) -> GivenWeights:
-        return open_weights(self._path)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._given.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._given.specs)
-
-    def __len__(self) -> int:
-        return len(self._given.specs)
-
-
 def open_weights(path: Path) -> GivenWeights:
     """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
 
@@ -134,32 +236,17 @@ def open_weights(path: Path) -> GivenWeights:
         UsageError: there are no weights, pickled ones, or those of a model that lmkit cannot express.
         LmkitError: a file is damaged, or missing.
     """
-    if is_hugging_face(path):
-        return open_hugging_face(path)
-    return _verified(newest_checkpoint(path))
+    return open_hugging_face(path) if is_hugging_face(path) else weights_of(newest_checkpoint(path))
 
 
-def plain_model(checkpoint: Checkpoint, *, device: torch.device | str) -> TransformerLM:
-    """Return the model of a checkpoint; see `GivenWeights.model`.
+def weights_of(checkpoint: Checkpoint, *, is_verified: bool = False) -> GivenWeights:
+    """Return the weights of a checkpoint, after verifying their files.
 
     Raises:
-        LmkitError: a file is damaged, or missing.
+        LmkitError: a file is damaged or missing, or the weights are not those of the checkpoint's model.
     """
-    return _verified(checkpoint).model(device)
-
-
-def _verified(checkpoint: Checkpoint) -> GivenWeights:
-    for name in checkpoint.model_files:
+    for name in () if is_verified else checkpoint.model_files:
         verify_file(checkpoint.path / name, checkpoint.entries[name])
-    return weights_of(checkpoint)
-
-
-def weights_of(checkpoint: Checkpoint) -> GivenWeights:
-    """Return the weights of a checkpoint, whose files are verified.
-
-    Raises:
-        LmkitError: they are those of another model than the checkpoint's.
-    """
     files = [TensorFile(checkpoint.path / name) for name in checkpoint.model_files]
     places = {name: (file, name) for file in files for name in file.tensors}
     config = checkpoint.state.model
@@ -317,11 +404,10 @@ def _specs(
     if config.vocab_size is None:
         hint = "use another checkpoint"
         raise LmkitError("weights.other_model", f"{path}: model.vocab_size is missing", hint=hint)
-    stored = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
-    for name, tensor in stored.items():
-        if tensor.dtype not in _EXPONENTS:
-            raise unsupported_dtype(path, places[name][1], str(tensor.dtype).removeprefix("torch."))
-    specs = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in stored.items()}
+    specs = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
+    for name, spec in specs.items():
+        if spec.dtype not in _EXPONENTS:
+            raise unsupported_dtype(path, places[name][1], str(spec.dtype).removeprefix("torch."))
     held, wanted = sum(spec.numel() for spec in specs.values()), count_parameters(config).total
     wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
     if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
@@ -340,3 +426,51 @@ def _specs(
             hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs
+
+
+# Begin a training with given weights
+
+
+def open_given(recipe: Recipe, data: Data) -> GivenWeights | None:
+    """Open the weights that a resolved recipe names in `train.init_from`; None if it names none.
+
+    Raises:
+        UsageError: they are those of another model, all its differences named, or of another tokenizer.
+        LmkitError: a file is damaged.
+    """
+    assert recipe.model is not None
+    assert recipe.train is not None
+    path = recipe.train.init_from
+    if path is None:
+        return None
+    given = open_weights(path)
+    if data.train is not None and given.tokenizer is not None:
+        theirs = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
+        ours = data.train.meta.tokenizer_sha256
+        if theirs != ours:
+            raise UsageError(
+                "train.other_tokenizer",
+                f"train.init_from: {path} was trained with tokenizer {theirs[:12]}, "
+                f"the token file was made with {ours[:12]}",
+                hint=f"encode the text with its tokenizer: --set tokenizer.path={shlex.quote(str(given.tokenizer))}",
+            )
+    differing = _differences(recipe.model, given.config)
+    if differing:
+        told = "; ".join(f"model.{key}: {mine}, the weights have {other}" for key, mine, other in differing)
+        raise UsageError(
+            "train.other_model",
+            f"train.init_from: {path} is another model: {told}",
+            hint="take over its values in [model] of the recipe",
+        )
+    return given
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, object, object]]:
+    """Return (key, value of the recipe, value of the weights) for every key that changes the model."""
+    resolved = [config.changed(num_kv_heads=config.kv_heads) for config in (ours, theirs)]
+    pairs = {
+        key: [getattr(config, key) for config in resolved]
+        for key in ModelConfig.model_fields
+        if key not in FREE
+    }
+    return [(key, mine, other) for key, (mine, other) in pairs.items() if mine != other]
