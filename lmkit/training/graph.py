@@ -12,10 +12,9 @@ import torch
 from lmkit.core.ranges import range_
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import free_before_leaving
-from lmkit.training.outcome import Outcome
 
 if TYPE_CHECKING:
-    from lmkit.training.step import Step
+    from lmkit.training.step import Outcome, Step
 
 WARM_UPS = 2
 """Steps without graph in which things are compiled, tuned and allocated."""
@@ -35,7 +34,7 @@ class StepGraph:
     """Capture the step after a few that are made without a graph; replay it from then on.
 
     A graph does the same operations in the same order on the same tensors: weights, optimizer state and losses are
-    bit for bit those without it (where the kernels themselves are deterministic). Batches, learning rate and wishes
+    bit for bit those without it (where the kernels themselves are deterministic). Batches, learning rate and flags
     are copied to tensors that the graph reads. Batches of another shape are worked on without the graph.
 
     Args:

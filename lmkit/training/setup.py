@@ -34,11 +34,10 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, STRATEGIES
 from lmkit.training.checkpoint import TrainingState, capture_rng, open_checkpoint
-from lmkit.training.outcome import Outcome
 from lmkit.training.precision import NARROW_WEIGHTS, PRODUCTS, autocast, hold_weights, with_precision
 from lmkit.training.resume import optimizer_layout
 from lmkit.training.run_data import Data, check_token_files, make_batches, resolved_tables
-from lmkit.training.step import Step, load_batch
+from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import open_weights
 
 ALONE = ParallelConfig(strategy="none")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +17,6 @@ from lmkit.parallel.collectives import largest_on_any_rank, sum_over_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy
 from lmkit.training.graph import StepGraph
-from lmkit.training.outcome import APPLIED, Outcome, Wishes
 from lmkit.training.precision import GradientSums, LossScale, autocast
 from lmkit.training.spikes import SpikeGuard
 
@@ -30,6 +30,85 @@ def load_batch(batches: BatchSource, step: int, device: torch.device) -> Batch:
         if device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+APPLIED = 3
+NUM_FLAGS = 4
+"""Int32 flags at the beginning of a report, see `Outcome`; floats follow."""
+
+
+class Flags(NamedTuple):
+    """Requests of a rank to all ranks, sent with a step; a flag that is set on one rank is set on all.
+
+    Attributes:
+        stop: the step shall be the last.
+        save: a checkpoint shall be made of it.
+    """
+
+    stop: bool = False
+    save: bool = False
+
+
+class Outcome:
+    """The result of one step. On GPUs, reading anything but `loss` waits for the step.
+
+    Args:
+        report: int32, on the device: stop, nonfinite, save, applied, then the bits of float32 numbers: every rank's
+            loss, the norm of the gradient.
+        ranks: the ranks that made the step.
+
+    Attributes:
+        loss: mean over this rank's rows, in nats per token; a scalar on the device.
+    """
+
+    def __init__(self, report: torch.Tensor, ranks: Ranks) -> None:
+        self.loss = report[NUM_FLAGS + ranks.rank].view(torch.float32)
+        self._host, self._arrived = report, None
+        if report.is_cuda:
+            self._host = torch.empty_like(report, device="cpu", pin_memory=True)
+            self._host.copy_(report, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(report.device).record_event()
+
+    @cached_property
+    def _flags(self) -> list[bool]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [flag != 0 for flag in self._host[:NUM_FLAGS].tolist()]
+
+    @property
+    def stop(self) -> bool:
+        """Whether a rank asked to stop."""
+        return self._flags[0]
+
+    @property
+    def nonfinite(self) -> bool:
+        """Whether some rank saw a loss or gradient that is not finite (and loss scaling did not cause it)."""
+        return self._flags[1]
+
+    @property
+    def save(self) -> bool:
+        """Whether a rank asked for a checkpoint of this step."""
+        return self._flags[2]
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer changed the weights."""
+        return self._flags[APPLIED]
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """The loss of every rank: float32, (world_size,), in host memory."""
+        return self._numbers[:-1]
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of the mean gradient over all ranks, before clipping: a float32 scalar in host memory."""
+        return self._numbers[-1]
+
+    @property
+    def _numbers(self) -> torch.Tensor:
+        assert self._flags  # have arrived
+        return self._host[NUM_FLAGS:].view(torch.float32)
 
 
 class Step(core.Step):
@@ -81,8 +160,8 @@ class Step(core.Step):
         self.masked = masked
         self.max_skips = max_skips
         self.skipped = torch.zeros((), dtype=torch.int32, device=ranks.device)
-        self._wished = Wishes()
-        self._wishes = torch.zeros(2, dtype=torch.int32, device=ranks.device)
+        self._sent = Flags()
+        self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self.precision = precision
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
         self.spikes = SpikeGuard(spike_sigmas, ranks.device) if spike_sigmas else None
@@ -107,7 +186,7 @@ class Step(core.Step):
         targets: torch.Tensor,
         *,
         lr: float,
-        ask: Callable[[], Wishes] = lambda: Wishes(),
+        ask: Callable[[], Flags] = lambda: Flags(),
         before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Make one whole step: `accumulate`, then `update`.
@@ -127,7 +206,7 @@ class Step(core.Step):
             return without_graph()
         if not self.graph.fits(inputs):
             return self.graph.prepare(without_graph, inputs, targets)
-        self._hear(ask, before_update)
+        self._send(ask, before_update)
         self.sync.end_step()  # the graph does not wait for what a step without it has left in flight
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
 
@@ -181,7 +260,7 @@ class Step(core.Step):
         loss: torch.Tensor,
         *,
         lr: float,
-        ask: Callable[[], Wishes] = lambda: Wishes(),
+        ask: Callable[[], Flags] = lambda: Flags(),
         before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Reduce and clip the gradients, agree with the other ranks, and step the optimizer.
@@ -189,11 +268,11 @@ class Step(core.Step):
         If a loss or gradient is not finite on any rank, weights and optimizer state stay untouched on all ranks.
 
         Args:
-            ask: called after the backward pass; returns what this rank wants.
+            ask: called after the backward pass; returns this rank's flags.
             before_update: called before the weights change.
         """
         norm = self.reduce()
-        self._hear(ask, before_update)
+        self._send(ask, before_update)
         return Outcome(self._update(loss, norm, lr), self.ranks)
 
     def reduce(self) -> torch.Tensor:
@@ -206,13 +285,13 @@ class Step(core.Step):
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
             return self.sync.clip_gradients(self.max_norm)
 
-    def _hear(self, ask: Callable[[], Wishes], before_update: Callable[[], None] | None) -> None:
-        """Tell the device what this rank wants; say that the weights are about to change."""
-        wishes = ask()
-        if wishes != self._wished:
-            for on_device, wanted in zip(self._wishes, wishes, strict=True):
-                on_device.fill_(wanted)
-            self._wished = wishes
+    def _send(self, ask: Callable[[], Flags], before_update: Callable[[], None] | None) -> None:
+        """Copy this rank's flags to the device; call `before_update`."""
+        flags = ask()
+        if flags != self._sent:
+            for on_device, flag in zip(self._flags, flags, strict=True):
+                on_device.fill_(flag)
+            self._sent = flags
         if before_update is not None:
             before_update()
 
@@ -240,7 +319,7 @@ class Step(core.Step):
         losses = torch.full((ranks.world_size,), _LEAST, dtype=torch.int32, device=loss.device)
         losses[ranks.rank] = loss.view(torch.int32)  # the largest of each is that rank's, bit for bit
         bad = ~torch.isfinite(loss + norm)
-        agreed = torch.cat((self._wishes, bad.to(torch.int32)[None], losses))
+        agreed = torch.cat((self._flags, bad.to(torch.int32)[None], losses))
         largest_on_any_rank(agreed, ranks)
         bad = agreed[2] != 0
         nonfinite = bad if self.loss_scale is None else self.loss_scale.judge(bad)

@@ -33,7 +33,7 @@ from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, Retention, optimizer_tensors
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state
-from lmkit.training.step import Outcome, Step, Wishes, load_batch
+from lmkit.training.step import Flags, Outcome, Step, load_batch
 from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
@@ -228,7 +228,7 @@ class Trainer:
         """Make the next step; return the batch after it."""
         lr = self._learning_rate(self._launched, self._fraction)
         outcome = self.step(
-            inputs, targets, lr=lr, ask=self._wishes, before_update=self._writer.release_weights
+            inputs, targets, lr=lr, ask=self._flags, before_update=self._writer.release_weights
         )
         self._launched += 1
         if (graph := self.step.graph) is not None and graph.note != self._said:
@@ -262,11 +262,11 @@ class Trainer:
         """
         return max(step / self._train.steps, (self._fraction or 0.0) if step else 0.0)
 
-    def _wishes(self) -> Wishes:
+    def _flags(self) -> Flags:
         """Stop after a signal; save if this is rank 0 and the last save is `checkpoint.minutes` ago."""
         seconds = 60 * self._checkpoint.minutes
         save = self.ranks.is_first and 0 < seconds <= self.clock.seconds - self._saved_seconds
-        return Wishes(stop=self._signals.received is not None, save=save)
+        return Flags(stop=self._signals.received is not None, save=save)
 
     def _is_done(self) -> bool:
         return self._progress(self._launched) >= 1 or self._launched >= self._end

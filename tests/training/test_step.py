@@ -14,7 +14,7 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.checkpoint import LossScaleState
 from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
-from lmkit.training.step import Outcome, Step, Wishes
+from lmkit.training.step import Flags, Outcome, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -148,12 +148,12 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
 
 
-def test_a_wish_to_stop_comes_back_and_the_step_is_still_made():
+def test_a_flag_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)), ask=lambda: Wishes(stop=True))
+    outcome, _ = update(job, job.step.accumulate(*make_batch(2)), ask=lambda: Flags(stop=True))
     assert outcome.stop
     assert outcome.applied
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, ask=lambda: Wishes(stop=True))
+    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, ask=lambda: Flags(stop=True))
     assert outcome.stop
     assert not outcome.applied
     assert not update(job, job.step.accumulate(*make_batch(2)))[0].stop
