@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -139,6 +139,10 @@ class ModelConfig(Table):
         return frozenset(
             key for key, field in fields if OWN in field.metadata and getattr(self, key) != field.default
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by key; tools for Hugging Face's models, such as PEFT, ask a model's `config` for it."""
+        return self.model_dump(mode="json") | {"tie_word_embeddings": self.tie_embeddings}
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a layer's tokens see at most; None: all earlier ones."""

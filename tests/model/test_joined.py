@@ -114,3 +114,21 @@ def test_flat_tensors_hold_a_set_in_its_order(make_model):
     for parameter, part in zip(ordered, flat.split([p.numel() for p in ordered]), strict=True):
         parameter.data = part.view_as(parameter)
     assert all_lie_side_by_side(model)
+
+
+def test_adapters_of_peft(make_model):
+    """Low-rank adapters train, the model's weights do not, and merged adapters give the same numbers."""
+    peft = pytest.importorskip("peft")
+    model = make_model(dtype=torch.float32)
+    before = model(IDS).detach()
+    layers = ["q_proj", "v_proj", "output_proj", "w1", "w2"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
+    assert not torch.allclose(adapted(IDS), before, atol=0.1)
+    model.loss(IDS, IDS).backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(trained) == 2 * len(layers) * len(model.layers)
+    assert all("lora_" in name for name in trained)
+    found = adapted(IDS)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(IDS), found, rtol=1e-4, atol=1e-4)  # float32: other order of sums
+    assert merged.state_dict().keys() == make_model().state_dict().keys()
