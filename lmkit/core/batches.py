@@ -224,7 +224,7 @@ def inputs_of(marked: np.ndarray) -> torch.Tensor:
 
 
 def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
-    """Mark the first input of each document by its bitwise complement, in place.
+    """Mark the input before each border by its bitwise complement, in place.
 
     Args:
         inputs: (rows, length)

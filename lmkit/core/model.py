@@ -191,7 +191,7 @@ class SelfAttention(nn.Module):
             cache: holds the keys and values of earlier tokens.
         """
         # (batch, seq, heads or kv_heads, head_dim)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.project(x))
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         # (batch, heads or kv_heads, seq, head_dim)
