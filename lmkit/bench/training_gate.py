@@ -221,10 +221,9 @@ def _weights(training: TrainingStep) -> Numbers:
 def _named(training: TrainingStep, value: Callable[[nn.Parameter], Tensor | None]) -> Numbers:
     """Return a sample of a value of every parameter that has it, by the names of checkpoints."""
     found: Numbers = {}
-    for parameter, shapes in parameter_names(training.model).items():
+    for parameter, name in parameter_names(training.model).items():
         if (tensor := value(parameter)) is not None:
-            parts = tensor.detach().reshape(-1).split([shape.numel() for shape in shapes.values()])
-            found |= {name: _sample(part) for name, part in zip(shapes, parts, strict=True)}
+            found[name] = _sample(tensor.detach())
     return found
 
 

@@ -302,6 +302,7 @@ class TransformerLM(nn.Module):
     Table: type[Embedding] = Embedding
     Stack: type[Layers] = Layers
     Block: type[TransformerBlock] = TransformerBlock
+    Norm: type[RMSNorm] = RMSNorm
     LastLayer: type[Head] = Head
 
     def __init__(self, config: Any, **where: Any) -> None:
@@ -311,10 +312,9 @@ class TransformerLM(nn.Module):
         self.config = config
         self.token_embeddings = self.Table(config.vocab_size, config.d_model, **where)
         self.layers = self.Stack([self.Block(config, layer, **where) for layer in range(config.num_layers)])
-        self.ln_final = RMSNorm(config.d_model, eps=config.norm_eps, **where)
+        self.ln_final = self.Norm(config.d_model, eps=config.norm_eps, **where)
         self.lm_head = self.LastLayer(config.d_model, config.vocab_size, **where)
-        if config.tie_embeddings:
-            self.token_embeddings.weight = self.lm_head.weight  # type: ignore[assignment]
+        self.tie_weights()
         self.rope = RotaryEmbedding(
             head_dim=config.head_dim,
             context_length=config.context_length,
@@ -323,10 +323,16 @@ class TransformerLM(nn.Module):
             device=where.get("device"),
         )
 
+    def tie_weights(self) -> None:
+        """Make the head's matrix the embedding, too, if the configuration says so."""
+        if self.config.tie_embeddings:
+            self.token_embeddings.weight = self.lm_head.weight  # type: ignore[assignment]
+
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
-        With `separate_documents`, a document begins at an id that is given as its complement, ~id.
+        With `separate_documents`, a document begins at an id that is given as its complement, ~id. With a cache,
+        documents are not separated.
 
         Raises:
             ValueError: the sequence is longer than the context.

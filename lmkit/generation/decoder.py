@@ -1,9 +1,9 @@
 """Write several texts at once: their state and KV cache on the device, and the step that adds a token to each.
 
-A step exists in three forms with the same state. A fast form is used only if it implements all switches of the model
-(`ModelConfig.switches`):
+A step exists in three forms with the same state. A fast form reads the weights itself. So it is used only if it
+implements all switches of the model (`ModelConfig.switches`), and nobody replaced a layer, as LoRA adapters do:
 
-* to read, and for models with other switches: the model itself with a `KVCache` (`ModelStep`);
+* to read, and for all other models: the model itself with a `KVCache` (`ModelStep`);
 * fast on a CPU: as few calls as possible (`cpu_step`);
 * fast on a GPU: kernels recorded as a CUDA graph (`kernel_step`), from 17 rows on around a library's matrix products.
 
@@ -36,7 +36,7 @@ from lmkit.kernels.decode.rows import (
     plain_rules,
     settings_of,
 )
-from lmkit.model.joined import join
+from lmkit.model.joined import is_original, join
 from lmkit.model.transformer import TransformerLM
 from lmkit.registry import ATTENTION
 
@@ -169,6 +169,7 @@ class Decoder:
             and weight.dtype in (torch.float32, torch.float64)
             and not self.rereads
             and config.switches <= FAST_SWITCHES
+            and is_original(model)
         ):
             self._step = CPUStep(self)
         else:
@@ -279,7 +280,7 @@ def can_run_kernels(model: TransformerLM) -> bool:
     """Whether the kernels of `lmkit.kernels.decode` support this model on its device."""
     weight = model.lm_head.weight
     is_known = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return is_known and kernels_suit(model.config, weight.device)
+    return is_known and kernels_suit(model.config, weight.device) and is_original(model)
 
 
 def kernels_suit(config: ModelConfig, device: torch.device) -> bool:

@@ -33,6 +33,18 @@ def are_plain(*modules: nn.Module) -> bool:
     return True
 
 
+def is_original(model: Any) -> bool:
+    """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, or hooked into a
+    part of a block.
+
+    Strategies hook into blocks, embedding, last norm and head, and change none of what they compute.
+    """
+    ends = model.token_embeddings, model.ln_final, model.lm_head
+    return all(type(layer).__module__.startswith("lmkit.") for layer in ends) and all(
+        are_plain(*block.children()) for block in model.layers
+    )
+
+
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
     weight = join([layer.weight for layer in layers])

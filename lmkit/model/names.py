@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 
@@ -15,11 +14,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, dict[str, torch.Size]]:
-    """Return the plain name and the shape of every parameter, a tied one under its first name.
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the plain name of every parameter, of a tied one the first.
 
     >>> from lmkit.model import SwiGLU
-    >>> list(parameter_names(SwiGLU(2, 3)).values())[:2]
-    [{'w1.weight': torch.Size([3, 2])}, {'w2.weight': torch.Size([2, 3])}]
+    >>> list(parameter_names(SwiGLU(2, 3)).values())
+    ['w1.weight', 'w2.weight', 'w3.weight']
     """
-    return {parameter: {plain_name(name): parameter.shape} for name, parameter in model.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}

@@ -6,7 +6,7 @@ With PyTorch's operations and nothing computed again, what runs is the core's fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -231,6 +231,14 @@ class Embedding(core.Embedding):
         return operations.embedding(ids, self.weight)
 
 
+class LastNorm(core.RMSNorm):
+    """The norm of the output of the blocks, by the given operations."""
+
+    def forward(self, x: Tensor, delta: Tensor | None = None, operations: Operations = PLAIN) -> Tensor:
+        """Return the norm of x + delta, (..., d_model)."""
+        return operations.add_rms_norm(x, delta, self.weight, self.eps)[1]
+
+
 class Head(core.Head):
     """The last matrix, and the loss by the given operations."""
 
@@ -265,7 +273,7 @@ class TransformerLM(core.TransformerLM):
         UsageError: no attention kernel has this name, or the named operations do not run here.
     """
 
-    Table, Stack, Block, LastLayer = Embedding, Layers, TransformerBlock, Head
+    Table, Stack, Block, Norm, LastLayer = Embedding, Layers, TransformerBlock, LastNorm, Head
     layers: Layers
 
     def __init__(self, config: ModelConfig, *, device: Device = None, dtype: DType = None) -> None:
@@ -286,9 +294,12 @@ class TransformerLM(core.TransformerLM):
         super().__setstate__(state)  # of a copy, whose parameters were copied one by one
         place_side_by_side(self)
 
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        found = super().load_state_dict(*args, **options)
-        if options.get("assign"):  # new tensors, perhaps the first that are not on "meta"
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        found = super().load_state_dict(state_dict, strict, assign)
+        if assign:  # new tensors, perhaps the first that are not on "meta"
+            self.tie_weights()
             self.rope.to_empty(device=self.lm_head.weight.device)  # computes its table
             self._arrange()
         return found
@@ -304,9 +315,9 @@ class TransformerLM(core.TransformerLM):
         else:
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             x, delta = as_written(self.layers)(x, cos_sin, firsts, cache, operations=operations)
-        if not are_plain(self.ln_final) or type(operations) is Operations:
-            return self.ln_final(x if delta is None else x + delta)
-        return operations.add_rms_norm(x, delta, self.ln_final.weight, self.ln_final.eps)[1]
+        if isinstance(self.ln_final, LastNorm):
+            return self.ln_final(x, delta, operations)
+        return self.ln_final(x if delta is None else x + delta)  # somebody replaced it
 
     def _keeps(self, x: Tensor) -> Sequence[Keep] | None:
         """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""

@@ -227,9 +227,7 @@ class Fsdp(Strategy):
             weights |= flat.named(flat.gather_state().to(device or flat.shard.device))
         names = parameter_names(self._model)
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            first, *others = names[parameter]
-            if not others:
-                weights[plain_name(name)] = weights[first]
+            weights[plain_name(name)] = weights[names[parameter]]
         return weights
 
     def weights_to_save(self) -> dict[str, torch.Tensor] | None:

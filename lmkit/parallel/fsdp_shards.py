@@ -13,7 +13,7 @@ from torch import nn
 from lmkit.core.model import pieces
 from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import FlatShards, Names, Piece
+from lmkit.parallel.shards import FlatShards, Piece
 
 
 class FreedShards(FlatShards):
@@ -35,7 +35,7 @@ class FreedShards(FlatShards):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        names: Sequence[Names],
+        names: Sequence[str],
         ranks: Ranks,
         *,
         compute_dtype: torch.dtype,
@@ -63,11 +63,11 @@ class FreedShards(FlatShards):
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
         self.shard = torch.zeros(self.shard_size, dtype=self._state_dtype, device=self._weights.device)
-        for position, (parameter, names) in enumerate(zip(self.parameters, self.names, strict=True)):
+        for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             in_shard, own = self.own_part(position)
             if self.trains:
                 part = nn.Parameter(self.shard[in_shard])
-                self.pieces.append(Piece([parameter], names, part, in_shard, own))
+                self.pieces.append(Piece([parameter], [name], part, in_shard, own))
 
     # Weights
 

@@ -181,7 +181,7 @@ class ShardedOptimizer(Zero1Optimizer):
             raise ValueError("a parameter is in more than one parameter group")
         number = len(self._given)
         self._given.append(parameters)
-        names = {p: {f"{number}.{index}": p.shape} for index, p in enumerate(parameters)}
+        names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
         return [
             KeptShards(

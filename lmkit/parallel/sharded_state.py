@@ -54,7 +54,7 @@ class ShardedState(torch.optim.Optimizer):
         self._pieces: list[Piece] = []
         self._buckets: tuple[BucketLayout, ...] = ()
         given = [{**group, "params": list(group["params"])} for group in groups]
-        maps = _matrices(given)
+        matrices = _matrices(given)
         group_of = {parameter: index for index, group in enumerate(given) for parameter in group["params"]}
         parts: list[list[torch.Tensor]] = [[] for _ in given]
         for piece in (piece for flat in flats for piece in flat.held()):
@@ -63,9 +63,9 @@ class ShardedState(torch.optim.Optimizer):
         self.inner = make(
             [{**_settings(group), "params": held} for group, held in zip(given, parts, strict=True)]
         )
-        if maps:
-            reached = [flat for flat in flats if flat.pieces and any(p in maps for p in flat.parameters)]
-            self.inner.shards = [flat.matrices(maps) for flat in reached]  # type: ignore[attr-defined]
+        if matrices:
+            reached = [flat for flat in flats if flat.pieces and not matrices.isdisjoint(flat.parameters)]
+            self.inner.shards = [flat.matrices(matrices) for flat in reached]  # type: ignore[attr-defined]
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
         self._own(flats, group_of)
@@ -79,7 +79,7 @@ class ShardedState(torch.optim.Optimizer):
             BucketLayout(
                 group_of.get(piece.parameters[0], 0),
                 tuple(piece.names),
-                tuple(shape.numel() for shape in piece.names.values()),
+                tuple(parameter.numel() for parameter in piece.parameters),
                 flat.shard_size,
             )
             for flat, piece in pieces

@@ -24,8 +24,6 @@ from lmkit.parallel.ranks import Ranks
 SHARD_ALIGNMENT = 128
 """Elements. Every rank's part starts at a multiple, as vectorised kernels and NCCL prefer."""
 
-Names = Mapping[str, torch.Size]
-"""The names under which checkpoints save a parameter or its parts, and their shapes; see `parameter_names`."""
 StateDict = dict[str, Any]
 ParameterStates = dict[str, dict[str, torch.Tensor]]
 """parameter name -> name of the state ("exp_avg", "master", ...) -> flat tensor of the whole parameter, or scalar."""
@@ -36,10 +34,7 @@ ParameterStates = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: the index of its parameter group, names and sizes of its parameters, elements per rank.
-
-    A parameter has one name, or several of its parts, as `parameter_names` returns them.
-    """
+    """One bucket: the index of its parameter group, names and sizes of its parameters, elements per rank."""
 
     group: int
     names: tuple[str, ...]
@@ -150,14 +145,14 @@ class Piece(NamedTuple):
 
     Attributes:
         parameters: parameters that lie one after the other.
-        names: of all of them.
+        names: of the parameters, as `parameter_names` returns them.
         part: this rank's elements, flat; it may have none.
         in_shard: their place in this rank's shard.
         own: their place in the flattened parameters.
     """
 
     parameters: Sequence[nn.Parameter]
-    names: Names
+    names: Sequence[str]
     part: torch.Tensor
     in_shard: slice
     own: slice
@@ -167,7 +162,7 @@ class FlatShards:
     """Parameters of one dtype and device that share a flat tensor. Subclasses say what becomes of whole weights.
 
     Args:
-        names: of each parameter.
+        names: of the parameters in checkpoints.
         ranks: this rank's place among the ranks that share one copy of the model.
         gathers: collects the shards; None if this rank is alone.
         reductions: reduces the gradients; None if this rank is alone or its gradients are already averaged.
@@ -187,7 +182,7 @@ class FlatShards:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        names: Sequence[Names],
+        names: Sequence[str],
         ranks: Ranks,
         *,
         gathers: Gather | None,
@@ -260,18 +255,15 @@ class FlatShards:
     @torch.no_grad()
     def named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of a flat tensor by the names of checkpoints."""
-        shapes = {name: shape for names in self.names for name, shape in names.items()}
-        parts = whole[: self._offsets[-1]].split([shape.numel() for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return dict(zip(self.names, self._parts(whole), strict=True))
 
     @torch.no_grad()
     def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements from whole weights by name."""
-        for position, names in enumerate(self.names):
+        for position, name in enumerate(self.names):
             in_shard, in_parameter = self.own_part(position)
             if in_shard.start < in_shard.stop:
-                whole = torch.cat([weights[name].reshape(-1) for name in names])
-                self.shard[in_shard] = whole[in_parameter].to(self.shard.device)
+                self.shard[in_shard] = weights[name].reshape(-1)[in_parameter].to(self.shard.device)
 
     # Gradients
 

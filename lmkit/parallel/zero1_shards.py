@@ -14,7 +14,7 @@ from lmkit.parallel.collectives import reduce_dtype_for
 from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.sharded_state import ShardedState
-from lmkit.parallel.shards import FlatShards, Names, Piece
+from lmkit.parallel.shards import FlatShards, Piece
 from lmkit.parallel.strategy import MakeOptimizer
 
 STEP_PARTS = 2
@@ -24,7 +24,7 @@ several small kernels."""
 
 def plan_shards(
     groups: Sequence[Sequence[nn.Parameter]],
-    names: Mapping[nn.Parameter, Names],
+    names: Mapping[nn.Parameter, str],
     *,
     capacity: int,
     weights: str,
@@ -32,7 +32,7 @@ def plan_shards(
     """Assign the parameters of each group that need gradients to buckets, in the order of launching.
 
     Args:
-        names: every parameter's names (see `parameter_names`), in the order of the forward pass: the last parameter
+        names: every parameter's name (see `parameter_names`), in the order of the forward pass: the last parameter
             becomes ready first.
         capacity: bytes of a bucket, counted in the dtype of `weights`.
 
@@ -73,7 +73,7 @@ class KeptShards(FlatShards):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        names: Sequence[Names],
+        names: Sequence[str],
         ranks: Ranks,
         *,
         weight_dtype: torch.dtype,
@@ -96,8 +96,7 @@ class KeptShards(FlatShards):
             parameter.data = part
         self.own_weights = self.own_of(self.weights)
         self.shard = self.own_of(whole).clone() if self.saves_masters else self.own_weights
-        every_name = {name: shape for of_parameter in self.names for name, shape in of_parameter.items()}
-        self.pieces = [Piece(self.parameters, every_name, self.shard, *self.own_range(0, self.size))]
+        self.pieces = [Piece(self.parameters, self.names, self.shard, *self.own_range(0, self.size))]
 
     def keep_reduce_dtype(self) -> None:
         """Do not cast gradients: the optimizer reads them in the reduced dtype and writes `own_weights` itself."""

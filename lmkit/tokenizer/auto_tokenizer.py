@@ -56,15 +56,10 @@ _CLASSES = {
     ),
     **dict.fromkeys(
         (
-            *("Qwen3_5Tokenizer", "WhisperTokenizer", "CLIPTokenizer", "NougatTokenizer", "DebertaTokenizer"),
-            *("BlenderbotTokenizer", "LayoutLMv3Tokenizer", "BertTokenizer", "DistilBertTokenizer"),
-            *(
-                "MPNetTokenizer",
-                "OpenAIGPTTokenizer",
-                "GemmaTokenizer",
-                "CodeLlamaTokenizer",
-                "NllbTokenizer",
-            ),
+            *("Qwen3_5Tokenizer", "WhisperTokenizer", "CLIPTokenizer", "NougatTokenizer"),
+            *("DebertaTokenizer", "BlenderbotTokenizer", "LayoutLMv3Tokenizer", "BertTokenizer"),
+            *("DistilBertTokenizer", "MPNetTokenizer", "OpenAIGPTTokenizer", "GemmaTokenizer"),
+            *("CodeLlamaTokenizer", "NllbTokenizer"),
         ),
         _Class(None),
     ),
@@ -88,50 +83,15 @@ _CLASS_OF_MODEL = {
 _DECIDE = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
 """Values of `model_type` that decide, whatever class is named."""
 _ANY_CLASS = {
-    *(
-        "arctic",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "flex_olmo",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt_bigcode",
-    ),
-    *(
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "hyperclovax",
-        "internlm2",
-        "internlm3",
-    ),
-    *("iquestcoder", "jamba", "kimi_k25", "kimi_linear", "llava", "mimo_v2_flash", "minicpm3", "minimax_m2"),
-    *(
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mistral3",
-        "mixtral",
-        "modernbert",
-        "modernbert-decoder",
-        "molmo",
-    ),
-    *(
-        "molmo2",
-        "nemotron",
-        "olmo2",
-        "olmo3",
-        "olmo_hybrid",
-        "opencua",
-        "persimmon",
-        "phi3",
-        "phimoe",
-        "pixtral",
-    ),
-    *("smolvlm", "stablelm", "step3_vl"),
+    name
+    for names in (
+        "arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite",
+        "granitemoe granitemoehybrid granitemoeshared hyperclovax internlm2 internlm3 iquestcoder jamba",
+        "kimi_k25 kimi_linear llava mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral",
+        "mistral3 mixtral modernbert modernbert-decoder molmo molmo2 nemotron olmo2 olmo3 olmo_hybrid",
+        "opencua persimmon phi3 phimoe pixtral smolvlm stablelm step3_vl",
+    )
+    for name in names.split()
 }
 """Values of `model_type` with which words are read from `tokenizer.json`, whatever class is named."""
 

@@ -12,8 +12,7 @@ group's key-value store. They use no collectives, so nothing can get out of orde
 
 The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it is
 `3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole and
-sharded optimizers and between numbers of ranks. A parameter in which several matrices are joined has several names
-(see `parameter_names`): its state is saved in parts.
+sharded optimizers and between numbers of ranks.
 """
 
 from __future__ import annotations
@@ -112,9 +111,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     if _is_sharded(optimizer):
         states = optimizer.state_dict()["state"]
     else:
-        for parameter, shapes in _held(optimizer, model).items():
+        for parameter, name in _held(optimizer, model).items():
             if parameter in optimizer.state:
-                states |= _split(optimizer.state[parameter], shapes)
+                states[name] = optimizer.state[parameter]
     return {
         f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
     }
@@ -192,10 +191,10 @@ def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Te
     if _is_sharded(optimizer):
         optimizer.load_masters(weights)
         return
-    for parameter, shapes in _held(optimizer, model).items():
+    for parameter, name in _held(optimizer, model).items():
         master = optimizer.state.get(parameter, {}).get(MASTER)
         if master is not None:
-            master.copy_(torch.cat([weights[name].reshape(-1) for name in shapes]).view_as(master))
+            master.copy_(weights[name])
 
 
 def _load_into_shards(
@@ -205,8 +204,7 @@ def _load_into_shards(
         from lmkit.parallel.shards import BucketLayout, ShardLayout
 
         # Treat whole state as the state of one rank whose buckets hold one parameter each.
-        shapes = {name: shape for parts in parameter_names(model).values() for name, shape in parts.items()}
-        sizes = {name: shape.numel() for name, shape in shapes.items()}
+        sizes = {name: parameter.numel() for parameter, name in parameter_names(model).items()}
         names = [name for name in grouped[0] if name in sizes]
         buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
         layout = ShardLayout(1, buckets).as_json()
@@ -225,13 +223,13 @@ def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> 
 
 def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
     held = _held(optimizer, model)
-    unknown = sorted(set(whole) - {name for shapes in held.values() for name in shapes})
+    unknown = sorted(set(whole) - set(held.values()))
     if unknown:
         raise ValueError(f"unknown parameters {some_of(unknown)}")
-    for parameter, shapes in held.items():
-        if not shapes.keys() & whole.keys():
+    for parameter, name in held.items():
+        if name not in whole:
             continue
-        restored = _join({name: whole[name] for name in shapes}, shapes, parameter)
+        restored = _shaped_as(parameter, name, whole[name])
         kept = optimizer.state.get(parameter, {}).get(MASTER)
         if MASTER in restored:
             with torch.no_grad():
@@ -250,41 +248,25 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         }
 
 
-def _split(state: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> States:
-    """Return the state of each part of a parameter; what is not shaped as the parameter, all parts have."""
-    parts: States = {name: {} for name in shapes}
-    sizes = [shape.numel() for shape in shapes.values()]
+def _shaped_as(parameter: torch.Tensor, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the state of a parameter, which may be flat, shaped as the parameter; numbers stay."""
+    shaped = dict(state)
     for key, value in state.items():
-        values: Sequence[Any] = [value] * len(shapes)
-        if len(shapes) > 1 and isinstance(value, torch.Tensor) and value.numel() == sum(sizes):
-            flats = value.flatten().split(sizes)
-            values = [flat.view(shape) for flat, shape in zip(flats, shapes.values(), strict=True)]
-        for name, part in zip(shapes, values, strict=True):
-            parts[name][key] = part
-    return parts
-
-
-def _join(parts: States, shapes: Mapping[str, torch.Size], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a parameter from that of its parts, flat or not; numbers are those of the first part."""
-    first = next(iter(parts.values()))
-    joined: dict[str, Any] = {}
-    for key, value in first.items():
-        joined[key] = value
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            joined[key] = value.clone()
+        if isinstance(value, torch.Tensor) and value.dim():
+            if value.numel() != parameter.numel():
+                raise ValueError(
+                    f"{name}.{key} has {value.numel()} elements, the parameter {parameter.numel()}"
+                )
+            shaped[key] = value.reshape(parameter.shape).clone()
         elif isinstance(value, torch.Tensor):
-            for name, shape in shapes.items():
-                if (size := parts[name][key].numel()) != shape.numel():
-                    raise ValueError(f"{name}.{key} has {size} elements, the parameter {shape.numel()}")
-            flat = torch.cat([parts[name][key].reshape(-1) for name in shapes])
-            joined[key] = flat.view_as(parameter)
-    return joined
+            shaped[key] = value.clone()
+    return shaped
 
 
-def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Mapping[str, torch.Size]]:
-    """Return the names of the parameters that the optimizer updates, see `parameter_names`."""
+def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the names of the parameters that the optimizer updates."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {parameter: shapes for parameter, shapes in parameter_names(model).items() if parameter in held}
+    return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
 def _by_owner(tensors: Tensors) -> States:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lmkit.core.sampling import Sampling
+from lmkit.generation import Decoder
 from lmkit.model import TransformerLM
-from lmkit.model.joined import in_order_of_memory, join, joined_sets, lie_side_by_side
+from lmkit.model.joined import in_order_of_memory, is_original, join, joined_sets, lie_side_by_side
 from lmkit.training.precision import hold_weights
 from lmkit.training.setup import build_step
 
@@ -72,6 +74,32 @@ def test_hooks_fire_and_may_change_what_they_see(make_model, keep):
     torch.testing.assert_close(loss, plain.loss(IDS, IDS), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("name", [*JOINED, "attn.output_proj", "ffn.w2", "ln1", "attn"])
+def test_a_text_is_written_by_the_layer_that_somebody_put_in(make_model, name):
+    """Not by its weights alone, which are all that a fast step reads."""
+    model = make_model()
+    block = model.layers[1]
+    owner, _, last = name.rpartition(".")
+    if name == "attn":
+        block.attn.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        setattr(block.get_submodule(owner), last, Adapted(block.get_submodule(name)))
+        block.get_submodule(name).weight = block.get_submodule(name).layer.weight  # as adapters show it
+    assert not is_original(model)
+    decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
+    decoder.start([0], [IDS[0].tolist()], seeds=[0])
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder._step.logits(9), model(IDS[:1])[:, -1], rtol=1e-11, atol=1e-11)
+
+
+def test_a_tied_head_stays_tied_where_weights_are_assigned(make_model):
+    model = make_model(tie_embeddings=True)
+    deferred = TransformerLM(model.config, device="meta")
+    deferred.load_state_dict(model.state_dict(), assign=True)
+    assert deferred.lm_head.weight is deferred.token_embeddings.weight
+    assert len(list(deferred.parameters())) == len(list(model.parameters()))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_weights_stay_side_by_side(make_model, bias):
     model = make_model(qkv_bias=bias, num_kv_heads=2, dtype=torch.float32)
@@ -79,7 +107,7 @@ def test_weights_stay_side_by_side(make_model, bias):
     assert all_lie_side_by_side(copy.deepcopy(model))
     assert all_lie_side_by_side(copy.deepcopy(model).bfloat16())
     deferred = TransformerLM(model.config, device="meta")
-    deferred.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    deferred.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, True, True)
     assert all_lie_side_by_side(deferred)
     assert torch.equal(deferred(IDS), model(IDS))
     hold_weights(model, "bf16")
@@ -128,6 +156,10 @@ def test_adapters_of_peft(make_model):
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(trained) == 2 * len(layers) * len(model.layers)
     assert all("lora_" in name for name in trained)
+    decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
+    decoder.start([0], [IDS[0].tolist()], seeds=[0])
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder._step.logits(9), model(IDS[:1])[:, -1], rtol=1e-4, atol=1e-4)
     found = adapted(IDS)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(IDS), found, rtol=1e-4, atol=1e-4)  # float32: other order of sums

@@ -226,7 +226,7 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     )
     run.optimizer.load_masters(weights)
     for bucket in run.buckets:
-        whole = torch.cat([weights[name].flatten() for names in bucket.names for name in names])
+        whole = torch.cat([weights[name].flatten() for name in bucket.names])
         padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
         assert torch.equal(bucket.shard, bucket.own_of(padded))
         assert torch.equal(bucket.own_weights, bucket.shard.bfloat16())
