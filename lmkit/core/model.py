@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,18 @@ from lmkit.core.norm import rms_norm
 from lmkit.core.ranges import range_
 from lmkit.core.rope import RotaryEmbedding, apply_rope, scale_frequencies
 
-Firsts = tuple[Tensor | None, Tensor | None]
-"""The first token that each token sees in a layer without a window, and in one with, (batch or 1, seq); None: all
-earlier tokens are seen."""
 PIECE = 1 << 25
 """Elements of a weight whose first values are drawn at a time."""
+
+
+class Firsts(NamedTuple):
+    """The first token that each token sees, (batch or 1, seq); None: it sees all earlier tokens."""
+
+    without_window: Tensor | None = None
+    with_window: Tensor | None = None
+
+
+ALL_EARLIER = Firsts()
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -181,13 +188,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **where)
 
     def forward(
-        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = (None, None), cache: KVCache | None = None
+        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = ALL_EARLIER, cache: KVCache | None = None
     ) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)
 
         Args:
             cos_sin: of the positions, see `apply_rope`.
-            firsts: the first token that each token sees, in layers without and with a window.
+            firsts: the first token that each token sees.
             cache: holds the keys and values of earlier tokens.
         """
         # (batch, seq, heads or kv_heads, head_dim)
@@ -209,7 +216,7 @@ class SelfAttention(nn.Module):
 
     def hidden_keys(self, firsts: Firsts) -> dict[str, Any]:
         """Return the argument `first`, if this layer hides earlier tokens; other kernels do not take it."""
-        first = firsts[self.window is not None]
+        first = firsts.without_window if self.window is None else firsts.with_window
         return {} if first is None else {"first": first}
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,7 +258,7 @@ class TransformerBlock(nn.Module):
         self.ffn = self.FeedForward(config.d_model, config.d_ff, zeros=config.zero_init, **where)
 
     def forward(
-        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = (None, None), cache: KVCache | None = None
+        self, x: Tensor, cos_sin: Tensor, firsts: Firsts = ALL_EARLIER, cache: KVCache | None = None
     ) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model). The arguments are those of `SelfAttention`."""
         x = x + self.attn(self.ln1(x), cos_sin, firsts, cache)
@@ -356,7 +363,7 @@ class TransformerLM(nn.Module):
             documents = first_in_document(begins)
             ids = torch.where(begins, ~ids, ids)
         window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
-        return ids, (documents, latest(documents, window))
+        return ids, Firsts(documents, latest(documents, window))
 
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
 from lmkit.core.kv_cache import KVCache
-from lmkit.core.model import Firsts, Linear
+from lmkit.core.model import ALL_EARLIER, Firsts, Linear
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.joined import are_plain, joined_product, place_side_by_side
@@ -101,7 +101,7 @@ class TransformerBlock(core.TransformerBlock):
         self,
         x: Tensor,
         cos_sin: Tensor,
-        firsts: Firsts = (None, None),
+        firsts: Firsts = ALL_EARLIER,
         cache: KVCache | None = None,
         *,
         delta: Tensor | None = None,
