@@ -75,10 +75,16 @@ class Linear(nn.Linear):
     product: Callable[..., Tensor] = staticmethod(F.linear)
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, zeros: bool = False, **where: Any
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        zeros: bool = False,
+        **factory_kwargs: Any,
     ) -> None:
         self.zeros = zeros  # before the weights, which are drawn where PyTorch's class makes them
-        super().__init__(in_features, out_features, bias=bias, **where)
+        super().__init__(in_features, out_features, bias=bias, **factory_kwargs)
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator; set the bias to zero."""
@@ -117,9 +123,9 @@ class Embedding(nn.Module):
     blocks make training unstable (Takase et al. 2023, "Spike No More").
     """
 
-    def __init__(self, vocab_size: int, d_model: int, **where: Any) -> None:
+    def __init__(self, vocab_size: int, d_model: int, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, **where))
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, **factory_kwargs))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -142,10 +148,10 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, see `rms_norm`."""
 
-    def __init__(self, d_model: int, *, eps: float = 1e-5, **where: Any) -> None:
+    def __init__(self, d_model: int, *, eps: float = 1e-5, **factory_kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(d_model, **where))
+        self.weight = nn.Parameter(torch.ones(d_model, **factory_kwargs))
 
     def reset_parameters(self) -> None:
         """Set the gains to one."""
@@ -173,19 +179,19 @@ class SelfAttention(nn.Module):
 
     attention = staticmethod(reference)
 
-    def __init__(self, config: Any, layer: int = 0, **where: Any) -> None:
+    def __init__(self, config: Any, layer: int = 0, **factory_kwargs: Any) -> None:
         super().__init__()
         d_model, d_kv = config.d_model, config.kv_heads * config.head_dim
         self.layer, self.window = layer, config.window(layer)
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
-        self.q_proj = Linear(d_model, d_model, bias=config.qkv_bias, **where)
-        self.k_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **where)
-        self.v_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **where)
-        self.output_proj = Linear(d_model, d_model, zeros=config.zero_init, **where)
+        self.q_proj = Linear(d_model, d_model, bias=config.qkv_bias, **factory_kwargs)
+        self.k_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **factory_kwargs)
+        self.v_proj = Linear(d_model, d_kv, bias=config.qkv_bias, **factory_kwargs)
+        self.output_proj = Linear(d_model, d_model, zeros=config.zero_init, **factory_kwargs)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **where)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **where)
+            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **factory_kwargs)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps, **factory_kwargs)
 
     def forward(
         self, x: Tensor, cos_sin: Tensor, firsts: Firsts = ALL_EARLIER, cache: KVCache | None = None
@@ -228,11 +234,11 @@ class SwiGLU(nn.Module):
     """The feed-forward network W2 (silu(W1 x) * W3 x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6,
     without biases). `zeros`: W2 starts from zeros."""
 
-    def __init__(self, d_model: int, d_ff: int, *, zeros: bool = False, **where: Any) -> None:
+    def __init__(self, d_model: int, d_ff: int, *, zeros: bool = False, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.w1 = Linear(d_model, d_ff, **where)
-        self.w2 = Linear(d_ff, d_model, zeros=zeros, **where)
-        self.w3 = Linear(d_model, d_ff, **where)
+        self.w1 = Linear(d_model, d_ff, **factory_kwargs)
+        self.w2 = Linear(d_ff, d_model, zeros=zeros, **factory_kwargs)
+        self.w3 = Linear(d_model, d_ff, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)"""
@@ -250,12 +256,12 @@ class TransformerBlock(nn.Module):
     Attention: type[SelfAttention] = SelfAttention
     FeedForward: type[SwiGLU] = SwiGLU
 
-    def __init__(self, config: Any, layer: int = 0, **where: Any) -> None:
+    def __init__(self, config: Any, layer: int = 0, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, **where)
-        self.attn = self.Attention(config, layer, **where)
-        self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps, **where)
-        self.ffn = self.FeedForward(config.d_model, config.d_ff, zeros=config.zero_init, **where)
+        self.ln1 = RMSNorm(config.d_model, eps=config.norm_eps, **factory_kwargs)
+        self.attn = self.Attention(config, layer, **factory_kwargs)
+        self.ln2 = RMSNorm(config.d_model, eps=config.norm_eps, **factory_kwargs)
+        self.ffn = self.FeedForward(config.d_model, config.d_ff, zeros=config.zero_init, **factory_kwargs)
 
     def forward(
         self, x: Tensor, cos_sin: Tensor, firsts: Firsts = ALL_EARLIER, cache: KVCache | None = None
@@ -281,8 +287,8 @@ class Head(Linear):
     The loss is computed in this layer's call, so that hooks of the layer run before its weight is read.
     """
 
-    def __init__(self, d_model: int, vocab_size: int, **where: Any) -> None:
-        super().__init__(d_model, vocab_size, **where)
+    def __init__(self, d_model: int, vocab_size: int, **factory_kwargs: Any) -> None:
+        super().__init__(d_model, vocab_size, **factory_kwargs)
         self.slice_loss = SliceLoss()
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -300,7 +306,7 @@ class TransformerLM(nn.Module):
     embedding (Press and Wolf 2017), initialised as a head, which is smaller.
 
     Args:
-        where: `device` and `dtype` of the parameters.
+        factory_kwargs: `device` and `dtype` of the parameters.
 
     Raises:
         ValueError: the configuration has no vocabulary size.
@@ -312,22 +318,24 @@ class TransformerLM(nn.Module):
     Norm: type[RMSNorm] = RMSNorm
     LastLayer: type[Head] = Head
 
-    def __init__(self, config: Any, **where: Any) -> None:
+    def __init__(self, config: Any, **factory_kwargs: Any) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: the tokenizer decides it")
         self.config = config
-        self.token_embeddings = self.Table(config.vocab_size, config.d_model, **where)
-        self.layers = self.Stack([self.Block(config, layer, **where) for layer in range(config.num_layers)])
-        self.ln_final = self.Norm(config.d_model, eps=config.norm_eps, **where)
-        self.lm_head = self.LastLayer(config.d_model, config.vocab_size, **where)
+        self.token_embeddings = self.Table(config.vocab_size, config.d_model, **factory_kwargs)
+        self.layers = self.Stack(
+            [self.Block(config, layer, **factory_kwargs) for layer in range(config.num_layers)]
+        )
+        self.ln_final = self.Norm(config.d_model, eps=config.norm_eps, **factory_kwargs)
+        self.lm_head = self.LastLayer(config.d_model, config.vocab_size, **factory_kwargs)
         self.tie_weights()
         self.rope = RotaryEmbedding(
             head_dim=config.head_dim,
             context_length=config.context_length,
             theta=config.rope_theta,
             scale=partial(scale_frequencies, config),
-            device=where.get("device"),
+            device=factory_kwargs.get("device"),
         )
 
     def tie_weights(self) -> None:

@@ -107,14 +107,14 @@ class Muon(AdamW):
     State of a matrix: `momentum_buffer`, shaped as the matrix.
 
     Args:
-        params: groups, as in `AdamW`, with "is_matrix".
+        params: groups, as in `AdamW`, with the key "is_matrix".
         lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
         matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
         momentum: decay of the running mean of their gradients.
         iterations: of `orthogonalize`.
 
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range; no group has the key "is_matrix".
     """
 
     def __init__(
@@ -129,6 +129,8 @@ class Muon(AdamW):
     ) -> None:
         check_settings(matrix_lr, momentum, iterations)
         super().__init__(params, lr=lr, **adamw)
+        if not any("is_matrix" in group for group in self.param_groups):
+            raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
         self.momentum, self.iterations = momentum, iterations
         self.lr_ratio = matrix_lr / lr if lr else 0.0
 

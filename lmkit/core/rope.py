@@ -23,6 +23,9 @@ def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
     Args:
         config: has the keys `rope_scaling`, `rope_factor`, `rope_low_freq_factor`, `rope_high_freq_factor` and
             `rope_original_context` of a recipe's table [model].
+
+    Raises:
+        ValueError: `rope_scaling` has another name.
     """
     if config.rope_scaling == "none":
         return frequencies
@@ -31,6 +34,8 @@ def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         turns = config.rope_original_context * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
+    elif config.rope_scaling != "linear":
+        raise ValueError(f"rope_scaling must be none, linear or llama3, got {config.rope_scaling}")
     return frequencies * ((1 - kept) / config.rope_factor + kept)
 
 

@@ -65,6 +65,6 @@ def wsd_lr(
     return lr if step < start else min_lr + (lr - min_lr) * (1 - _descent(step, start, total_steps))
 
 
-def _descent(step: float, warmup_steps: float, total_steps: float) -> float:
-    """Return the share of the way down that is done, 0 to 1, once warm-up is over."""
-    return 1.0 if step >= total_steps else (step - warmup_steps) / (total_steps - warmup_steps)
+def _descent(step: float, start: float, end: float) -> float:
+    """Return the share of the way down from `start` to `end` that is done at a step after `start`, 0 to 1."""
+    return 1.0 if step >= end else (step - start) / (end - start)

@@ -32,8 +32,8 @@ DType = torch.dtype | None
 class SelfAttention(core.SelfAttention):
     """Attention by a registered kernel, with q, k and v from one matrix product."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0, **where: Any) -> None:
-        super().__init__(config, layer, **where)
+    def __init__(self, config: ModelConfig, layer: int = 0, **factory_kwargs: Any) -> None:
+        super().__init__(config, layer, **factory_kwargs)
         self.attention = attention_function(config.attention)
         self.joined_attention = joined_function(config.attention)
 

@@ -60,8 +60,9 @@ class ShardedState(torch.optim.Optimizer):
         for piece in (piece for flat in flats for piece in flat.held()):
             if piece.parameters[0] in group_of:
                 parts[group_of[piece.parameters[0]]].append(piece.part)
+        kind = {"is_matrix": False} if matrices else {}  # `shards` name the matrices: a part holds several
         self.inner = make(
-            [{**_settings(group), "params": held} for group, held in zip(given, parts, strict=True)]
+            [{**_settings(group), **kind, "params": held} for group, held in zip(given, parts, strict=True)]
         )
         if matrices:
             reached = [flat for flat in flats if flat.pieces and not matrices.isdisjoint(flat.parameters)]

@@ -103,10 +103,17 @@ def test_equals_the_formula(make):
     assert set(optimizer.state[matrices[0]]) == {"momentum_buffer"}
 
 
+@pytest.mark.parametrize("make", [core.Muon, Muon])
+def test_parameters_without_the_key_of_matrices_are_refused(make):
+    """AdamW would update every one of them."""
+    with pytest.raises(ValueError, match="is_matrix"):
+        make(torch.nn.Linear(4, 4).parameters())
+
+
 def test_a_learning_rate_on_the_device_moves_weights_by_the_same_bits():
     """A CUDA graph reads it there, as float64."""
     weight = torch.randn(3, 50, 20, generator=torch.Generator().manual_seed(0))
-    optimizer = Muon([weight], lr=1e-3, weight_decay=0.13)
+    optimizer = Muon([{"params": [weight], "is_matrix": True}], lr=1e-3, weight_decay=0.13)
     optimizer.decision = torch.ones(())
     group = optimizer.param_groups[0]
     for number in range(1, 50):
