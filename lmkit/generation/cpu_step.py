@@ -87,13 +87,12 @@ class CPUStep:
         self.x_array[:] = self.table[self.text[each, place]]
         longest = int(place.max()) + 1
         turns = self.turns[place][:, None]  # (rows, 1, head_dim / 2)
-        hidden = None  # -inf at keys that a row must not see, (rows, 1, 1, longest)
-        if len(each) > 1:
-            beyond = self.positions[:longest] > self.decoder.state.place[:, None]
-            hidden = x.new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)[:, None, None]
+        hidden = {window: self.hidden(longest, window) for window in set(cache.windows)}
         all_keys = cache.keys[:, :, :, :longest].unbind()
         all_values = cache.values[:, :, :, :longest].unbind()
-        for layer, old_keys, old_values in zip(self.layers, all_keys, all_values, strict=True):
+        for layer, window, old_keys, old_values in zip(
+            self.layers, cache.windows, all_keys, all_values, strict=True
+        ):
             gain1, qkv, bias, output, gain2, gate_up, down, qk_gain, keys, values = layer
             self.norm(gain1)
             torch.mm(normed, qkv, out=self.qkv)
@@ -106,7 +105,7 @@ class CPUStep:
             keys[each, :, place] = self.k
             values[each, :, place] = self.v
             attended = F.scaled_dot_product_attention(
-                self.q, old_keys, old_values, attn_mask=hidden, enable_gqa=self.grouped
+                self.q, old_keys, old_values, attn_mask=hidden[window], enable_gqa=self.grouped
             )
             attended = attended.flatten(1).to(x.dtype)  # under autocast it is narrow
             torch.addmm(x, attended, output, out=x)
@@ -116,6 +115,16 @@ class CPUStep:
             torch.addmm(x, self.gate, down, out=x)
         self.norm(self.last_gain)
         return torch.mm(normed, self.head)
+
+    def hidden(self, longest: int, window: int | None) -> Tensor | None:
+        """Return -inf at the keys that a row must not see, (rows, 1, 1, longest); None: it sees all."""
+        if len(self.each) == 1 and (window is None or window >= longest):
+            return None
+        place, positions = self.decoder.state.place[:, None], self.positions[:longest]
+        unseen = positions > place
+        if window is not None:
+            unseen |= positions <= place - window
+        return self.x.new_zeros(unseen.shape).masked_fill_(unseen, -math.inf)[:, None, None]
 
     def norm(self, gain: Array) -> None:
         """Write the RMSNorm of x (rows, d_model); `gain` is the norm's gain times sqrt(d_model)."""

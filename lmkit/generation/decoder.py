@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lmkit.recipe.tables import ModelConfig
 
 
-FAST_SWITCHES = frozenset({"qkv_bias", "qk_norm"})
+FAST_SWITCHES = frozenset({"qkv_bias", "qk_norm", "attention_window"})
 """The switches of [model] that the fast steps implement."""
 
 

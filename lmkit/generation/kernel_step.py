@@ -99,6 +99,7 @@ class KernelStep:
 
     def _attend(self, layer: int, bucket: int) -> Callable[[], None]:
         decoder = self.decoder
+        after_product = not self._adjust(decoder.layers[layer])
         start, pointers = prepare_attend(
             self.qkv,
             decoder.cache.keys[layer],
@@ -108,14 +109,15 @@ class KernelStep:
             self.attended,
             self.space,
             longest=bucket,
-            pdl=self.pdl and self.few and not decoder.model.config.switches,  # only after a product of ours
+            window=decoder.cache.windows[layer],
+            pdl=self.pdl and self.few and after_product,
         )
         return partial(start, *pointers)
 
     def _adjust(self, layer: LayerWeights) -> list[Callable[[], None]]:
         """Prepare what stands between the projection q|k|v and RoPE: a bias, norms of heads, or nothing."""
         config = self.decoder.model.config
-        if not config.switches:
+        if layer.qk_gains is None and layer.qkv_bias is None:
             return []
         inputs = self.qkv, layer.qk_gains, layer.qkv_bias
         start, pointers = prepare_heads_norm(

@@ -30,6 +30,7 @@ pytestmark = [
         (1, (17,), {}),
         (1, (17,), {"weights": "fp8"}),
         (2, (9, 3), {"num_kv_heads": 2, "qk_norm": True, "qkv_bias": True}),
+        (2, (9, 3), {"attention_window": 4, "attention": "flash_triton"}),
         pytest.param(17, (1, 9), {"qk_norm": True}, marks=pytest.mark.full),
         pytest.param(17, (1, 9), {"qkv_bias": True}, marks=pytest.mark.full),
         pytest.param(3, (1, 9), {"weights": "fp8", "tie_embeddings": True}, marks=pytest.mark.full),

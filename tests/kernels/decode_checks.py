@@ -218,13 +218,14 @@ def check_products_ignore_company(dtype: torch.dtype, device: str) -> None:
 
 
 class Attend(NamedTuple):
-    """Heads, key heads, head_dim, capacity, and the places of the rows."""
+    """Heads, key heads, head_dim, capacity, the places of the rows, and the window."""
 
     heads: int
     kv_heads: int
     head_dim: int
     capacity: int
     places: tuple[int, ...]
+    window: int | None = None
 
 
 ATTENDS = [
@@ -236,6 +237,12 @@ ATTENDS = [
     Attend(2, 2, 16, 600, (0, 1, 63, 64, 65)),
     Attend(6, 2, 8, 600, (599, 256, 257)),
     Attend(20, 1, 32, 300, (299, 5)),
+    Attend(2, 2, 16, 600, (0,), 1),
+    Attend(2, 2, 16, 600, (512,), 1),
+    Attend(4, 2, 16, 600, (299,), 40),
+    Attend(2, 2, 16, 600, (599,), 300),
+    Attend(6, 2, 8, 600, (599, 256, 257, 3), 40),
+    Attend(2, 2, 16, 600, (599, 256, 512), 1),
 ]
 
 
@@ -262,7 +269,8 @@ def run_attend(case: Attend, dtype: torch.dtype, device: str, rows: slice = slic
     space = attention.attend_space(*sizes, qkv)
     longest = int(place.max())
     for _ in range(2):  # the second run finds the counters as the first has left them
-        launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=longest))
+        tensors = qkv, keys, values, place, table, out, space
+        launch(attention.prepare_attend(*tensors, longest=longest, window=case.window))
     assert not space.arrived.any()
     return [out, keys, values]
 
@@ -276,7 +284,10 @@ def plain_attend(case: Attend, dtype: torch.dtype, device: str, wide: torch.dtyp
     for row, at in enumerate(case.places):
         turned = apply_rope(heads[row, None, None, : -case.kv_heads], table[at, None])[0, 0]
         keys[row, :, at], values[row, :, at] = turned[case.heads :], heads[row, -case.kv_heads :]
-        q, seen = turned[None, : case.heads, None], slice(at + 1)  # (1, heads, 1, head_dim)
+        q, seen = (
+            turned[None, : case.heads, None],
+            slice(max(0, at + 1 - (case.window or at + 1)), at + 1),
+        )  # (1, heads, 1, head_dim)
         sdpa = attention_function("sdpa")
         outs.append(sdpa(q, keys[row, None, :, seen], values[row, None, :, seen], causal=False).flatten())
     return [torch.stack(outs), keys, values]

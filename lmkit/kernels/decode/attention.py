@@ -8,7 +8,7 @@ a row and key head to finish merges the states of all splits:
     state (m, l, a) = (max s, sum exp2(s - m), sum exp2(s - m) v)        out = a / l
 
 Splits begin at fixed positions and are merged in order, so a row's result does not depend on the batch. Programs
-beyond the end of a row exit at once.
+beyond the end of a row, or before its window, exit at once.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def attend_kernel(
     MOST_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens that a token sees, itself among them; 0: all
 ):
     """Attend to one split of the old keys of one row and key head per program."""
     row_head, split = tl.program_id(0), tl.program_id(1)
@@ -56,7 +57,8 @@ def attend_kernel(
     place = tl.load(place_pointer + row).to(tl.int32)
     # A row longer than this launch allows has ended: nobody reads its result, but its counter must be right.
     splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
-    if split >= splits:
+    first_key, first_split = window_begin(place, splits, SPLIT, WINDOW)
+    if (split >= splits) | (split < first_split):
         return
     ROWS: tl.constexpr = 16 if GROUP < 16 else GROUP  # of the product
     old = tl.minimum(place - split * SPLIT, SPLIT)  # keys in this split
@@ -81,8 +83,11 @@ def attend_kernel(
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite: a row without old keys must not give NaN
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, PADDED_DIM), tl.float32)
-    for i in tl.range(0, old, TILE, num_stages=STAGES):
+    unseen = tl.maximum(first_key - split * SPLIT, 0) if WINDOW else 0  # of the keys in this split
+    for i in tl.range(unseen // TILE * TILE, old, TILE, num_stages=STAGES):
         visible = t + i < old
+        if WINDOW:
+            visible &= t + i >= unseen
         k_at = keys_pointer + begin + (i + t)[None, :] * DIM + d[:, None]
         v_at = values_pointer + begin + (i + t)[:, None] * DIM + d[None, :]
         k = tl.load(k_at, mask=visible[None, :] & d_inside[:, None], other=0.0)
@@ -98,7 +103,7 @@ def attend_kernel(
         tl.store(keys_pointer + base + place * DIM + d, k_new, mask=d_inside)
         tl.store(values_pointer + base + place * DIM + d, v_new, mask=d_inside)
     out = out_pointer + row.to(tl.int64) * (HEADS * DIM) + head * (group * DIM)
-    if splits == 1:
+    if splits - first_split == 1:
         result = (sums / total[:, None]).to(out_pointer.dtype.element_ty)
         tl.store(out + g[:, None] * DIM + d[None, :], result, mask=q_inside)
     else:
@@ -110,7 +115,7 @@ def attend_kernel(
         tl.store(totals_pointer + slot * (2 * GROUP) + g, top, mask=kept)
         tl.store(totals_pointer + slot * (2 * GROUP) + GROUP + g, total, mask=kept)
         merge(
-            sums_pointer, totals_pointer, arrived_pointer, out, row_head, splits, d,
+            sums_pointer, totals_pointer, arrived_pointer, out, row_head, first_split, splits, d,
             HEADS // KV_HEADS, DIM, PADDED_DIM, GROUP, MOST_SPLITS,
         )  # fmt: skip
 
@@ -138,6 +143,7 @@ def attend_single_row_kernel(
     MOST_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens that a token sees, itself among them; 0: all
 ):
     """Attend to one split of the old keys of a key head per program. The keys are in registers before the wait.
 
@@ -146,12 +152,15 @@ def attend_single_row_kernel(
     head, split = tl.program_id(0), tl.program_id(1)
     place = tl.load(place_pointer).to(tl.int32)
     splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
-    if split >= splits:
+    first_key, first_split = window_begin(place, splits, SPLIT, WINDOW)
+    if (split >= splits) | (split < first_split):
         return
     base = head.to(tl.int64) * capacity * DIM
     d, t = tl.arange(0, PADDED_DIM), tl.arange(0, SPLIT)
     d_inside = d < DIM
     visible = split * SPLIT + t < place
+    if WINDOW:
+        visible &= split * SPLIT + t >= first_key
     at = base + (split * SPLIT + t)[:, None] * DIM + d[None, :]
     inside = visible[:, None] & d_inside[None, :]
     k = tl.load(keys_pointer + at, mask=inside, other=0.0)  # (SPLIT, PADDED_DIM)
@@ -178,7 +187,7 @@ def attend_single_row_kernel(
         new_weight = tl.where(last, tl.exp2(new_score - top), 0.0)
         total = tl.sum(weights, 0) + new_weight
         sums = tl.sum(v.to(tl.float32) * weights[:, None], 0) + v_new.to(tl.float32) * new_weight
-        if splits == 1:
+        if splits - first_split == 1:
             tl.store(out + g * DIM + d, (sums / total).to(out_pointer.dtype.element_ty), mask=d_inside)
         else:
             slot = head * MOST_SPLITS + split
@@ -188,11 +197,19 @@ def attend_single_row_kernel(
     if last:
         tl.store(keys_pointer + base + place * DIM + d, k_new, mask=d_inside)
         tl.store(values_pointer + base + place * DIM + d, v_new, mask=d_inside)
-    if splits > 1:
+    if splits - first_split > 1:
         merge(
-            sums_pointer, totals_pointer, arrived_pointer, out, head, splits, d,
+            sums_pointer, totals_pointer, arrived_pointer, out, head, first_split, splits, d,
             HEADS // KV_HEADS, DIM, PADDED_DIM, GROUP, MOST_SPLITS,
         )  # fmt: skip
+
+
+@triton.jit
+def window_begin(place, splits, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first key that the token at `place` sees, and the first split that takes part: that of the key, or
+    the last, which adds the token itself."""
+    first_key = tl.maximum(place - (WINDOW - 1), 0) if WINDOW else 0
+    return first_key, tl.minimum(first_key // SPLIT, splits - 1)
 
 
 @triton.jit
@@ -202,6 +219,7 @@ def merge(
     arrived_pointer,
     out,
     row_head,
+    first_split,
     splits,
     d,
     HEADS: tl.constexpr,  # query heads of the group
@@ -212,9 +230,9 @@ def merge(
 ):
     """Merge the states of all splits, in the last program of a row and key head to arrive."""
     tl.debug_barrier()  # all threads of the program have stored before one counts it as arrived
-    if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - 1:
+    if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - first_split - 1:
         s, h = tl.arange(0, triton.next_power_of_2(MOST_SPLITS)), tl.arange(0, GROUP)
-        there = (s < splits)[:, None]
+        there = ((s < splits) & (s >= first_split))[:, None]
         slots = (row_head * MOST_SPLITS + s).to(tl.int64)[:, None]
         tops_at = totals_pointer + slots * (2 * GROUP) + h[None, :]
         tops = tl.load(tops_at, mask=there, other=float("-inf"))  # (splits, GROUP)
@@ -303,6 +321,7 @@ def prepare_attend(
     space: AttendSpace,
     *,
     longest: int,
+    window: int | None = None,
     pdl: bool = False,
 ) -> tuple[Start, tuple[int, ...]]:
     """Prepare a step's attention; return (launch, its pointers).
@@ -314,6 +333,7 @@ def prepare_attend(
         cos_sin: (capacity, head_dim / 2, 2) float32, cos and sin of every position.
         out: (rows, heads * head_dim)
         longest: most old keys that a row may have.
+        window: how many tokens a token sees, itself among them; None: all earlier ones.
         pdl: begin before the previous kernel has ended.
     """
     rows, kv_heads, capacity, head_dim = keys.shape
@@ -330,6 +350,7 @@ def prepare_attend(
         "MOST_SPLITS": count_tiles(capacity, split.keys),
         "STAGES": split.stages,
         "PDL": pdl,
+        "WINDOW": window or 0,
         "num_warps": split.warps,
         **({"launch_pdl": True} if pdl else {}),
     }
