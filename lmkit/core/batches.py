@@ -78,8 +78,8 @@ class FileSampler(Sampler):
             model with `separate_documents`. None: no input is.
 
     Raises:
-        ValueError: there are fewer than `context_length + 1` tokens, or ranks x accumulation does not divide the
-            batch.
+        ValueError: there are fewer than `context_length + 1` tokens; they are not integers in one dimension; ranks x
+            accumulation does not divide the batch.
     """
 
     tokens: np.ndarray = field(kw_only=False)
@@ -88,6 +88,10 @@ class FileSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
+            raise ValueError(
+                f"tokens must be integers in one dimension, got {self.tokens.dtype} {self.tokens.shape}"
+            )
         check_length(self.tokens, self.context_length)
 
     def _cut(self, starts: Sequence[int]) -> Batch:
@@ -132,6 +136,8 @@ class TokenBatches(FileSampler):
         if self.document_starts is not None:
             # A window must not reach beyond the end of the file.
             last = len(self.tokens) - self.context_length - 1
+            if len(self.document_starts) and self.document_starts.min() < 0:
+                raise ValueError(f"a document starts at {self.document_starts.min()}")
             self.document_starts = self.document_starts[self.document_starts <= last]
             if len(self.document_starts) == 0:
                 raise ValueError(f"no document is followed by {self.context_length + 1} tokens")

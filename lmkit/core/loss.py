@@ -27,11 +27,22 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
 
     Training uses `linear_cross_entropy`, which does not need the logits.
+
+    Raises:
+        ValueError: there is not one target for each token.
     """
+    check_targets(logits, targets)
     shifted = logits - logits.amax(dim=-1, keepdim=True)  # (..., vocab_size); exp cannot overflow
     of_target = shifted.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)  # (...)
     losses, counts = shifted.exp().sum(dim=-1).log() - of_target, targets >= 0
-    return (losses * counts).sum() / counts.sum().clamp(min=1)
+    # `where`: the loss of a token that does not count may be infinite, and 0 times infinity is NaN.
+    return torch.where(counts, losses, 0).sum() / counts.sum().clamp(min=1)
+
+
+def check_targets(x: Tensor, targets: Tensor) -> None:
+    """Raise ValueError unless there is one target (...) for each token of x (..., features)."""
+    if x.shape[:-1] != targets.shape:
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit tokens {tuple(x.shape[:-1])}")
 
 
 class SliceLoss(nn.Module):
@@ -49,7 +60,8 @@ class SliceLoss(nn.Module):
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_p = logits.log_softmax(dim=-1, dtype=wide)  # (tokens, vocab_size)
         wanted = targets.clamp(min=0)
-        losses = -log_p.gather(1, wanted.unsqueeze(1)).squeeze(1) * (targets >= 0)  # (tokens)
+        of_target = log_p.gather(1, wanted.unsqueeze(1)).squeeze(1)  # (tokens)
+        losses = torch.where(targets >= 0, -of_target, 0)
         # d loss / d logit_j = p_j - [j is the target]
         if torch.compiler.is_compiling():
             ids = torch.arange(logits.shape[1], device=logits.device)  # (vocab_size)
@@ -84,7 +96,11 @@ def linear_cross_entropy(
         targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
         slice_loss: None makes a `SliceLoss`.
         rows: tokens of a slice; None: as many as have `SLICE_ELEMENTS` logits.
+
+    Raises:
+        ValueError: there is not one target for each token.
     """
+    check_targets(hidden, targets)
     if not torch.is_grad_enabled():
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
     hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token

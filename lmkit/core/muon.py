@@ -104,12 +104,13 @@ def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
 class Muon(AdamW):
     """Muon for the parameters of groups with the key "is_matrix" set, AdamW for the others.
 
-    State of a matrix: `momentum_buffer`, shaped as the matrix.
+    State of a matrix: `momentum_buffer`, shaped as the matrix. Every group holds `lr_ratio` (matrix_lr / lr),
+    `momentum` and `iterations`.
 
     Args:
         params: groups, as in `AdamW`, with the key "is_matrix".
         lr, betas, eps, weight_decay: as in `AdamW`; the decay of a group applies to its matrices, too.
-        matrix_lr: learning rate of matrices while `group["lr"]` is `lr`.
+        matrix_lr: learning rate of matrices while `group["lr"]` is `lr`, which must not be 0 then.
         momentum: decay of the running mean of their gradients.
         iterations: of `orthogonalize`.
 
@@ -127,12 +128,23 @@ class Muon(AdamW):
         iterations: int = 5,
         **adamw: Any,
     ) -> None:
-        check_settings(matrix_lr, momentum, iterations)
+        check_settings(lr, matrix_lr, momentum, iterations)
         super().__init__(params, lr=lr, **adamw)
         if not any("is_matrix" in group for group in self.param_groups):
             raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
-        self.momentum, self.iterations = momentum, iterations
-        self.lr_ratio = matrix_lr / lr if lr else 0.0
+        ratio = matrix_lr / lr if lr else 0.0
+        self.defaults |= {"lr_ratio": ratio, "momentum": momentum, "iterations": iterations}
+        self._complete_groups()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy of the optimizer, or loaded state, which an AdamW may have made."""
+        super().__setstate__(state)
+        self._complete_groups()
+
+    def _complete_groups(self) -> None:
+        for group in self.param_groups:
+            for key in ("lr_ratio", "momentum", "iterations"):
+                group.setdefault(key, self.defaults[key])
 
     def update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         if not group.get("is_matrix"):
@@ -142,14 +154,16 @@ class Muon(AdamW):
             state.setdefault(MOMENTUM, torch.zeros_like(param))
         means = [state[MOMENTUM] for state in states]
         grads = [param.grad for param in params if param.grad is not None]
-        directions = directions_of(grads, means, self.momentum)
-        rate = group["lr"] * self.lr_ratio
+        directions = directions_of(grads, means, group["momentum"])
+        rate = group["lr"] * group["lr_ratio"]
         decay = rate * group["weight_decay"]
-        return move_matrices(params, directions, rate=rate, decay=decay, iterations=self.iterations)
+        return move_matrices(params, directions, rate=rate, decay=decay, iterations=group["iterations"])
 
 
-def check_settings(matrix_lr: float, momentum: float, iterations: int) -> None:
+def check_settings(lr: float, matrix_lr: float, momentum: float, iterations: int) -> None:
     """Raise ValueError if a setting is out of range."""
+    if matrix_lr and not lr:
+        raise ValueError(f"lr must not be 0, because matrix_lr is {matrix_lr} relative to it")
     if not matrix_lr >= 0:
         raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
     if not 0 <= momentum < 1:

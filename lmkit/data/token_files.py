@@ -188,8 +188,10 @@ class TokenFileWriter:
             sizes: bytes of the text of documents, in order: at the end of all documents or of none.
 
         Raises:
-            ValueError: an id is negative or beyond the vocabulary.
+            ValueError: `ids` are not integers in one dimension, negative or beyond the vocabulary.
         """
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
             raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)

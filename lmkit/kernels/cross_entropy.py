@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
+from lmkit.core.loss import check_targets
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
 from lmkit.kernels.operators import define
 
@@ -46,7 +47,11 @@ def linear_cross_entropy(
         targets: (...) int64 ids below vocab_size; below zero: masked. Without any that counts the loss is 0. A larger
             id makes the loss NaN.
         chunk: tokens whose logits exist at a time; None takes all.
+
+    Raises:
+        ValueError: there is not one target for each token.
     """
+    check_targets(hidden, targets)
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
         weight = weight.to(torch.get_autocast_dtype(device_type))

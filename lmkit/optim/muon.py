@@ -75,6 +75,10 @@ class Muon(AdamW, core.Muon):
         super().__init__(params, **settings)
         self.shards: list[MatrixShard] = []
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("shards", [])
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
@@ -108,7 +112,7 @@ class Muon(AdamW, core.Muon):
             state[MOMENTUM] = torch.zeros_like(exact)
         return exact, state[MOMENTUM]
 
-    def _directions(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def _directions(self, params: Sequence[Tensor], momentum: float) -> list[Tensor]:
         """Add the gradients to their running means; return u of each parameter, a new tensor.
 
         If `decision` skips the step, means stay as they are, whatever the gradients hold.
@@ -123,20 +127,20 @@ class Muon(AdamW, core.Muon):
             gradients = [torch.where(made, gradient, mean) for gradient, mean in pairs]
         if factor is not None:
             gradients = list(torch._foreach_mul(gradients, factor.to(gradients[0].device)))
-        return directions_of(gradients, means, self.momentum)
+        return directions_of(gradients, means, momentum)
 
     def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
 
         They are equal bits whether the group's `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
         """
-        rate = group["lr"] * self.lr_ratio
+        rate = group["lr"] * group["lr_ratio"]
         if self.decision is not None:
             rate = (rate * (self.decision != 0).to(torch.float32)).float()
         return rate, rate * group["weight_decay"]
 
     def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        directions = self._directions(params)
+        directions = self._directions(params, group["momentum"])
         weights = [self.state[param].get(MASTER, param) for param in params]
         rate, decay = self._rates(group)
         move_matrices(
@@ -144,7 +148,7 @@ class Muon(AdamW, core.Muon):
             directions,
             rate=rate,
             decay=decay if group["weight_decay"] else 0.0,
-            iterations=self.iterations,
+            iterations=group["iterations"],
             dtype=_dtype_of_products(directions[0]),
         )
         rounded = [param for param in params if MASTER in self.state[param]]
@@ -155,9 +159,12 @@ class Muon(AdamW, core.Muon):
         updated = [[(p, where) for p, where in shard.pieces if p.grad is not None] for shard in shards]
         sent = [torch.zeros_like(shard.part, dtype=_dtype_of_directions(shard.part)) for shard in shards]
         params = [param for pieces in updated for param, _ in pieces]
+        common = self.param_groups[
+            0
+        ]  # a strategy makes all groups with one momentum and number of iterations
         if params:
             places = [part[where] for part, pieces in zip(sent, updated, strict=True) for _, where in pieces]
-            torch._foreach_copy_(places, self._directions(params))
+            torch._foreach_copy_(places, self._directions(params, common["momentum"]))
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         rates = {id(group): self._rates(group) for group in map(group_of.__getitem__, params)}
         by_kind: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, slice, slice]]] = {}
@@ -177,7 +184,7 @@ class Muon(AdamW, core.Muon):
         for (rows, columns, which), alike in by_kind.items():
             joined = torch.stack([matrix for matrix, *_ in alike])
             dtype = _dtype_of_products(joined)
-            changes = orthogonalize(joined, iterations=self.iterations, dtype=dtype)
+            changes = orthogonalize(joined, iterations=common["iterations"], dtype=dtype)
             rate, decay = rates[which]
             scaled = rate * scale_of(rows, columns)
             for (_, param, own, in_matrix), change in zip(alike, changes, strict=True):

@@ -138,14 +138,15 @@ class Tokenizer:
         self._lock = threading.Lock()  # an encoder serves one thread at a time
 
     @classmethod
-    def from_merges(cls, merges: Sequence[Pair], special_tokens: Sequence[str] = ()) -> Tokenizer:
+    def from_merges(cls, merges: Sequence[Pair], special_tokens: str | Sequence[str] = ()) -> Tokenizer:
         """Return a tokenizer whose ids are the 256 bytes, the merges in order, then the special tokens.
 
-        >>> Tokenizer.from_merges([(b"h", b"e")], ["<|endoftext|>"]).encode("he<|endoftext|>")
+        >>> Tokenizer.from_merges([(b"h", b"e")], "<|endoftext|>").encode("he<|endoftext|>")
         [256, 257]
         """
         tokens = [bytes([byte]) for byte in range(NUM_BYTES)] + [left + right for left, right in merges]
-        return cls(vocab=dict(enumerate(tokens)), merges=merges, special_tokens=special_tokens)
+        specials = (special_tokens,) if isinstance(special_tokens, str) else special_tokens
+        return cls(vocab=dict(enumerate(tokens)), merges=merges, special_tokens=specials)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the content; locks and compiled encoders are made anew.

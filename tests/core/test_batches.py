@@ -175,3 +175,12 @@ def test_evaluation_stops_after_max_batches(tokens):
     short_row = np.arange(4 * CONTEXT + 3)  # two batches and two tokens
     assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=2))) == 2
     assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=3))) == 3
+
+
+def test_tokens_that_are_no_ids_are_refused():
+    sizes = {"batch_size": 2, "context_length": 4, "seed": 0}
+    for tokens in (np.zeros((50, 3), np.uint16), np.zeros(50)):
+        with pytest.raises(ValueError, match="integers in one dimension"):
+            TokenBatches(tokens, **sizes)
+    with pytest.raises(ValueError, match="starts at -3"):
+        TokenBatches(np.zeros(50, np.uint16), document_starts=np.array([-3, 0]), **sizes)

@@ -1,5 +1,7 @@
 """Cross-entropy against PyTorch's; the sliced one against logits held all at once."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -158,3 +160,24 @@ def test_without_gradients_the_only_product_is_that_of_the_logits():
     assert products(True) == ["aten::addmm_", "aten::mm", "aten::mm"]
     assert products(True, frozen=True) == ["aten::mm", "aten::mm"]
     assert products(False, frozen=True) == ["aten::mm"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (1,), (3, 2), (6, 1)])
+def test_there_is_one_target_for_each_token(shape):
+    targets = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_cross_entropy(torch.randn(6, 8), torch.randn(10, 8), targets)
+    with pytest.raises(ValueError, match="do not fit"):
+        cross_entropy(torch.randn(6, 10), targets)
+
+
+def test_a_token_that_does_not_count_may_have_an_infinite_loss():
+    """Its target is taken for id 0, which the model may exclude."""
+    logits, targets = torch.randn(2, 10), torch.tensor([3, -100])
+    logits[:, 0] = -math.inf
+    wanted = torch.nn.functional.cross_entropy(logits, targets)
+    torch.testing.assert_close(cross_entropy(logits, targets), wanted)
+    weight = torch.cat([torch.full((1, 2), -math.inf), torch.randn(9, 2)])
+    hidden = torch.rand(2, 2)
+    wanted = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), wanted)

@@ -66,6 +66,11 @@ def test_fault_30_ids_are_never_wrapped(tmp_path, vocab_size, dtype):
     for wrong in (vocab_size, -1):
         with pytest.raises(ValueError, match=f"0 to {vocab_size - 1}"):
             write(tmp_path / "wrong.npy", [wrong, wrong], vocab_size)
+    with (
+        pytest.raises(ValueError, match="integers in one dimension"),
+        TokenFileWriter(tmp_path / "wrong.npy", vocab_size=vocab_size, tokenizer_sha256="abc") as writer,
+    ):
+        writer.append(np.arange(20) + 0.7)
     assert not (tmp_path / "wrong.npy").exists()
 
 

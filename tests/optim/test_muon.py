@@ -1,6 +1,8 @@
 """Muon: its orthogonalisation against an SVD in float64, its step against the formula, what it leaves to AdamW."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -108,6 +110,34 @@ def test_parameters_without_the_key_of_matrices_are_refused(make):
     """AdamW would update every one of them."""
     with pytest.raises(ValueError, match="is_matrix"):
         make(torch.nn.Linear(4, 4).parameters())
+
+
+def stepped(optimizer, weight):
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("make", [core.Muon, Muon])
+def test_a_copy_and_a_loaded_state_go_on_as_the_optimizer_does(make):
+    """Also with other settings: the state has its own."""
+    first = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = make([{"params": [first], "is_matrix": True}], lr=1e-3, matrix_lr=0.05, momentum=0.8)
+    stepped(optimizer, first)
+    for copy_of in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        copied = copy_of((optimizer, first))
+        loaded = torch.nn.Parameter(first.detach().clone())
+        other = make([{"params": [loaded], "is_matrix": True}], lr=1e-4, iterations=3)
+        other.load_state_dict(optimizer.state_dict())
+        pairs = [(optimizer, first), copied, (other, loaded)]
+        ends = [stepped(*pair) for pair in pairs]
+        assert torch.equal(ends[0], ends[1])
+        assert torch.equal(ends[0], ends[2])
+
+
+def test_a_learning_rate_of_zero_is_refused_as_the_unit_of_another():
+    with pytest.raises(ValueError, match="matrix_lr"):
+        core.Muon([{"params": [torch.zeros(4, 4)], "is_matrix": True}], lr=0.0)
 
 
 def test_a_learning_rate_on_the_device_moves_weights_by_the_same_bits():
