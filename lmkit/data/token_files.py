@@ -297,7 +297,7 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             another format ("tokens.other_format").
     """
     path = Path(path)
-    meta = _read_meta(path)
+    meta = read_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
         raise UsageError(
@@ -332,7 +332,7 @@ def _damaged(path: Path, problem: str, *, is_described: bool = True) -> LmkitErr
     return LmkitError("tokens.damaged", problem, hint=hint)
 
 
-def _read_meta(path: Path) -> TokenMeta:
+def read_meta(path: Path) -> TokenMeta:
     make_one = "make one with: lmkit data encode"
     if path.is_dir():
         raise UsageError(

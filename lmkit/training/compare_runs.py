@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from lmkit.data.token_files import TokenMeta, read_meta, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.recipe.changes import differences
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.run_folder import METRICS, RECIPE
+from lmkit.recipe.schema import Recipe
 from lmkit.training.metrics import Record, read_metrics
+from lmkit.training.run_data import token_paths
 
 METRICS_SHOWN = {"bits_per_byte": "bits per byte", "loss": "loss"}
 AXES = ("steps", "tokens", "minutes")
+SAME_RECIPE = ("run.name", "run.folder", "run.seed")
+"""The keys in which runs of one recipe differ."""
 SMALLEST_DIFFERENCE = 0.005
 """The share of a loss that counts as a difference: 0.015 nats of 3."""
 
@@ -55,7 +61,7 @@ class Difference:
         low, high: 95% interval of the difference over seeds; None: a single run on both sides.
         threshold: the smallest difference that counts.
         verdict: "better", "worse": the interval excludes 0; "no difference": it lies inside +- threshold; else
-            "unclear"; "one seed": there is no interval.
+            "unclear"; "one seed": there is no interval; "another text": they were not evaluated on the same text.
     """
 
     at: str
@@ -87,7 +93,7 @@ class RunsCompared:
     Attributes:
         metric: "bits_per_byte" where all runs have it, else "loss".
         runs: how many, before and after.
-        changes: lines of what differs between the recipes, besides names and seeds.
+        changes: lines of what differs between the recipes, besides names and seeds, and between the texts.
     """
 
     metric: str
@@ -113,7 +119,7 @@ class RunsCompared:
             lines += [
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
             ]
-        lines += self.changes or ("the recipes are equal",)
+        lines += self.changes or ("the recipes and texts are equal",)
         told = [asdict(row) | {"said": row.said} for row in self.rows]
         return terminal_table(told, columns) + "\n".join(lines)
 
@@ -135,7 +141,8 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
         threshold: the smallest difference that counts, as a share of the loss before.
 
     Raises:
-        UsageError: a folder holds no runs, or no run was evaluated.
+        UsageError: a folder holds no runs, or no run was evaluated; the runs of a folder differ in more than their
+            seeds, or in less; only losses per token are known, of several tokenizers.
         LmkitError: a held-out loss is not finite.
     """
     folders = [run_folders(path) for path in (before, after)]
@@ -147,6 +154,14 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     evaluated = [r for group in records for run in group for r in run if r["kind"] in ("valid", "final")]
     has_bits = all(isinstance(record.get("bits_per_byte"), float) for record in evaluated)
     metric = "bits_per_byte" if has_bits else "loss"
+    recipes = [_recipe(path, found) for path, found in zip((before, after), folders, strict=True)]
+    texts = [[_texts(folder) for folder in found] for found in folders]
+    trained_on, held_out = ([[of_run[part] for of_run in group] for group in texts] for part in (0, 1))
+    known = [meta for group in held_out for meta in group if meta is not None]
+    if not has_bits and len({meta.tokenizer_sha256 for meta in known}) > 1:
+        hint = "encode the texts again, so that evaluations have bits per byte"
+        message = f"{before}, {after}: losses per token of different tokenizers do not compare"
+        raise UsageError("compare.other_tokenizers", message, hint=hint)
     ours, theirs = ([_curve(run, metric) for run in group] for group in records)
     rows = []
     for axis in AXES:
@@ -162,10 +177,57 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     if not rows:
         hint = "train them further, with train.eval_interval below train.steps"
         raise UsageError("compare.not_evaluated", f"{before}, {after}: no evaluations to compare", hint=hint)
-    # Validated: a key that is newer than a recipe counts with its default.
-    recipes = [load_recipe(path if (path := found[0] / RECIPE).is_file() else None) for found in folders]
-    changes = differences(*recipes, ignore=("run.name", "run.folder", "run.seed"))
+    changes = differences(*recipes, ignore=SAME_RECIPE)
+    if not _are_one_text([meta for group in trained_on for meta in group]):
+        changes += ("the training text: another",)
+    if not _are_one_text([meta for group in held_out for meta in group]):
+        changes += ("the held-out text: another; losses on different texts do not compare",)
+        rows = [replace(row, verdict="another text") for row in rows]
     return RunsCompared(metric, (len(ours), len(theirs)), tuple(rows), tuple(changes))
+
+
+def _recipe(path: Path, found: Sequence[Path]) -> Recipe:
+    """Return the recipe that runs share but for names and seeds; a key that is newer than they has its default."""
+    recipes = [load_recipe(file if (file := run / RECIPE).is_file() else None) for run in found]
+    for run, recipe in zip(found, recipes, strict=True):
+        if changed := differences(recipes[0], recipe, ignore=SAME_RECIPE):
+            raise UsageError(
+                "compare.other_recipes",
+                f"{path}: {found[0].name} and {run.name} differ in more than their seeds: {changed[0]}",
+                hint="name folders whose runs have one recipe, as lmkit run --seeds makes them",
+            )
+    seeds = Counter(recipe.run.seed for recipe in recipes)
+    if len(seeds) < len(recipes):
+        raise UsageError(
+            "compare.one_seed_twice",
+            f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}",
+            hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
+        )
+    return recipes[0]
+
+
+def _texts(run: Path) -> tuple[TokenMeta | None, TokenMeta | None]:
+    """Return the descriptions of a run's training and held-out tokens; None: not there."""
+    recipe = load_recipe(file if (file := run / RECIPE).is_file() else None)
+    train, valid = (
+        read_meta(path) if sidecar_path(path).is_file() and path.is_file() else None
+        for path in token_paths(recipe)
+    )
+    return train, valid
+
+
+def _are_one_text(metas: Sequence[TokenMeta | None]) -> bool:
+    """Return whether token files are of one text, as far as is known. Another tokenizer may end documents by other
+    letters: then it counts that texts have as many bytes and documents."""
+    known = [meta for meta in metas if meta is not None]
+    return all(
+        meta.source_sha256 == known[0].source_sha256
+        or (
+            meta.tokenizer_sha256 != known[0].tokenizer_sha256
+            and (meta.num_bytes, meta.num_documents) == (known[0].num_bytes, known[0].num_documents)
+        )
+        for meta in known
+    )
 
 
 def _finite_records(path: Path) -> list[Record]:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import pytest
 from raising import raises
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.training.compare_runs import compare_training
 
@@ -30,7 +30,7 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "recipe.toml").write_text(
-        f"[run]\nname = '{folder.name}'\nseed = {seed}\n[optimizer]\nlr = {lr}\n"
+        f"[run]\nfolder = '{folder.parent}'\nname = '{folder.name}'\nseed = {seed}\n[optimizer]\nlr = {lr}\n"
     )
     return folder
 
@@ -141,3 +141,54 @@ def test_a_run_whose_held_out_loss_is_not_finite_is_refused(tmp_path, kind):
     (bad / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with raises(LmkitError, "compare.not_finite", bad / "metrics.jsonl", lines[last]["step"]):
         compare_training(fine, bad)
+
+
+def describe(run: Path, part: str, **fields) -> None:
+    """A token file with a description."""
+    meta = {"tokenizer_sha256": "t", "vocab_size": 300, "num_tokens": 9, "num_documents": 2, "num_bytes": 20}
+    (run / "tokens").mkdir(exist_ok=True)
+    (run / f"tokens/{part}.npy").write_bytes(b"")
+    text = json.dumps(meta | {"source_sha256": "a", "format": 2} | fields)
+    (run / f"tokens/{part}.json").write_text(text)
+
+
+def test_losses_on_different_texts_get_no_verdict(tmp_path):
+    before, after = (write_run(tmp_path / name, [5.0, 4.0], seconds=9) for name in ("a", "b"))
+    for run in (before, after):
+        describe(run, "train")
+        describe(run, "valid")
+    assert compare_training(before, after).changes == ()
+    describe(after, "train", source_sha256="b")
+    (change,) = compare_training(before, after).changes
+    assert "training text" in change
+    describe(after, "valid", source_sha256="b")
+    result = compare_training(before, after)
+    assert {row.verdict for row in result.rows} == {"another text"}
+    assert any("held-out text" in change for change in result.changes)
+    # Another tokenizer may write another end of text behind the same documents.
+    describe(after, "valid", source_sha256="b", tokenizer_sha256="u")
+    assert {row.verdict for row in compare_training(before, after).rows} == {"one seed"}
+
+
+def test_losses_per_token_of_two_tokenizers_do_not_compare(tmp_path):
+    runs = [write_run(tmp_path / name, [5.0, 4.0], seconds=9) for name in ("a", "b")]
+    for run, tokenizer in zip(runs, "tu", strict=True):
+        describe(run, "valid", tokenizer_sha256=tokenizer)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps(line | {"bits_per_byte": None}) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(text)
+    with raises(UsageError, "compare.other_tokenizers"):
+        compare_training(*runs)
+    describe(runs[1], "valid")
+    assert compare_training(*runs).metric == "loss"
+
+
+def test_runs_of_one_folder_have_one_recipe_and_several_seeds(tmp_path):
+    alone = write_run(tmp_path / "a", [5.0, 4.0], seconds=9)
+    for seed, lr in enumerate((0.1, 0.2)):
+        write_run(tmp_path / "mixed" / str(seed), [5.0, 4.0], seconds=9, seed=seed, lr=lr)
+        write_run(tmp_path / "twice" / str(seed), [5.0, 4.0], seconds=9, seed=7)
+    with raises(UsageError, "compare.other_recipes", "optimizer.lr"):
+        compare_training(alone, tmp_path / "mixed")
+    with raises(UsageError, "compare.one_seed_twice"):
+        compare_training(tmp_path / "twice", alone)
