@@ -76,7 +76,7 @@ def encode(
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json: lmkit tokenizer train makes one.")],
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
-    field: FieldOption = "text",
+    field: FieldOption = None,
     separator: Annotated[
         str | None,
         option(

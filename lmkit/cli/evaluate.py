@@ -27,7 +27,7 @@ def evaluate(
     text: Annotated[
         Path | None, option("Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.")
     ] = None,
-    field: FieldOption = "text",
+    field: FieldOption = None,
     by_document: Annotated[
         bool, typer.Option("--by-document", help="Evaluate each document by itself.")
     ] = False,

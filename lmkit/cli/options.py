@@ -105,7 +105,9 @@ ErrorsOption = Annotated[
 ]
 
 
-FieldOption = Annotated[str, typer.Option(help="Key of a JSON object that holds the text.")]
+FieldOption = Annotated[
+    str | None, typer.Option(help='Key of a JSON object that holds the text, if not "text".')
+]
 
 
 class Group(TyperGroup):

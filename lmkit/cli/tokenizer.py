@@ -52,7 +52,7 @@ def train(
     max_token_bytes: Annotated[int | None, option("No merge makes a longer token. Default: 256.")] = None,
     workers: WorkersOption = None,
     errors: ErrorsOption = "strict",
-    field: FieldOption = "text",
+    field: FieldOption = None,
     force: ForceOption = False,
 ) -> Result:
     """Train byte-level BPE on text files."""

@@ -101,12 +101,12 @@ def prepare_corpus(
     else:
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
             _check_files(key, paths)
+        check_corpus(table, folder)
         if table.valid:
             return CorpusFiles(
                 _plain_text("corpus.train", table.train, table, train, mark, progress),
                 _plain_text("corpus.valid", table.valid, table, valid, mark, progress),
             )
-        check_corpus(table, folder)
         with atomic_path(train) as partial:
             _join("corpus.train", table.train, table, partial, mark, progress)
             _hold_out(partial, valid, table, mark)
@@ -118,8 +118,11 @@ def check_corpus(table: CorpusConfig, folder: Path) -> None:
 
     Raises:
         UsageError: generated text is larger than what is free on the disk of `folder` ("output.too_large"); a file
-            is named twice, so that its documents would be learned and held out ("corpus.named_twice").
+            is named twice, so that its documents would be learned and held out ("corpus.named_twice"); no file holds
+            JSON, and there is a field ("corpus.unused_field").
     """
+    if table.source == "files" and table.field != "text":
+        refuse_unused_field("corpus.field", (*table.train, *table.valid))
     if table.source == "synth":
         refuse_too_large(folder, table.size_mb * (1 + table.valid_fraction) * 1e6)
     files = set()
@@ -137,7 +140,7 @@ def plain_text_files(
     folder: Path | None = None,
     *,
     errors: ErrorMode = "strict",
-    field: str = "text",
+    field: str | None = None,
     mark: str | None = END_OF_TEXT,
     separator: str | None = None,
     progress: Progress | None = None,
@@ -150,16 +153,18 @@ def plain_text_files(
     Args:
         paths: one path or several.
         folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
-        field: the key of a JSON object that holds the text.
+        field: the key of a JSON object that holds the text; None: "text".
         mark: ends a document in text files.
         separator: left out at the end of the text of a JSON object.
 
     Raises:
         UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
-            ("corpus.no_field").
+            ("corpus.no_field"); no file holds JSON, and there is a field ("corpus.unused_field").
         LmkitError: as `prepare_corpus`.
     """
     texts = as_paths(paths)
+    if field is not None:
+        refuse_unused_field("--field", texts)
     if not any(map(_is_converted, texts)):
         yield texts
         return
@@ -168,7 +173,7 @@ def plain_text_files(
             if _is_converted(path):
                 texts[number] = Path(made, f"{number}.txt")
                 with naming(f"the text of {path}, in {made}"):
-                    table = CorpusConfig(errors=errors, field=field, separator=separator)
+                    table = CorpusConfig(errors=errors, field=field or "text", separator=separator)
                     _join("sources", [path], table, texts[number], mark, progress)
         yield texts
 
@@ -176,6 +181,16 @@ def plain_text_files(
 def _is_converted(path: Path) -> bool:
     """Return whether a file must be made into a text file: JSON lines, a compressed file, a pipe."""
     return path.suffix.lower() == ".gz" or holds_json(path) or path.is_fifo()
+
+
+def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
+    """Refuse a key of JSON objects where no file holds them by its name: JSON would be read as text."""
+    if not any(map(holds_json, paths)):
+        raise UsageError(
+            "corpus.unused_field",
+            f"{key}: {some_of([str(path) for path in paths])} is read as text, not as JSON objects",
+            hint="end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out",
+        )
 
 
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
@@ -364,7 +379,7 @@ def _json_documents(
     stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusConfig, end: bytes
 ) -> Iterator[bytes]:
     """Yield a document with its mark for every JSON object that has text."""
-    marked = 0
+    marked = empty = 0
     for where, record in json_records(stream, path, table.errors):
         keys = record if isinstance(record, dict) else {}
         document = keys.get(table.field)
@@ -383,8 +398,11 @@ def _json_documents(
             continue
         data = document.encode().removesuffix((table.separator or "").encode())
         marked += end in data.removesuffix(end)
+        empty += not data
         if data:
             yield data.removesuffix(end) + end  # many write it behind their texts
+    if empty:
+        log.warning("%s: %d texts are empty, and no documents", path, empty)
     if marked:
         log.warning("%s: %d documents hold %s, which ends a document", path, marked, end.decode())
 

@@ -39,7 +39,7 @@ def encode_corpus(
     *,
     workers: int = 0,
     errors: ErrorMode = "strict",
-    field: str = "text",
+    field: str | None = None,
     separator: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -59,7 +59,7 @@ def encode_corpus(
         output: the token file; ends in `.npy`.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
-        field: the key of a JSON object that holds the text.
+        field: the key of a JSON object that holds the text; None: "text". Refused where no source holds JSON.
         separator: what ends a document in text files; None: the end-of-text token, as the tokenizer writes it. The
             text of a JSON object is one document; a separator at its end is left out.
         force: overwrite `output`.

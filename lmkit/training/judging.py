@@ -159,7 +159,7 @@ def evaluate_run(
     *,
     tokens: Path | None = None,
     text: Path | None = None,
-    field: str = "text",
+    field: str | None = None,
     device: str = "auto",
 ) -> EvaluateResult:
     """Evaluate a trained model in the precision it was trained in, on consecutive windows of its context's length.
@@ -168,7 +168,7 @@ def evaluate_run(
         path: a run folder, whose newest good checkpoint counts; a checkpoint folder; or a Hugging Face folder.
         tokens: a token file; None: the run's own held-out file.
         text: a text file instead, or JSON objects, which the model's tokenizer encodes.
-        field: the key of a JSON object that holds the text.
+        field: the key of a JSON object that holds the text; None: "text".
 
     Raises:
         UsageError: there is no model or no token file, or the file was made with another tokenizer.
@@ -190,7 +190,7 @@ def evaluate_run(
 
 @contextmanager
 def _opened_text(
-    trained: TrainedModel, tokens: Path | None, text: Path | None, field: str
+    trained: TrainedModel, tokens: Path | None, text: Path | None, field: str | None
 ) -> Iterator[tuple[TokenFile, str]]:
     """Yield the token file to judge on, and the name of what the user named."""
     if text is None:
@@ -253,7 +253,8 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """How well a model predicts one document; loss in nats per token. `begins` holds its first characters."""
+    """How well a model predicts one document; loss in nats per token. `number` counts the documents of the file, also
+    those without text, from 1; `begins` holds the first characters."""
 
     number: int
     bytes: int
@@ -301,7 +302,7 @@ def evaluate_documents(
     *,
     tokens: Path | None = None,
     text: Path | None = None,
-    field: str = "text",
+    field: str | None = None,
     device: str = "auto",
 ) -> DocumentsResult:
     """Evaluate a trained model on each document by itself; arguments and errors are those of `evaluate_run`.
@@ -317,7 +318,7 @@ def evaluate_documents(
         tokenizer = trained.open_tokenizer()
         before = ids_before(tokenizer, trained.path)
         documents = list(_documents(file, tokenizer))
-        windows = [list(windows_of(before, ids, trained.config.context_length)) for ids, _, _ in documents]
+        windows = [list(windows_of(before, ids, trained.config.context_length)) for _, ids, _, _ in documents]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
             found = log_likelihoods(model, flat, ranks, precision=trained.precision)
@@ -327,11 +328,11 @@ def evaluate_documents(
     if not documents:
         raise UsageError("text.empty", f"{name}: holds no document", hint="name a text with words in it")
     scores = []
-    for number, ((ids, num_bytes, data), loss) in enumerate(zip(documents, losses, strict=True), 1):
+    for (number, ids, num_bytes, data), loss in zip(documents, losses, strict=True):
         begins = " ".join(data[: 4 * _SHOWN].decode("utf-8", "replace").split())[:_SHOWN]
         figures = _figures(loss, len(ids), num_bytes)
         scores.append(DocumentScore(number, num_bytes, **figures, begins=begins))
-    num_bytes = sum(size for _, size, _ in documents)
+    num_bytes = sum(size for _, _, size, _ in documents)
     together = _figures(math.fsum(losses), sum(score.tokens for score in scores), num_bytes)
     return DocumentsResult(str(trained.path), trained.step, name, tuple(scores), **together)
 
@@ -342,9 +343,9 @@ def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
     return figures
 
 
-def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, bytes]]:
-    """Yield the ids of each document, without prefix, suffix and end-of-text, the bytes of its text, and the letters
-    of all its tokens; no document without text."""
+def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[int, np.ndarray, int, bytes]]:
+    """Yield the number of each document with text, from 1; its ids without prefix, suffix and end-of-text; the bytes
+    of its text; and the letters of all its tokens."""
     end, prefix, suffix = tokenizer.end_of_text_id, tokenizer.prefix, tokenizer.suffix
     if suffix[-1:] == (end,):
         suffix = suffix[:-1]
@@ -360,7 +361,7 @@ def _documents(file: TokenFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarr
         data = tokenizer.decode_bytes(ids.tolist())
         size = len(data) - tokenizer.specials_in(ids)[1] if file.sizes is None else int(file.sizes[number])
         if size:
-            yield ids, size, data
+            yield number + 1, ids, size, data
         else:
             empty += 1
     if empty:

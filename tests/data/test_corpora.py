@@ -402,3 +402,13 @@ def test_text_is_the_same_wherever_a_block_ends(write, split, monkeypatch, borde
     )
     train, valid = split(write("odd.txt", content), errors="replace")
     assert (train + valid).decode() == content.decode("utf-8", "replace")
+
+
+def test_a_field_of_files_that_are_read_as_text_is_refused(tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text('{"body": "a b"}\n' * 9)
+    table = CorpusConfig(source="files", train=(lines,), field="body")
+    with raises(UsageError, "corpus.unused_field", "corpus.field", lines):
+        prepare_corpus(table, tmp_path / "corpus")
+    with raises(UsageError, "corpus.unused_field", "--field", lines), plain_text_files(lines, field="text"):
+        pass

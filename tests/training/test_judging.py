@@ -90,7 +90,8 @@ def test_documents_of_white_space_are_judged_and_those_without_text_counted(fold
     Path("text.txt").write_text(END.join(["ok", " \n", "", "b"]))
     encoded = encode_corpus(Path("text.txt"), Path("text.npy"), tokenizer())
     result = evaluate_documents(folder, text=Path("text.txt"))
-    assert [(score.bytes, score.tokens) for score in result.documents] == [(2, 2), (2, 2), (1, 1)]
+    found = [(score.number, score.bytes, score.tokens) for score in result.documents]
+    assert found == [(1, 2, 2), (2, 2, 2), (4, 1, 1)]
     space = result.documents[1]
     assert space.loss == pytest.approx(-math.fsum(log_p(folder, [260, *b" \n"])) / 2, rel=1e-6)
     assert encoded.num_documents == 4
