@@ -95,11 +95,15 @@ def generate(
         kernels: see `Decoder`.
 
     Raises:
+        ValueError: the tokenizer has more ids than the model has embeddings.
         UsageError: a prompt is empty and the tokenizer has no `start_id`, or `options.weights` is not for this
             device or model, or so many texts.
         LmkitError: the logits are not finite, or memory does not suffice for `options.batch_size` texts.
         Interrupted: in place of KeyboardInterrupt, with the texts so far.
     """
+    embeddings = len(model.token_embeddings.weight)
+    if tokenizer.vocab_size > embeddings:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {embeddings} embeddings")
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     starts = PromptIds(model, tokenizer, prompts, allow_special=options.allow_special)
     if "" in prompts:
@@ -168,8 +172,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         number: of the prompt.
-        logprob: natural logarithm of its probability at temperature 1, among the ids that may be drawn; None without
-            `options.logprobs`.
+        logprob: natural logarithm of its probability at temperature 1, after the repetition penalty, among the ids
+            that may be drawn; None without `options.logprobs`.
     """
 
     number: int

@@ -324,7 +324,8 @@ class GenerateConfig(Table):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Above 1: make tokens that the text holds already less likely (Keskar et al. 2019)."""
     logprobs: bool = False
-    """Keep the natural logarithm of each token's probability, at temperature 1, for `--json` and `--jsonl`."""
+    """Keep the natural logarithm of each token's probability for `--json` and `--jsonl`: at temperature 1, after the
+    repetition penalty."""
     batch_size: Annotated[int, Field(gt=0, le=65_536)] = 16
     """Texts generated at once. On a GPU, 1 is fastest for a single text, 256 for thousands."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

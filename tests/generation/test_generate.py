@@ -439,3 +439,10 @@ def test_memory_that_runs_out_on_the_way_says_which_batch_fits(make_model, monke
     with raises(LmkitError, "generate.out_of_memory", "2.00 GiB") as caught:
         rows(make_model(), [[1]] * 9, greedy(3, batch_size=8))
     assert caught.value.hint.endswith(" 4")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(make_model):
+    model = make_model()
+    merges = [(bytes([i]), b" ") for i in range(model.config.vocab_size - 255)]
+    with pytest.raises(ValueError, match="embeddings"):
+        generate(model, Tokenizer.from_merges(merges), "a")
