@@ -225,6 +225,10 @@ class Registry(Generic[F]):
             )
         return found
 
+    def module(self, name: str) -> str:
+        """Return the name of the module in which `name` is registered; it is not imported."""
+        return self._entries[self.canonical(name)].module
+
     def options(self, name: str) -> Any:
         """Return the class `Options` of the module in which `name` is registered: its table in a recipe."""
         return self.function_of(name, "Options")

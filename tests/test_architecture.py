@@ -158,7 +158,7 @@ OPENS_BY_ITSELF = {
         (
             "cli/app.py",
             "registry.py",
-            "recipe/docstrings.py",
+            "recipe/keys.py",
             "kernels/cuda/build.py",
             "tokenizer/engine.py",
             "bench/explained/__init__.py",

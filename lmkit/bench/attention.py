@@ -24,8 +24,9 @@ from lmkit.bench.attention_variants import (
     parse_tier,
     precision_of,
 )
-from lmkit.bench.context import Context, Empties, FlagNames
+from lmkit.bench.context import Context
 from lmkit.measure.tables import Rows
+from lmkit.recipe.keys import Empties, FlagNames
 from lmkit.recipe.tables import Count, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionVariant
 from lmkit.registry import BENCHES

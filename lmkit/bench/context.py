@@ -1,4 +1,4 @@
-"""`Context`, which a bench gets: options, rank, journal of its rows. Metadata of the keys of its table."""
+"""`Context`, which a bench gets: options, rank, journal of its rows."""
 
 from __future__ import annotations
 
@@ -21,29 +21,6 @@ if TYPE_CHECKING:
 
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
-
-
-@dataclass(frozen=True)
-class FlagNames:
-    """Metadata of a key: other names of its flag."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Shortcut:
-    """Metadata of a key: a flag without a value that stands for one value of the key."""
-
-    name: str
-    value: Any
-    help: str
-
-
-@dataclass(frozen=True)
-class Empties:
-    """Metadata of a key: its flag empties these arrays of the recipe, unless a flag or `--set` gives one of them."""
-
-    keys: tuple[str, ...]
 
 
 class RankGaveUp(LmkitError):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from lmkit.bench.context import Context, FlagNames
+from lmkit.bench.context import Context
 from lmkit.bench.harness import ratio_fields
 from lmkit.bench.lm_matrix_summary import ONE_RANK
 from lmkit.bench.lm_matrix_summary import pictures as pictures
@@ -29,6 +29,7 @@ from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock
+from lmkit.recipe.keys import FlagNames
 from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import (
     Count,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lmkit.bench.context import Context, Shortcut
+from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_is_a_row, not_enough_memory
 from lmkit.bench.harness import (
     grouped,
@@ -29,6 +29,7 @@ from lmkit.measure.plots import grouped_bars, line_panels
 from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import clock_for
+from lmkit.recipe.keys import Shortcut
 from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import PRESETS, Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName, OperationsName

@@ -24,6 +24,7 @@ from lmkit.cli.options import (
     option,
 )
 from lmkit.plugins import load_plugin
+from lmkit.recipe.keys import Empties, FlagNames, Shortcut, of_class
 from lmkit.registry import BENCHES
 
 _LONGEST_METAVAR = 60  # characters; help has lines of 80
@@ -38,10 +39,7 @@ OutputOption = Annotated[
 
 
 class _Benches(Group):
-    """Lists benches by what the registry knows, and makes the flags of one when it is called.
-
-    The flags need the bench's table and so pydantic, which the list of benches does not load.
-    """
+    """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
     @property
     def commands(self) -> dict[str, Any]:
@@ -183,26 +181,22 @@ class _Flag:
 
 def _flags(name: str) -> Iterator[_Flag]:
     """Yield a flag for every key of a bench's table, and those that stand for a value of a key."""
-    from lmkit.bench.context import Empties, FlagNames, Shortcut
-    from lmkit.recipe.reference import meanings
-
-    table = BENCHES.options(name)
-    texts = meanings(table)
-    for key, field in table.model_fields.items():
-        several = get_origin(field.annotation) is tuple
-        kind = _scalar(get_args(field.annotation)[0] if several else field.annotation)
+    for key, (annotation, text) in of_class(BENCHES.module(name), "Options").items():
+        metadata = getattr(annotation, "__metadata__", ())
+        type_ = get_args(annotation)[0] if metadata else annotation
+        several = get_origin(type_) is tuple
+        kind = _scalar(get_args(type_)[0] if several else type_)
         dashed = "--" + key.replace("_", "-")
-        names = [other for extra in field.metadata if isinstance(extra, FlagNames) for other in extra.names]
+        names = [other for extra in metadata if isinstance(extra, FlagNames) for other in extra.names]
         declared = [f"{dashed}/--no-{dashed[2:]}"] if kind is bool else [dashed, *names]
-        text = texts.get(key, "")
         if several:
             text = f"{text.rstrip('.')} (comma-separated, or repeat the option)."
         typed: Any = list[str] if several else kind
-        shown = _words(field.annotation) or (f"<{kind.__name__},...>" if several else None)
-        annotation = Annotated[typed | None, option(text, *declared, metavar=shown)]
-        empties = tuple(extra.keys for extra in field.metadata if isinstance(extra, Empties))
-        yield _Flag(key, key, annotation, items=kind if several else None, empties=empties)
-        for extra in field.metadata:
+        shown = _words(type_) or (f"<{kind.__name__},...>" if several else None)
+        flag = Annotated[typed | None, option(text, *declared, metavar=shown)]
+        empties = tuple(extra.keys for extra in metadata if isinstance(extra, Empties))
+        yield _Flag(key, key, flag, items=kind if several else None, empties=empties)
+        for extra in metadata:
             if isinstance(extra, Shortcut):
                 short = Annotated[bool | None, option(extra.help, extra.name)]
                 yield _Flag(extra.name.strip("-").replace("-", "_"), key, short, constant=extra.value)

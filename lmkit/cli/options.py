@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from lmkit.errors import UsageError
-from lmkit.recipe import docstrings
+from lmkit.recipe import keys
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ def option(text: str, *names: str, **settings: Any) -> Any:
 def key_option(key: str, *names: str) -> Any:
     """Return the option that sets a key of the recipe, such as `generate.seed`; its help is the key's docstring."""
     table, _, name = key.partition(".")
-    return option(f"{docstrings.of_table(table)[name].rstrip('.')} ({key}).", *names)
+    return option(f"{keys.of_table(table)[name].text.rstrip('.')} ({key}).", *names)
 
 
 def _turn_on_log(context: typer.Context, debug: bool) -> None:

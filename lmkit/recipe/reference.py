@@ -5,13 +5,11 @@ The meaning of a key is the docstring below it in the schema, read from the sour
 
 from __future__ import annotations
 
-import ast
-import inspect
 import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from lmkit.recipe import docstrings
+from lmkit.recipe import keys
 from lmkit.recipe.schema import TABLES, Recipe
 from lmkit.recipe.tables import Table
 from lmkit.recipe.values import Only, RegisteredName
@@ -50,28 +48,16 @@ def annotated_toml(recipe: Recipe) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def meanings(table: type[Table]) -> dict[str, str]:
-    """Return key -> docstring below it, of this class and its bases."""
-    found: dict[str, str] = {}
-    for owner in reversed(table.__mro__):
-        if not issubclass(owner, Table) or owner is Table:
-            continue
-        definition = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(definition, ast.ClassDef)
-        found |= docstrings.of_class(definition)
-    return found
-
-
 def _keys(table: Table) -> Iterator[str]:
     """Yield the lines of one table."""
     values = table.model_dump(mode="json")
-    texts = meanings(type(table))
+    known = keys.of_class(type(table).__module__, type(table).__name__)
     for key, field in type(table).model_fields.items():
         choices = _choices(Annotated[(field.annotation, *field.metadata, "")])
         remarks = [
             "not set" if values[key] is None else "",
             f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else "",
-            texts.get(key, "").rstrip("."),
+            known[key].text.rstrip("."),
             *(f"Only {only.condition(key)}" for only in field.metadata if isinstance(only, Only)),
         ]
         assignment = f"# {key} =" if values[key] is None else _assignment(key, values[key])
