@@ -29,9 +29,10 @@ from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Rows
 from lmkit.measure.timing import SteadyStateClock
+from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.keys import FlagNames
-from lmkit.recipe.model_table import Checkpointing
 from lmkit.recipe.tables import (
+    Checkpointing,
     Count,
     ModelConfig,
     ParallelConfig,
@@ -41,7 +42,6 @@ from lmkit.recipe.tables import (
     check_heads,
 )
 from lmkit.recipe.values import AttentionName, RegisteredName
-from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
 from lmkit.storage.inputs import refuse_irregular
 

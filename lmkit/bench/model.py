@@ -30,8 +30,7 @@ from lmkit.measure.statistics import FEWEST_PAIRS, paired_ratio
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.timing import clock_for
 from lmkit.recipe.keys import Shortcut
-from lmkit.recipe.model_table import Checkpointing
-from lmkit.recipe.tables import PRESETS, Count, ModelConfig, PositiveFloat, PositiveInt, Table
+from lmkit.recipe.tables import PRESETS, Checkpointing, Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName, OperationsName
 from lmkit.registry import BENCHES
 

@@ -1,25 +1,33 @@
-"""`lmkit generate`: write text with a trained model."""
+"""`lmkit generate` and `lmkit chat`: write text with a trained model."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lmkit.cli.console import progress_on_stderr, show, write
+from lmkit.cli.console import Result, progress_on_stderr, show, write
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
-from lmkit.cli.texts import GenerateResult, Interrupted, Sample, continue_prompts
 from lmkit.errors import UsageError, reason
 from lmkit.storage.inputs import read_input
+
+if TYPE_CHECKING:
+    from lmkit.generation import Generation
+    from lmkit.measure.progress import Progress
+    from lmkit.model.transformer import TransformerLM
+    from lmkit.recipe.tables import GenerateConfig
+    from lmkit.tokenizer import Tokenizer
+    from lmkit.tokenizer.chat import ChatTemplate
 
 app = Commands()
 
@@ -172,3 +180,293 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
             raise UsageError("generate.prompts_file", message, hint=hint)
         prompts += found
     return prompts or None
+
+
+SEPARATOR = "\n\n---\n\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
+
+    `number` counts prompts and their samples. `logprobs` holds the natural logarithm of each token's probability, if
+    the table asks for it.
+    """
+
+    number: int
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+    logprobs: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, number: int, made: Generation) -> Sample:
+        return cls(number, made.prompt, made.text, len(made.tokens), made.ended, made.logprobs)
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    samples: tuple[Sample, ...]
+
+    def __str__(self) -> str:
+        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT came; `result` holds the texts that have begun."""
+
+    def __init__(self, result: GenerateResult, said: str) -> None:
+        self.result = result
+        super().__init__(said)
+
+
+def continue_prompts(
+    source: Path,
+    *,
+    tokenizer: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    samples: int = 1,
+    stream: Callable[[str], None] | None = None,
+    on_sample: Callable[[Sample], None] | None = None,
+    progress: Progress | None = None,
+) -> GenerateResult:
+    """Continue the prompts of a run's [generate] table, or those given.
+
+    Args:
+        source, tokenizer, overrides, flags, device: as for `loaded_model`.
+        samples: texts per prompt.
+        stream: called with the prompt and then with each piece of text, if there is a single prompt.
+        on_sample: called with each text when it is complete.
+        progress: told how many texts are complete.
+
+    Raises:
+        UsageError: as `loaded_model`.
+        LmkitError: the checkpoint is damaged, or memory does not suffice.
+        Interrupted: in place of KeyboardInterrupt, once texts are written.
+    """
+    with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table, _):
+        from lmkit import generation
+
+        # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
+        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
+        unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
+        complete = 0
+
+        def on_text(row: int, piece: str) -> None:
+            assert stream is not None
+            stream((unwritten.pop() if unwritten else "") + piece)
+
+        def on_end(number: int, generation: Generation) -> None:
+            nonlocal complete
+            complete += 1
+            if on_sample is not None:
+                on_sample(Sample.of(number, generation))
+            if progress is not None:
+                progress("texts", complete, len(prompts))
+
+        report = on_text if unwritten else None
+        try:
+            made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
+        except generation.Interrupted as stop:
+            result = GenerateResult(tuple(Sample.of(*item) for item in stop.generations.items()))
+            raise Interrupted(result, str(stop)) from None
+        if unwritten:  # the model ended the text at once
+            on_text(0, "")
+    return GenerateResult(tuple(Sample.of(*item) for item in enumerate(made)))
+
+
+@contextmanager
+def loaded_model(
+    source: Path,
+    tokenizer: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any] | None,
+    device: str,
+) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig, Path]]:
+    """Yield a trained model, its tokenizer, its [generate] table, and the tokenizer's path.
+
+    Args:
+        source: a run folder, its checkpoints folder, one checkpoint, or a Hugging Face folder.
+        tokenizer: a tokenizer.json; None takes the model's.
+        overrides, flags: as for `load_recipe`, over the run's recipe.
+
+    Raises:
+        UsageError: no model, no tokenizer or not the model's, or sampling options out of range.
+        LmkitError: a file is damaged.
+    """
+    from lmkit.generation.decoder import can_run_kernels
+    from lmkit.generation.generate import weight_dtype
+    from lmkit.parallel.ranks import process_group
+    from lmkit.recipe.load import load_recipe
+    from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
+    from lmkit.training.checkpoint import MANIFEST
+    from lmkit.training.judging import open_trained
+
+    for override in overrides:
+        if not override.strip().startswith("generate."):
+            hint = "the other tables made the model"
+            message = f"--set {override}: only [generate] can change here"
+            raise UsageError("generate.other_table", message, hint=hint)
+    folder = source
+    if (source / MANIFEST).exists():
+        folder = source.resolve().parent.parent
+    elif source.name == CHECKPOINTS:
+        folder = Path(os.path.realpath(source)).parent
+    recipe_file = folder / RECIPE
+    recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
+    table = recipe.generate
+    with process_group(device) as ranks:
+        trained = open_trained(source)
+        path = tokenizer or trained.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
+        if path is None:
+            message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
+            raise UsageError("generate.no_tokenizer", message, hint=hint)
+        path = tokenizer_in(path)
+        loaded = trained.open_tokenizer(path)
+        model = trained.load(ranks.device)
+        model.to(weight_dtype(table, ranks.device))
+        if can_run_kernels(model):
+            import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it
+        yield model, loaded, table, path
+
+
+RESET = "/reset"
+
+
+@app.add("lmkit chat artifacts/runs/quickstart")
+def chat(
+    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
+    max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
+    temperature: Annotated[float | None, key_option("generate.temperature")] = None,
+    seed: Annotated[int | None, key_option("generate.seed")] = None,
+    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
+    device: DeviceOption = "auto",
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> Result | None:
+    """Talk with a trained model, line by line.
+
+    A model that was trained on conversations answers, by the chat_template.json beside its tokenizer. Any other model
+    continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten where the
+    context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
+    --set generate.top_p=0.9.
+    """
+    from lmkit.tokenizer.chat import beside
+    from lmkit.training.exchange import their_template
+
+    flags = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    keys = {f"generate.{key}": value for key, value in flags.items()}
+    turns = []
+    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table, path):
+        template = beside(path) or their_template(path.parent)
+        conversation = Conversation(model, loaded, table, template)
+        for line in _lines():
+            if line == RESET:
+                conversation.reset()
+                continue
+            text = ""
+            try:
+                for piece in conversation.answer(line):
+                    text += piece
+                    if not as_json:
+                        write(piece)
+            except KeyboardInterrupt:
+                pass  # the answer has ended
+            if not as_json:
+                write("\n")
+            turns.append({"prompt": line, "text": text})
+    return Result("", {"turns": turns}) if as_json else None
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin; a terminal is asked for each, and Ctrl-C there begins a new one."""
+    if not sys.stdin.isatty():
+        for raw in sys.stdin.buffer:
+            yield raw.decode("utf-8", "replace").rstrip("\r\n")
+        return
+    import readline  # noqa: F401  lets `input` edit lines
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            write("\n")
+
+
+class Conversation:
+    """Text that a user and a model write in turn. Only the newest that fits into the context is kept.
+
+    Args:
+        template: what stands around their messages; None: nothing, the model goes on in the same text.
+
+    Raises:
+        UsageError: the template is not for this tokenizer.
+    """
+
+    def __init__(
+        self,
+        model: TransformerLM,
+        tokenizer: Tokenizer,
+        options: GenerateConfig,
+        template: ChatTemplate | None,
+    ) -> None:
+        from lmkit.generation.generate import decoder_for, drawn_from
+
+        self._tokenizer, self._seed, self._template = tokenizer, options.seed, template
+        limits = drawn_from(tokenizer, options)
+        if template is not None:
+            template.check(tokenizer, "lmkit chat")
+            limits["stops"] = {*tokenizer.marks.stops, tokenizer.special_ids[template.end]}
+        self._decoder = decoder_for(model, options, rows=1, **limits)
+        # Room for the answer; one that needs more than half of the context makes the text slide.
+        capacity = self._decoder.capacity
+        self._kept = max(1, capacity - min(options.max_new_tokens, capacity // 2))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text: a new document begins."""
+        start = self._tokenizer.start_id
+        self._ids: list[int] = [*self._tokenizer.prefix] or ([] if start is None else [start])
+        self._goes_on = False
+        if self._template is not None:
+            self._ids, self._between = [], self._template.begin
+
+    def answer(self, line: str) -> Iterator[str]:
+        """Add a line to the text; yield pieces of what the model adds."""
+        from lmkit.generation.generate import TextStream, draw_tokens
+
+        self._ids += self._continued(line) if self._template is None else self._asked(line, self._template)
+        self._ids = self._ids[-self._kept :]
+        if not self._ids:
+            return
+        stream, self._goes_on = TextStream(self._tokenizer), True
+        self._seed += 1  # another stream for each answer
+        for _, token, _ in draw_tokens(self._decoder, [self._ids[:]], self._seed - 1):
+            if token not in self._decoder.stops:
+                self._ids.append(token)
+                yield stream.push(token)
+            elif self._template is None or token == self._tokenizer.special_ids[self._template.end]:
+                self._ids.append(token)
+                self._goes_on = False
+            # Any other stop is left out: the next message puts the template's end there, as in training.
+        yield stream.finish()
+
+    def _continued(self, line: str) -> list[int]:
+        return self._encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
+
+    def _asked(self, line: str, template: ChatTemplate) -> list[int]:
+        """Return the tokens of a user's message and of all that stands around it."""
+        between = template.after if self._goes_on else self._between  # an answer that was cut has no end
+        self._between = template.rest
+        asked = self._encode(line.strip(), allowed_special=frozenset())
+        after = template.after + template.head("assistant")
+        return [*self._encode(between + template.head("user")), *asked, *self._encode(after)]
+
+    def _encode(self, text: str, **allowed: Collection[str]) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, **allowed)

@@ -24,15 +24,13 @@ from typing import Any
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.cli.stage_record import FILES, NO_EFFECT, Outputs, StageRecord, paths_of
-from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import check_corpus, prepare_corpus
-from lmkit.data.encoding import encode_corpus
+from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
 from lmkit.errors import LmkitError, UsageError, some_of
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
-from lmkit.recipe.changes import differences, is_under, refused, without_effect
 from lmkit.recipe.load import load_recipe, required, save_recipe
 from lmkit.recipe.run_folder import (
     BESIDE_TOKENIZER,
@@ -52,7 +50,7 @@ from lmkit.recipe.run_folder import (
     save_record,
     token_file,
 )
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.schema import Recipe, differences, is_under, refused, without_effect
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, sha256_file, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import read_input, read_object
@@ -549,7 +547,7 @@ def _evaluate(run: Pipeline) -> Outputs:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.texts import continue_prompts
+    from lmkit.cli.generate import continue_prompts
 
     with alone():
         result = continue_prompts(run.folder, device=run.recipe.run.device)

@@ -1,15 +1,23 @@
-"""`lmkit compare` and `lmkit report`: compare two results, and write reports of results."""
+"""`lmkit compare`, `lmkit report`, `lmkit rerun`: compare results, write reports, make a result again."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmkit.cli.options import Commands, ForceOption, PluginOption, option
-from lmkit.errors import UsageError
-from lmkit.recipe.run_folder import METRICS
+from lmkit.cli.console import Result, progress_on_stderr
+from lmkit.cli.options import MOST_RANKS, Commands, ForceOption, PluginOption, option
+from lmkit.errors import LmkitError, UsageError
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
+from lmkit.storage.inputs import read_object
+
+if TYPE_CHECKING:
+    from lmkit.recipe.schema import Recipe
+    from lmkit.training.checkpoint import TrainingState
 
 app = Commands()
 
@@ -106,3 +114,191 @@ def report(
     return write_reports(
         folder, output, check=check, force=force, profiles=SUMMARIES, side_by_side=side_by_side
     )
+
+
+OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")
+"""Tables and keys of environment.json that differ every time."""
+NAMES = ("run.folder", "run.name", "checkpoint.resume")
+"""Keys of the recipe that a rerun sets."""
+
+
+@app.add("lmkit rerun artifacts/runs/quickstart", "lmkit rerun artifacts/h200/attention --output again")
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or the folder of a bench's results.")],
+    output: Annotated[Path | None, option("The new folder; default: FOLDER-rerun.")] = None,
+    nproc: Annotated[
+        int | None, option("Ranks to start; default: as many as the first time.", min=1, max=MOST_RANKS)
+    ] = None,
+    plugin: PluginOption = None,
+) -> Any:
+    """Make a run or a bench again from its stored recipe, and list what drifted.
+
+    Compares versions, the machine, losses step by step, and times as `lmkit compare` does; of a run also the recipe,
+    with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong or failed.
+    """
+    from lmkit.recipe.load import load_recipe
+
+    recipe_file = folder / RECIPE
+    if not recipe_file.is_file():
+        hint = "name a folder that lmkit run, lmkit train or lmkit bench wrote"
+        raise UsageError("rerun.no_recipe", f"{folder}: holds no {RECIPE}", hint=hint)
+    place = folder if folder.name not in ("", "..") else folder.resolve()
+    new = output or place.parent / f"{place.name}-rerun"
+    if new.exists():
+        raise UsageError("output.exists", f"{new}: exists", hint="name another folder: --output FOLDER")
+    recipe, before = load_recipe(recipe_file, benches=not is_run(folder)), _environment(folder)
+    made_again = _train_again if is_run(folder) else _measure_again
+    made = made_again(folder, recipe, new, nproc)
+    from lmkit.recipe.schema import differences
+
+    changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
+    trained = [recipe for recipe in map(_trained_recipe, (folder, new)) if recipe is not None]
+    if len(trained) == 2:
+        changes += differences(*trained, ignore=NAMES)
+    lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
+    if not changes:
+        lines.append("versions, machine and recipe are the same")
+    return Result(
+        "\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields}, made.is_fine
+    )
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    path = folder / ENVIRONMENT
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise LmkitError(
+            "rerun.damaged", f"{path}: {error}", hint="move it away to go on without it"
+        ) from error
+
+
+def _stored(ranks: object, folder: Path) -> int:
+    """Return a number of ranks that a record names, if it is one that a machine can start."""
+    if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
+        raise UsageError(
+            "rerun.wrong_ranks",
+            f"{folder}: was made by {str(ranks)[:20]} ranks, and this command starts 1 to {MOST_RANKS}",
+            hint="name how many to start: --nproc N",
+        )
+    return ranks
+
+
+# Benches
+
+
+def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
+    from lmkit.bench.compare import SMALLEST_DIFFERENCE, compare_files
+    from lmkit.bench.harness import run_bench
+    from lmkit.registry import BENCHES
+
+    files = {f"{BENCHES.facts(name).prefix(name)}results.jsonl": name for name in BENCHES.names}
+    found = [file for file in files if (folder / file).is_file()]
+    if len(found) != 1:
+        hint = "name the folder of one bench's results"
+        raise UsageError(
+            "rerun.no_results", f"{folder}: holds {METRICS} of no run, nor one bench's rows", hint=hint
+        )
+    ranks = nproc or _stored(_environment(folder).get("world_size", 1), folder)
+    with progress_on_stderr() as progress:
+        made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
+    compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
+    fields = {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse}
+    return Result(str(compared), fields, is_fine=made is None or made.is_fine)
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Losses of one kind in two runs: at how many steps both have one, where they differ, and by what at most; at how
+    many steps that of one run only is finite."""
+
+    kind: str
+    steps: int
+    differing: int
+    first: int | None
+    largest: float
+    not_finite: int
+
+    def __str__(self) -> str:
+        if self.not_finite:
+            return f"{self.kind} losses  not finite at {self.not_finite:,} of {self.steps:,} steps of one of the runs"
+        if not self.differing:
+            return f"{self.kind} losses  equal at all {self.steps:,} steps"
+        return (
+            f"{self.kind} losses  differ at {self.differing:,} of {self.steps:,} steps, first at {self.first:,}, "
+            f"by {self.largest:.3g} at most"
+        )
+
+
+def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
+    from lmkit.bench.compare import compare_rows
+    from lmkit.training.metrics import read_metrics
+
+    again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
+    state = _newest_state(folder)
+    ranks = nproc or _stored(state.world_size if state else 1, folder)
+    if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
+        from lmkit.cli import pipeline
+
+        with progress_on_stderr() as progress:
+            pipeline.run(again, nproc=ranks, progress=progress)
+    else:
+        from lmkit.generation import write_samples
+        from lmkit.training.session import train
+
+        train(again, nproc=ranks, write_samples=write_samples)
+    before, after = (read_metrics(path / METRICS) for path in (folder, new))
+    losses = [found for kind in ("train", "valid", "final") if (found := _losses(kind, before, after)).steps]
+    times = compare_rows([_time_row(before)], [_time_row(after)])
+    text = "\n".join([*map(str, losses), f"milliseconds a token, between records of training\n{times}"])
+    return Result(
+        text, {"losses": [asdict(found) for found in losses], "rows": times.rows, "worse": times.worse}
+    )
+
+
+def _newest_state(folder: Path) -> TrainingState | None:
+    """Return what the newest checkpoint says of its training; None without one."""
+    from lmkit.training.checkpoint import open_checkpoint, saved_steps
+
+    saved = saved_steps(folder / CHECKPOINTS)
+    return open_checkpoint(saved[-1].path).state if saved else None
+
+
+def _trained_recipe(folder: Path) -> Recipe | None:
+    """Return the recipe that the newest checkpoint keeps, for the folder where it lies now; None without one."""
+    from lmkit.recipe.load import validate
+
+    state = _newest_state(folder)
+    if state is None:
+        return None
+    return validate(placed_in(folder, state.recipe), origin=str(folder / CHECKPOINTS), resolved=True)
+
+
+def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> _Losses:
+    old, new = (
+        {record["step"]: record["loss"] for record in records if record["kind"] == kind}
+        for records in (before, after)
+    )
+    both = old.keys() & new.keys()  # the files have null for what is not finite
+    gaps = {step: abs(new[step] - old[step]) for step in both if None not in (old[step], new[step])}
+    differing = sorted(step for step, gap in gaps.items() if gap)
+    return _Losses(
+        kind,
+        len(both),
+        len(differing),
+        min(differing, default=None),
+        max(gaps.values(), default=0.0),
+        sum((old[step] is None) != (new[step] is None) for step in both),
+    )
+
+
+def _time_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row as benches have it. The first record is left out: its steps warm up."""
+    speeds = [record.get("tokens_per_second") for record in records if record["kind"] == "train"][1:]
+    samples = [1e3 / speed for speed in speeds if isinstance(speed, float) and speed > 0]
+    return {"what": "training", "samples_ms": samples}

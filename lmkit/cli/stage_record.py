@@ -14,6 +14,7 @@ from typing import Any
 
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
+from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.load import shipped_recipes
 from lmkit.recipe.run_folder import (
     ADDED_TOKENS,
@@ -24,7 +25,6 @@ from lmkit.recipe.run_folder import (
     save_record,
 )
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage.atomic import noted_digest
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.vocabulary import end_of_text_of

@@ -20,8 +20,8 @@ from lmkit.data.json_lines import holds_json, is_learned, json_records, messages
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.progress import Progress
+from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.tables import CorpusConfig
-from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.storage import atomic_path, scratch_folder
 from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input

@@ -9,20 +9,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, plain_text_files
-from lmkit.data.json_lines import holds_json
+from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
+from lmkit.data.json_lines import holds_json, json_records, messages_of
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.progress import Progress
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
+from lmkit.tokenizer.chat import ChatTemplate, Part
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
 from lmkit.tokenizer.engine import share_out
 from lmkit.tokenizer.marks import no_end_of_text
@@ -283,3 +284,59 @@ def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None
         )
     refuse_existing(output, force=force)
     refuse_replacing(parts_of(output), sources)
+
+
+def encode_chat(
+    sources: Sequence[Path],
+    output: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    progress: Progress | None = None,
+) -> TokenMeta:
+    """Encode conversations, a JSON line each, into one token file with its mask.
+
+    The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
+    unless it ends its last message. A conversation is a document.
+
+    Args:
+        output: the token file; it is replaced.
+        progress: called with ("encode", bytes done, bytes in all).
+
+    Raises:
+        UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of
+            them ("chat.no_answer").
+        LmkitError: a line is not JSON, or not UTF-8.
+    """
+    end_of_text = tokenizer.end_of_text_id
+    closing = [] if end_of_text in (None, tokenizer.special_ids[template.end]) else [end_of_text]
+    sizes = [path.stat().st_size for path in sources]
+    done = num_bytes = counted_bytes = 0
+    digest = hashlib.sha256()
+    with TokenFileWriter(
+        output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256, masked=True
+    ) as writer:
+        for path, size in zip(sources, sizes, strict=True):
+            with opened(path) as (source, stream):
+                for where, record in json_records(stream, path):
+                    messages = messages_of(record, where)
+                    documents = [0]
+                    for part, counts in [*template.encode(messages, tokenizer), Part(closing, False)]:
+                        ids, text = np.array(part, np.int64), tokenizer.decode_bytes(part)
+                        size_of_text = len(text) - tokenizer.specials_in(ids)[1]
+                        num_bytes += size_of_text
+                        counted_bytes += size_of_text * counts
+                        digest.update(b"%d %d " % (len(text), counts) + text)
+                        writer.append(ids, counts=counts, documents=documents if part else ())
+                        documents = documents if not part else []
+                    if progress is not None:
+                        progress("encode", done + source.tell(), sum(sizes))
+            done += size
+        if not counted_bytes:
+            hint = "conversations to learn from, and to hold out, need messages of the role assistant"
+            raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
+        return writer.finish(
+            num_bytes=num_bytes,
+            source_sha256=digest.hexdigest(),
+            counted_bytes=counted_bytes,
+        )

@@ -15,8 +15,7 @@ import torch
 
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.decoder import Decoder, Newest, can_run_kernels
-from lmkit.generation.memory import does_not_fit
+from lmkit.generation.decoder import Decoder, Newest, can_run_kernels, does_not_fit
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""Read the keys of a recipe's tables from their source: types, metadata and docstrings, without importing pydantic."""
+"""Read the keys of a recipe's tables from their source: types and docstrings, without importing pydantic."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
-from lmkit.recipe.depth import SIZES, beside_dial, from_depth
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
-from lmkit.recipe.tables import PRESETS, Table
+from lmkit.recipe.tables import PRESETS, SIZES, Table, beside_dial, from_depth
 from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input

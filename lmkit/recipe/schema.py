@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import Field, PrivateAttr
 
 from lmkit.errors import did_you_mean
-from lmkit.recipe.model_table import kernels_with_first
 from lmkit.recipe.tables import (
     CheckpointConfig,
     CorpusConfig,
@@ -23,7 +22,9 @@ from lmkit.recipe.tables import (
     TokenizerConfig,
     TrainConfig,
     WandbConfig,
+    kernels_with_first,
 )
+from lmkit.recipe.values import flat
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, STRATEGIES
 
 
@@ -208,3 +209,60 @@ CHECKS: tuple[Check, ...] = (
 CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
 """Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so
 the recipe that a checkpoint keeps need not pass the last check."""
+
+
+MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")
+"""Keys that a resumed run may not change: the weights would not fit, or the steps would not continue the run.
+Everything else may change (learning rate, steps, intervals, ranks) and is reported. The other keys of [data] say
+where files lie; files are compared by content."""
+
+MAY_CHANGE_WITHIN = (
+    *("model.preset", "model.attention", "model.operations", "model.compile"),
+    *("model.activation_checkpointing", "model.activation_gb"),
+)
+"""Exceptions to `MUST_AGREE`: other ways to compute the same function."""
+
+NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")
+"""Keys that may change, but have an effect on further steps only."""
+
+
+def differences(
+    old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
+
+    Args:
+        old, new: recipes, or what `read_toml` returned.
+        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
+    """
+    before, after = (
+        flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
+        for tables in (old, new)
+    )
+    return tuple(
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
+    )
+
+
+def refused(changes: Iterable[str]) -> list[str]:
+    """Return the lines of `differences` with which the run cannot go on."""
+    return [line for line in changes if is_under(line, MUST_AGREE) and not is_under(line, MAY_CHANGE_WITHIN)]
+
+
+def without_effect(changes: Iterable[str], *, step: int, steps: float) -> list[str]:
+    """Return the lines of `differences` that have no effect, because the training has reached its end."""
+    return [line for line in changes if step >= steps and is_under(line, NEED_STEPS)]
+
+
+def keeps_state(before: str, now: str) -> bool:
+    """Return whether the optimizer `now` goes on with the state of the optimizer `before`."""
+    owners = {OPTIMIZERS.facts(name).state_of or name for name in (before, now)}
+    return len(owners) == 1
+
+
+def is_under(line: str, keys: tuple[str, ...]) -> bool:
+    """Return whether a difference (`model.d_model: 64 -> 128`) is about one of these tables or keys."""
+    name = line.partition(":")[0]
+    return any(name == key or name.startswith(f"{key}.") for key in keys)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import lmkit.lazy
 
 if TYPE_CHECKING:
+    from lmkit.storage.atomic import FolderLock as FolderLock
     from lmkit.storage.atomic import atomic_folder as atomic_folder
     from lmkit.storage.atomic import atomic_path as atomic_path
     from lmkit.storage.atomic import keep_damaged as keep_damaged
@@ -12,13 +13,12 @@ if TYPE_CHECKING:
     from lmkit.storage.atomic import scratch_folder as scratch_folder
     from lmkit.storage.atomic import sha256_file as sha256_file
     from lmkit.storage.atomic import write_atomic as write_atomic
-    from lmkit.storage.locks import FolderLock as FolderLock
 else:
     __getattr__, __dir__, __all__ = lmkit.lazy.exports(
         __name__,
         {
             **dict.fromkeys(("atomic_folder", "atomic_path", "keep_damaged", "remove_partials"), "atomic"),
             **dict.fromkeys(("scratch_folder", "sha256_file", "write_atomic"), "atomic"),
-            "FolderLock": "locks",
+            "FolderLock": "atomic",
         },
     )

@@ -15,11 +15,11 @@ from lmkit import lazy
 
 if TYPE_CHECKING:
     from lmkit.core.bpe import learn_merges as learn_merges
-    from lmkit.tokenizer.inspection import inspect_tokenizer as inspect_tokenizer
     from lmkit.tokenizer.pretokenize import END_OF_TEXT as END_OF_TEXT
     from lmkit.tokenizer.pretokenize import PATTERN as PATTERN
     from lmkit.tokenizer.pretokenize import split_words as split_words
     from lmkit.tokenizer.tokenizer import Tokenizer as Tokenizer
+    from lmkit.tokenizer.training import inspect_tokenizer as inspect_tokenizer
     from lmkit.tokenizer.training import train_tokenizer as train_tokenizer
 
 __getattr__, __dir__, __all__ = lazy.exports(
@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
     {
         "Tokenizer": "tokenizer",
         "train_tokenizer": "training",
-        "inspect_tokenizer": "inspection",
+        "inspect_tokenizer": "training",
         "learn_merges": "lmkit.core.bpe",
         "split_words": "pretokenize",
         "PATTERN": "pretokenize",

@@ -31,8 +31,8 @@ import numpy as np
 
 from lmkit.core.bpe import Pair
 from lmkit.errors import LmkitError
-from lmkit.recipe.vocabulary import MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
-from lmkit.tokenizer.python_engine import WordCounts
+from lmkit.recipe import MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
+from lmkit.tokenizer.engine import WordCounts
 
 _NO_TOKEN = MAX_VOCABULARY  # the token of separators and of slots that a merge has emptied
 _TOKEN_BITS = 20

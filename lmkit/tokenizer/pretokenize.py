@@ -20,7 +20,7 @@ import numpy as np
 import regex
 
 from lmkit.core.bpe import PATTERN as PATTERN
-from lmkit.recipe.vocabulary import END_OF_TEXT as END_OF_TEXT
+from lmkit.recipe import END_OF_TEXT as END_OF_TEXT
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -14,15 +14,22 @@ import numpy as np
 
 from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
+from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.run_folder import tokenizer_in
-from lmkit.recipe.vocabulary import NUM_BYTES
 from lmkit.storage import write_atomic
-from lmkit.tokenizer import auto_tokenizer, files, tokenizer_json
+from lmkit.tokenizer import files, tokenizer_json
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.engine import CHUNK_BYTES, Encoder, NormalizingEncoder, is_utf8, new_encoder
+from lmkit.tokenizer.engine import (
+    CHUNK_BYTES,
+    Encoder,
+    MergeTable,
+    NormalizingEncoder,
+    PythonEncoder,
+    is_utf8,
+    new_encoder,
+)
 from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
-from lmkit.tokenizer.python_engine import MergeTable, PythonEncoder
 
 _STREAM_BYTES = 1 << 16
 _BYTES_OF_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
@@ -367,7 +374,7 @@ class Tokenizer:
         path = tokenizer_in(Path(path))
         marks = read_marks(path)
         tokenizer = cls._from_file({**tokenizer_json.load_json(path, marks), "marks": marks}, path)
-        auto_tokenizer.warn_of_differences(tokenizer, path)
+        tokenizer_json.warn_of_differences(tokenizer, path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lmkit.errors import UsageError
+from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.load import required
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
-from lmkit.recipe.vocabulary import END_OF_TEXT
 from lmkit.tokenizer.marks import NO_MARKS, resolve_marks
 from lmkit.tokenizer.tokenizer import Tokenizer
 

@@ -16,10 +16,9 @@ from lmkit.data.token_files import TokenMeta, read_meta, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
-from lmkit.recipe.changes import differences
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.run_folder import METRICS, RECIPE
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.schema import Recipe, differences
 from lmkit.training.metrics import Record, read_metrics
 from lmkit.training.run_data import token_paths
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from lmkit.core.batches import evaluation_windows
 from lmkit.core.ranges import range_
-from lmkit.data.checks import document_starts
-from lmkit.data.token_files import TokenFile
+from lmkit.data.token_files import TokenFile, document_starts
 from lmkit.model.memory import tokens_per_slice
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.collectives import agree

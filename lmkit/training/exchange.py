@@ -34,8 +34,8 @@ from lmkit.recipe.run_folder import (
 from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.auto_tokenizer import is_read_by
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
+from lmkit.tokenizer.tokenizer_json import is_read_by
 from lmkit.training.checkpoint import (
     MODEL,
     STATE,

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmkit.data.checks import check_length, document_starts
 from lmkit.data.encoding import encode_corpus
-from lmkit.data.token_files import TokenFile, open_tokens
+from lmkit.data.token_files import TokenFile, check_length, document_starts, open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.model.transformer import TransformerLM

@@ -15,9 +15,9 @@ from typing import Any
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.decoration import decorate
 from lmkit.measure.plots import loss_curve
-from lmkit.recipe.changes import differences
 from lmkit.recipe.load import read_toml
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
+from lmkit.recipe.schema import differences
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import parse_object, read_input
 from lmkit.storage.outputs import refuse_existing, refuse_replacing

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmkit.data.checks import check_divisible
+from lmkit.data.token_files import check_divisible
 from lmkit.errors import LmkitError, UsageError, limit_reached
 from lmkit.measure.limits import Card, card_here, known_peak
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak

@@ -43,11 +43,10 @@ from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.failures import RankLost
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe import changes as rule
-from lmkit.recipe.changes import differences
+from lmkit.recipe import schema as rule
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.schema import Recipe, differences
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.storage import keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX

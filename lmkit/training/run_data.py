@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
-from lmkit.data.checks import check_divisible, check_length, document_starts, starts_that_count
-from lmkit.data.token_files import TokenFile, open_tokens, parts_of
+from lmkit.data.token_files import (
+    TokenFile,
+    check_divisible,
+    check_length,
+    document_starts,
+    open_tokens,
+    parts_of,
+    starts_that_count,
+)
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
@@ -269,7 +276,7 @@ def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:
     shared["borders"] = starts if model.separate_documents else None
     check_length(tokens, model.context_length)
     if sampling == "shuffled":
-        from lmkit.data.shuffling import ShuffledBatches
+        from lmkit.data.packing import ShuffledBatches
 
         return ShuffledBatches(tokens, **shared)
     if sampling == "documents":

@@ -6,9 +6,8 @@ import torch
 from raising import raises
 
 from lmkit.core.batches import RandomTokens, TokenBatches, evaluation_windows
-from lmkit.data.checks import check_divisible, check_length
-from lmkit.data.packing import PackedBatches
-from lmkit.data.shuffling import ShuffledBatches
+from lmkit.data.packing import PackedBatches, ShuffledBatches
+from lmkit.data.token_files import check_divisible, check_length
 from lmkit.errors import UsageError
 
 CONTEXT = 7

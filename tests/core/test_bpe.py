@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lmkit.core.bpe import learn_merges
-from lmkit.tokenizer.python_engine import MergeTable
+from lmkit.tokenizer.engine import MergeTable
 
 
 def test_the_example_of_the_paper_worked_by_hand():

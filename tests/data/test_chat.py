@@ -9,11 +9,18 @@ import pytest
 from raising import raises
 
 from lmkit.core.batches import TokenBatches, evaluation_windows
-from lmkit.data.chat import encode_chat
-from lmkit.data.checks import starts_that_count
 from lmkit.data.corpora import prepare_corpus
+from lmkit.data.encoding import encode_chat
 from lmkit.data.json_lines import messages_of
-from lmkit.data.token_files import TokenFile, TokenFileWriter, TokenMeta, mask_path, open_tokens, sidecar_path
+from lmkit.data.token_files import (
+    TokenFile,
+    TokenFileWriter,
+    TokenMeta,
+    mask_path,
+    open_tokens,
+    sidecar_path,
+    starts_that_count,
+)
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.tokenizer import Tokenizer

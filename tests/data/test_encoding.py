@@ -16,7 +16,7 @@ from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, engine
-from lmkit.tokenizer.python_engine import PythonEncoder
+from lmkit.tokenizer.engine import PythonEncoder
 
 END = "<|endoftext|>"
 

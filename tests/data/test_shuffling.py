@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmkit.data.shuffling import ShuffledBatches
+from lmkit.data.packing import ShuffledBatches
 
 CONTEXT = 7
 

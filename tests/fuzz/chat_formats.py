@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 from formats import TEXT, Files, Format, content_of, form
 
-from lmkit.data.chat import encode_chat
 from lmkit.data.corpora import prepare_corpus
+from lmkit.data.encoding import encode_chat
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError
 from lmkit.recipe.tables import CorpusConfig

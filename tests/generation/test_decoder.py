@@ -7,10 +7,10 @@ from raising import raises
 
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation import Decoder, memory
+from lmkit.generation import Decoder
+from lmkit.generation import decoder as decoders
 from lmkit.generation.cpu_step import CPUStep
-from lmkit.generation.decoder import FAST_SWITCHES, ModelStep, can_run_kernels
-from lmkit.generation.memory import decoder_needs
+from lmkit.generation.decoder import FAST_SWITCHES, ModelStep, can_run_kernels, decoder_needs
 from lmkit.generation.prefill import Prefill
 
 GREEDY, ENDLESS = Sampling(temperature=0.0), 1000
@@ -202,7 +202,7 @@ def test_fp8_weights_that_bring_nothing_are_refused_before_anything_is_allocated
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(make_model, monkeypatch):
     model = make_model()
     cache, others, once = decoder_needs(model, 3, GREEDY, kernels=False)
-    monkeypatch.setattr(memory, "available_memory", lambda: once + 3 * (cache + others))
+    monkeypatch.setattr(decoders, "available_memory", lambda: once + 3 * (cache + others))
     Decoder(model, 3, sampling=GREEDY, most=ENDLESS)
     monkeypatch.setattr(torch.Tensor, "new_zeros", lambda *_: pytest.fail("memory was allocated"))
     with raises(LmkitError, "generate.out_of_memory", "generate.batch_size") as caught:

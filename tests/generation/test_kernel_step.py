@@ -12,7 +12,7 @@ from live_memory import LiveMemory
 
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
-from lmkit.generation.memory import decoder_needs, kernel_step_needs
+from lmkit.generation.decoder import decoder_needs, kernel_step_needs
 
 sys.path.insert(0, str(Path(__file__).parent))
 checks = importlib.import_module("decoder_checks")

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError
 from lmkit.generation import GenerateConfig, generate, generate_tokens
+from lmkit.generation.decoder import decoder_needs
 from lmkit.generation.generate import Interrupted
-from lmkit.generation.memory import decoder_needs
 from lmkit.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))

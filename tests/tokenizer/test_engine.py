@@ -16,10 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmkit.tokenizer import engine, python_engine, split_words
-from lmkit.tokenizer.engine import new_counter, new_encoder, share_out
+from lmkit.tokenizer import engine, split_words
+from lmkit.tokenizer.engine import (
+    MergeTable,
+    PythonCounter,
+    PythonEncoder,
+    new_counter,
+    new_encoder,
+    share_out,
+)
 from lmkit.tokenizer.pretokenize import SpecialTokens
-from lmkit.tokenizer.python_engine import MergeTable, PythonCounter, PythonEncoder
 
 NO_SPECIALS = SpecialTokens({})
 
@@ -83,7 +89,7 @@ def test_more_words_than_an_encoder_remembers(trained, monkeypatch):
     encoder = trained.new_encoder()
     for _ in range(2):
         np.testing.assert_array_equal(encoder.encode(b"".join(thirds), NO_SPECIALS), expected)
-    monkeypatch.setattr(python_engine, "_MOST_WORDS", 1000)
+    monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
     python = PythonEncoder(trained.merge_table)
     for _ in range(3):
         ids = python.encode(thirds[0][:20_000], NO_SPECIALS)

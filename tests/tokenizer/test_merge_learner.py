@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.core.bpe import learn_merges
+from lmkit.tokenizer.engine import WordCounts
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import split_words
-from lmkit.tokenizer.python_engine import WordCounts
 
 
 def same_merges(text, num_merges):

@@ -11,7 +11,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
-from lmkit.tokenizer.python_engine import PythonCounter
+from lmkit.tokenizer.engine import PythonCounter
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import torch
 from run_folders import newest, records, train_here
 from their_models import make_theirs
 
-from lmkit.data.chat import encode_chat
-from lmkit.data.encoding import encode_corpus
+from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES
 from lmkit.tokenizer.marks import Marks

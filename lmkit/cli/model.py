@@ -1,0 +1,165 @@
+"""`lmkit evaluate`, `export`, `import` and `verify`: what is done with a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lmkit.cli.console import show
+from lmkit.cli.options import (
+    Commands,
+    DeviceOption,
+    FieldOption,
+    JsonOption,
+    PluginOption,
+    SetOption,
+    option,
+    refuse_typed,
+)
+from lmkit.errors import UsageError
+
+app = Commands()
+
+
+@app.add(
+    "lmkit evaluate artifacts/runs/quickstart",
+    "lmkit evaluate SmolLM-135M --text stories.jsonl --by-document",
+    "lmkit evaluate artifacts/runs/quickstart --choices questions.jsonl",
+    "lmkit evaluate artifacts/runs/quickstart --harness hellaswag",
+)
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
+    tokens: Annotated[
+        Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
+    ] = None,
+    text: Annotated[
+        Path | None, option("Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.")
+    ] = None,
+    field: FieldOption = None,
+    by_document: Annotated[
+        bool, typer.Option("--by-document", help="Evaluate each document by itself.")
+    ] = False,
+    choices: Annotated[
+        Path | None,
+        option("JSON lines with question, choices and answer: accuracy by likelihood, as lm-eval's."),
+    ] = None,
+    harness: Annotated[
+        list[str] | None,
+        option("Task of lm-eval, or a .yaml file of one; repeatable. Needs lmkit[eval].", metavar="TASK"),
+    ] = None,
+    device: DeviceOption = "auto",
+    plugin: PluginOption = None,
+) -> Any:
+    """Print loss, perplexity and bits per byte on held-out data, or accuracy on questions.
+
+    With --choices: acc counts the questions whose likeliest choice is the answer; acc_norm divides each
+    log-likelihood by the choice's number of characters. With --harness, lm-eval itself runs.
+    """
+    on_text = tokens is not None or text is not None or by_document
+    if on_text + (choices is not None) + bool(harness) > 1:
+        raise UsageError(
+            "evaluate.options_exclude",
+            "--choices, --harness and --tokens, --text, --by-document are different evaluations",
+            hint="leave out all but one of them",
+        )
+    if harness:
+        from lmkit.training.lm_eval_harness import run_harness
+
+        return run_harness(run, harness, device=device)
+    if choices is not None:
+        from lmkit.training.choices import evaluate_choices
+
+        return evaluate_choices(run, choices, device=device)
+    from lmkit.training import judging
+
+    judge = judging.evaluate_documents if by_document else judging.evaluate_run
+    return judge(run, tokens=tokens, text=text, field=field, device=device)
+
+
+@app.add("lmkit export artifacts/runs/quickstart exported --dtype bf16")
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
+    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, option("Dtype of the weights; default: as they are.")
+    ] = None,
+    plugin: PluginOption = None,
+) -> Any:
+    """Write a model as a Hugging Face folder, which transformers opens."""
+    from lmkit.training.exchange import export_model
+
+    return export_model(run, folder, dtype=dtype)
+
+
+@app.add("lmkit import SmolLM-135M artifacts/runs/smollm --context-length 1024", name="import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: Llama, Mistral, Qwen2, Qwen3.")],
+    run: Annotated[Path, typer.Argument(help="The new run folder.")],
+    context_length: Annotated[
+        int | None, option("Tokens that the model sees at once; default, and at most: the folder's.")
+    ] = None,
+    without_tokenizer: Annotated[
+        bool, typer.Option("--without-tokenizer", help="Import the weights alone.")
+    ] = False,
+    chat_template: Annotated[
+        Literal["plain", "chatml", "llama3"] | None,
+        option("Template of `lmkit chat`; default: the folder's, if lmkit wrote it."),
+    ] = None,
+) -> Any:
+    """Make a run of a Hugging Face folder, to generate with, evaluate and train.
+
+    Reads safetensors files and a byte-level tokenizer.json, and never a pickle.
+    """
+    from lmkit.training.exchange import import_model
+
+    return import_model(
+        folder,
+        run,
+        context_length=context_length,
+        with_tokenizer=not without_tokenizer,
+        chat_template=chat_template,
+    )
+
+
+@app.add("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
+def verify(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Run or Hugging Face folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
+        ),
+    ],
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Train the recipe for 2N steps and for N + N; both must agree bit for bit."
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="N of --resume.")] = 5,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check files, or check that resuming is exact.
+
+    Exit code 1 if something is wrong.
+    """
+    if resume:
+        from lmkit.recipe.load import load_recipe
+
+        loaded = load_recipe(target, set_ or ())  # before torch is imported
+        from lmkit.training.verify import verify_resume
+
+        result = verify_resume(loaded, steps=steps)
+    else:
+        why = "only with --resume; files are checked as they are"
+        hint = "leave it out, or: lmkit verify RECIPE --resume --steps N"
+        refuse_typed(context, "set_", "steps", why=why, hint=hint)
+        from lmkit.training.verify import verify_path
+
+        result = verify_path(Path(target))
+    show(result, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(1)
