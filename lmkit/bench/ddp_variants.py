@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmkit.bench.trainings import Variant, release_freed
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.memory import PeakMemory, track_peak
-from lmkit.recipe.schema import CHECKS, Recipe
+from lmkit.recipe.schema import Recipe, conflicts
 from lmkit.recipe.tables import (
     ModelConfig,
     OptimizerConfig,
@@ -208,7 +208,7 @@ def unfit(name: str, case: Case) -> str:
         return "updates with PyTorch's AdamW, which is not the recipe's [optimizer]"
     parallel, train = parallel_of(name, case.recipe.parallel), TrainConfig().changed(precision=case.precision)
     tables = {"optimizer": optimizer, "parallel": parallel, "train": train}
-    return "; ".join(mistake for check in CHECKS for mistake in check(tables))
+    return "; ".join(conflicts(tables, resolved=True))
 
 
 def _recipe_of(case: Case, world_size: int) -> Recipe:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
-from lmkit.recipe.schema import CHECKS, CHECKS_BEFORE_TOKENS, TABLES, Recipe, table_type
+from lmkit.recipe.schema import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.tables import PRESETS, SIZES, Table, beside_dial, from_depth
 from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES
@@ -323,8 +323,7 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         for name in TABLES
         if name in tables or name not in raw
     }
-    for check in CHECKS if resolved else CHECKS_BEFORE_TOKENS:
-        mistakes += [("recipe.conflict", complaint) for complaint in check(candidates)]
+    mistakes += [("recipe.conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import Field, PrivateAttr
@@ -87,44 +87,51 @@ def table_type(name: str) -> type[Table] | None:
     return next(kind for kind in (*get_args(annotation), annotation) if isinstance(kind, type))
 
 
-# Each check gets the tables that are valid by themselves and yields complaints. Checks run even if other tables have
-# mistakes, so that everything wrong with a recipe is reported at once.
-Check = Callable[[Mapping[str, Any]], Iterator[str]]
+def conflicts(tables: Mapping[str, Any], *, resolved: bool) -> Iterator[str]:
+    """Yield complaints about tables that do not go together, so that everything wrong is reported at once.
 
-
-def _half_precision_has_a_device(tables: Mapping[str, Any]) -> Iterator[str]:
-    run, train = tables.get("run"), tables.get("train")
-    if run and train and run.device == "cpu" and train.precision in ("fp8", "fp16"):
-        needs = f'"{train.precision}" needs a GPU (run.device is "cpu")'
+    Args:
+        tables: those that are valid by themselves.
+        resolved: the tokenizer has been trained; it may have reached fewer tokens than the recipe asks for.
+    """
+    run, corpus, tokenizer, data = map(tables.get, ("run", "corpus", "tokenizer", "data"))
+    model, optimizer, train, parallel = map(tables.get, ("model", "optimizer", "train", "parallel"))
+    precision = train.precision if train else "fp32"
+    if corpus and corpus.source == "chat" and tokenizer and tokenizer.path is None:
+        yield 'tokenizer.path: missing; corpus.source = "chat" needs the tokenizer of the model to finetune'
+    if run and run.device == "cpu" and precision in ("fp8", "fp16"):
+        needs = f'"{precision}" needs a GPU (run.device is "cpu")'
         yield f'train.precision: {needs}; "bf16" and "fp32" run anywhere'
-
-
-def _kernel_hides_documents(tables: Mapping[str, Any]) -> Iterator[str]:
-    data, model = tables.get("data"), tables.get("model")
     if data and model and data.sampling == "packed" and not ATTENTION.facts(model.attention).windows:
         why = f'attention = "{model.attention}" cannot hide documents from one another'
         yield f"data.sampling: {why}; use {kernels_with_first()}"
-
-
-def _compiler_knows_no_fp8(tables: Mapping[str, Any]) -> Iterator[str]:
-    train, model = tables.get("train"), tables.get("model")
-    if train and model and train.precision == "fp8" and model.compile != "none":
+    if model and precision == "fp8" and model.compile != "none":
         yield f'model.compile: "{model.compile}" does not go with train.precision = "fp8"; leave it out'
-
-
-def _random_tokens_need_a_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
-    data, model = tables.get("data"), tables.get("model")
     if data and model and data.source == "random" and model.vocab_size is None:
         yield 'model.vocab_size: missing; data.source = "random" has no tokenizer that could give it'
+    if parallel:
+        yield from strategy_mistakes(parallel)
+    if optimizer:
+        updates = OPTIMIZERS.facts(optimizer.name)
+        yield from _option_mistakes("optimizer", optimizer.name, optimizer.options, updates.options)
+        if parallel and "optimizer" in (shards := STRATEGIES.facts(parallel.strategy)).shards:
+            strategy = f'parallel.strategy: "{parallel.strategy}"'
+            if updates.on_host:
+                yield f'{strategy} keeps shards on the GPUs, but "{optimizer.name}" all on the host'
+            elif not updates.elementwise and not (shards.gives_shards and updates.takes_shards):
+                yield f'{strategy} cuts flat shards, but "{optimizer.name}" updates whole matrices'
+        if precision in ("bf16", "fp8") and not updates.keeps_masters:
+            why = f'bf16 weights need float32 masters, which "{optimizer.name}" does not keep'
+            yield f'train.precision: {why}; use "bf16-autocast"'
+    # Unless the model is trained on the tokens of another tokenizer.
+    if corpus and tokenizer and data and model and tokenizer.path is None and data.train is None:
+        size, needed = model.vocab_size, tokenizer.vocab_size
+        if not resolved and data.source != "random" and size is not None and size < needed:
+            yield f"model.vocab_size: {size} is less than the tokenizer's {needed}; leave it out"
 
 
 _ANY_STRATEGY = ("strategy", "bucket_mb", "backend", "timeout_s", "options")
 """Keys of [parallel] that may be set under any strategy: `--set parallel.strategy=...` switches between them."""
-
-
-def _strategy_uses_its_keys(tables: Mapping[str, Any]) -> Iterator[str]:
-    if parallel := tables.get("parallel"):
-        yield from strategy_mistakes(parallel)
 
 
 def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
@@ -136,12 +143,6 @@ def strategy_mistakes(parallel: ParallelConfig) -> Iterator[str]:
             users = ", ".join(name for name in STRATEGIES.names if key in STRATEGIES.facts(name).uses)
             yield f'parallel.{key}: "{value}" has no effect with strategy = "{strategy}"; it is for {users}'
     yield from _option_mistakes("parallel", strategy, parallel.options, facts.options)
-
-
-def _optimizer_has_its_options(tables: Mapping[str, Any]) -> Iterator[str]:
-    if optimizer := tables.get("optimizer"):
-        known = OPTIMIZERS.facts(optimizer.name).options
-        yield from _option_mistakes("optimizer", optimizer.name, optimizer.options, known)
 
 
 def _option_mistakes(
@@ -156,59 +157,6 @@ def _option_mistakes(
         wanted = type(known[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             yield f"{table}.options.{name}: {owner} expects {wanted.__name__}, not {value!r}"
-
-
-def _shards_fit_the_optimizer(tables: Mapping[str, Any]) -> Iterator[str]:
-    parallel, optimizer = tables.get("parallel"), tables.get("optimizer")
-    if not parallel or not optimizer or "optimizer" not in STRATEGIES.facts(parallel.strategy).shards:
-        return
-    strategy, updates = parallel.strategy, OPTIMIZERS.facts(optimizer.name)
-    if updates.on_host:
-        yield f'parallel.strategy: "{strategy}" keeps shards on the GPUs, but "{optimizer.name}" all on the host'
-    elif not updates.elementwise and not (STRATEGIES.facts(strategy).gives_shards and updates.takes_shards):
-        yield f'parallel.strategy: "{strategy}" cuts flat shards, but "{optimizer.name}" updates whole matrices'
-
-
-def _masters_have_a_keeper(tables: Mapping[str, Any]) -> Iterator[str]:
-    train, optimizer = tables.get("train"), tables.get("optimizer")
-    if not train or not optimizer or train.precision not in ("bf16", "fp8"):
-        return
-    if not OPTIMIZERS.facts(optimizer.name).keeps_masters:
-        why = f'bf16 weights need float32 masters, which "{optimizer.name}" does not keep'
-        yield f'train.precision: {why}; use "bf16-autocast"'
-
-
-def _model_holds_the_vocabulary(tables: Mapping[str, Any]) -> Iterator[str]:
-    corpus, tokenizer, data, model = map(tables.get, ("corpus", "tokenizer", "data", "model"))
-    if not (corpus and tokenizer and data and model):
-        return
-    if tokenizer.path is not None or data.train is not None or data.source == "random":
-        return  # the model is trained on the tokens of another tokenizer
-    if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
-        needed = tokenizer.vocab_size
-        yield f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {needed}; leave it out"
-
-
-def _conversations_have_a_tokenizer(tables: Mapping[str, Any]) -> Iterator[str]:
-    corpus, tokenizer = tables.get("corpus"), tables.get("tokenizer")
-    if corpus and corpus.source == "chat" and tokenizer and tokenizer.path is None:
-        yield 'tokenizer.path: missing; corpus.source = "chat" needs the tokenizer of the model to finetune'
-
-
-CHECKS: tuple[Check, ...] = (
-    _conversations_have_a_tokenizer,
-    _half_precision_has_a_device,
-    _kernel_hides_documents,
-    _compiler_knows_no_fp8,
-    _random_tokens_need_a_vocabulary,
-    _strategy_uses_its_keys,
-    _optimizer_has_its_options,
-    _shards_fit_the_optimizer,
-    _masters_have_a_keeper,
-)
-CHECKS_BEFORE_TOKENS: tuple[Check, ...] = (*CHECKS, _model_holds_the_vocabulary)
-"""Checks of a recipe whose tokenizer is still to be trained. It may reach fewer tokens than the recipe asks for, so
-the recipe that a checkpoint keeps need not pass the last check."""
 
 
 MUST_AGREE = ("run.seed", "model", "data.source", "data.sampling", "train.batch_size", "train.precision")

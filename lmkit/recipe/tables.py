@@ -119,35 +119,19 @@ class ModelConfig(Table):
     """Use torch.compile on each block (starts sooner) or on the whole stack."""
 
     @model_validator(mode="after")
-    def _one_dial(self) -> ModelConfig:
+    def _fits_together(self) -> ModelConfig:
         if self.preset is not None and self.depth is not None:
             raise ValueError("preset and depth both give the sizes; leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
         check_heads(self.d_model, self.num_heads)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}")
-        return self
-
-    @model_validator(mode="after")
-    def _wavelengths_are_in_order(self) -> ModelConfig:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if low >= high:
             raise ValueError(f"rope_low_freq_factor {low} is not below rope_high_freq_factor {high}")
-        return self
-
-    @model_validator(mode="after")
-    def _selects_within_a_budget(self) -> ModelConfig:
         if (self.activation_checkpointing == "selective") != (self.activation_gb is not None):
             raise ValueError('activation_checkpointing = "selective" and activation_gb need each other')
-        return self
-
-    @model_validator(mode="after")
-    def _kernel_takes_windows(self) -> ModelConfig:
         for key in ("attention_window", "separate_documents"):
-            if getattr(self, key) not in (None, False) and not ATTENTION.facts(self.attention).windows:
+            if getattr(self, key) and not ATTENTION.facts(self.attention).windows:
                 raise ValueError(
                     f'{key}: attention = "{self.attention}" takes none; use {kernels_with_first()}'
                 )
