@@ -12,13 +12,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
-from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, key_option, option
+from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
 from lmkit.errors import UsageError, reason
+from lmkit.recipe.keys import of_table
 from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 app = Commands()
 
 
-@app.add('lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"')
+@app.add(
+    'lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"',
+    keys=[f"generate.{key}" for key in of_table("generate") if key != "prompts"],
+)
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
     prompt: Annotated[
@@ -47,19 +51,8 @@ def generate(
         Path | None, option("Text file with one prompt a line; blank lines are skipped.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Texts per prompt.")] = 1,
-    max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
-    temperature: Annotated[float | None, key_option("generate.temperature")] = None,
-    top_k: Annotated[int | None, key_option("generate.top_k")] = None,
-    top_p: Annotated[float | None, key_option("generate.top_p")] = None,
-    min_p: Annotated[float | None, key_option("generate.min_p")] = None,
-    repetition_penalty: Annotated[float | None, key_option("generate.repetition_penalty")] = None,
-    logprobs: Annotated[bool | None, key_option("generate.logprobs")] = None,
-    batch_size: Annotated[int | None, key_option("generate.batch_size")] = None,
-    precision: Annotated[Literal["auto", "fp32", "bf16"] | None, key_option("generate.precision")] = None,
-    weights: Annotated[Literal["same", "fp8"] | None, key_option("generate.weights")] = None,
-    seed: Annotated[int | None, key_option("generate.seed")] = None,
-    stop_at_end: Annotated[bool | None, key_option("generate.stop_at_end")] = None,
-    allow_special: Annotated[bool | None, key_option("generate.allow_special")] = None,
+    *,
+    flags: dict[str, Any],
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
@@ -77,22 +70,7 @@ def generate(
     if as_lines and as_json:
         hint = "choose one of them"
         raise UsageError("generate.two_formats", "--jsonl and --json: two formats for one output", hint=hint)
-    flags = {
-        "prompts": _read_prompts(prompt, prompts_file),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "logprobs": logprobs,
-        "batch_size": batch_size,
-        "precision": precision,
-        "weights": weights,
-        "seed": seed,
-        "stop_at_end": stop_at_end,
-        "allow_special": allow_special,
-    }
+    flags["generate.prompts"] = _read_prompts(prompt, prompts_file)
     streamed: list[str] = []
     numbers: set[int] = set()  # of the texts on stdout
 
@@ -124,7 +102,7 @@ def generate(
                 run,
                 tokenizer=tokenizer,
                 overrides=set_ or (),
-                flags={f"generate.{key}": value for key, value in flags.items()},
+                flags=flags,
                 device=device,
                 samples=samples,
                 stream=None if as_json or as_lines else stream,
@@ -336,12 +314,14 @@ def loaded_model(
 RESET = "/reset"
 
 
-@app.add("lmkit chat artifacts/runs/quickstart")
+@app.add(
+    "lmkit chat artifacts/runs/quickstart",
+    keys=("generate.max_new_tokens", "generate.temperature", "generate.seed"),
+)
 def chat(
     run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
-    max_new_tokens: Annotated[int | None, key_option("generate.max_new_tokens")] = None,
-    temperature: Annotated[float | None, key_option("generate.temperature")] = None,
-    seed: Annotated[int | None, key_option("generate.seed")] = None,
+    *,
+    flags: dict[str, Any],
     tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
     device: DeviceOption = "auto",
     set_: SetOption = None,
@@ -357,10 +337,8 @@ def chat(
     from lmkit.tokenizer.chat import beside
     from lmkit.training.exchange import their_template
 
-    flags = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    keys = {f"generate.{key}": value for key, value in flags.items()}
     turns = []
-    with loaded_model(run, tokenizer, set_ or (), keys, device) as (model, loaded, table, path):
+    with loaded_model(run, tokenizer, set_ or (), flags, device) as (model, loaded, table, path):
         template = beside(path) or their_template(path.parent)
         conversation = Conversation(model, loaded, table, template)
         for line in _lines():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from typer.core import TyperGroup
@@ -22,10 +22,13 @@ def option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **settings)
 
 
-def key_option(key: str, *names: str) -> Any:
-    """Return the option that sets a key of the recipe, such as `generate.seed`; its help is the key's docstring."""
+def _key_option(key: str) -> Any:
+    """Return the type of the option that sets a key of the recipe, such as `generate.seed`; its help is the key's
+    docstring."""
     table, _, name = key.partition(".")
-    return option(f"{keys.of_table(table)[name].text.rstrip('.')} ({key}).", *names)
+    annotation, text = keys.of_table(table)[name]
+    kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+    return Annotated[kind | None, option(f"{text.rstrip('.')} ({key}).")]
 
 
 def _turn_on_log(context: typer.Context, debug: bool) -> None:
@@ -139,12 +142,16 @@ class Commands(typer.Typer):
             add_completion=False,
         )
 
-    def add(self, *examples: str, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
+    def add(
+        self, *examples: str, name: str | None = None, keys: Sequence[str] = (), **settings: Any
+    ) -> Callable[[Function], Function]:
         """Register the decorated function as a command with `--json`, `--debug`, and `--plugin` if it has `--set`.
 
         Args:
             examples: command lines for the help.
             name: the command's name if it is not the function's.
+            keys: keys of the recipe, such as "generate.seed", that have an option. The function gets what was typed
+                as its argument `flags`, key -> value; None where an option was left out.
             settings: of `typer.Typer.command`.
         """
         epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples)
@@ -152,21 +159,24 @@ class Commands(typer.Typer):
             epilog = f"Example: {examples[0]}"
 
         def register(function: Function) -> Function:
-            self.command(name, epilog=epilog, **settings)(_with_shared_options(function))
+            self.command(name, epilog=epilog, **settings)(_with_shared_options(function, keys))
             return function
 
         return register
 
 
-def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
-    """Return the function with the shared options it lacks, which prints the function's result."""
+def _with_shared_options(function: Callable[..., Any], keys: Sequence[str]) -> Callable[..., None]:
+    """Return the function with the shared options it lacks, and those of keys, which prints the function's result."""
     signature = inspect.signature(function, eval_str=True)
     own = signature.parameters
-    shared: dict[str, tuple[Any, Any]] = {"plugin": (PluginOption, None)} if "set_" in own else {}
+    flags = {key.partition(".")[2]: key for key in keys}
+    shared: dict[str, tuple[Any, Any]] = {name: (_key_option(key), None) for name, key in flags.items()}
+    shared |= {"plugin": (PluginOption, None)} if "set_" in own else {}
     shared |= {"as_json": (JsonOption, False), "debug": (DebugOption, False)}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
+        values["flags"] = {key: values[name] for name, key in flags.items()}
         result = function(**{name: _in_home(values[name]) for name in own})
         if result is not None:
             from lmkit.cli.console import show
@@ -175,12 +185,12 @@ def _with_shared_options(function: Callable[..., Any]) -> Callable[..., None]:
             if not getattr(result, "is_fine", True):
                 raise typer.Exit(1)
 
-    added = [
+    parameters = [parameter for name, parameter in own.items() if name != "flags"]
+    parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
         for name, (kind, default) in shared.items()
         if name not in own
     ]
-    parameters = [*own.values(), *added]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

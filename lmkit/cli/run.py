@@ -15,7 +15,6 @@ from lmkit.cli.options import (
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
-    key_option,
     option,
 )
 from lmkit.errors import UsageError
@@ -113,16 +112,16 @@ def _joined(results: Sequence[Result | None]) -> Result:
     return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})
 
 
-@app.add("lmkit train quickstart --nproc 2", "torchrun --nproc-per-node 2 -m lmkit train quickstart")
+@app.add(
+    "lmkit train quickstart --nproc 2",
+    "torchrun --nproc-per-node 2 -m lmkit train quickstart",
+    keys=("train.steps", "optimizer.lr", "train.batch_size", "run.device", "run.name", "checkpoint.resume"),
+)
 def train(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    steps: Annotated[int | None, key_option("train.steps")] = None,
-    lr: Annotated[float | None, key_option("optimizer.lr")] = None,
-    batch_size: Annotated[int | None, key_option("train.batch_size")] = None,
-    device: Annotated[str | None, key_option("run.device")] = None,
-    name: Annotated[str | None, key_option("run.name")] = None,
-    resume: Annotated[str | None, key_option("checkpoint.resume")] = None,
+    *,
+    flags: dict[str, Any],
     stop_at_step: Annotated[
         int | None, option("Stop after this step; the learning-rate schedule does not change.", min=1)
     ] = None,
@@ -136,14 +135,6 @@ def train(
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-    flags = {
-        "train.steps": steps,
-        "optimizer.lr": lr,
-        "train.batch_size": batch_size,
-        "run.device": device,
-        "run.name": name,
-        "checkpoint.resume": resume,
-    }
     loaded = load_recipe(recipe, set_ or (), flags=flags)
     if print_recipe:
         return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))

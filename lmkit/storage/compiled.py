@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from lmkit.errors import reason
-from lmkit.storage.atomic import fsync_file, fsync_folder
+from lmkit.errors import LmkitError, reason
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_input
 
 _log = logging.getLogger("lmkit")
@@ -47,9 +47,10 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
             return _load(_built(name, build))
         if kept is None:
             library = _built(name, build)
+            kept = folder / _kept_name(name, library)
             try:
-                kept = _keep(folder, name, library)
-            except OSError as error:
+                write_atomic(kept, library)
+            except (OSError, LmkitError) as error:
                 _warn(what, error)
                 return _load(library)
     try:
@@ -58,7 +59,7 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
         return _load(read_input(kept))
 
 
-def _warn(what: str, error: OSError | RuntimeError) -> None:
+def _warn(what: str, error: Exception) -> None:
     why = reason(error) if isinstance(error, OSError) else str(error)
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     _log.warning("%s%s: %s is compiled again for each process", where, why, what)
@@ -85,33 +86,12 @@ def _built(name: str, build: Callable[[Path], None]) -> bytes:
         return read_input(path)
 
 
-def _keep(folder: Path, name: str, library: bytes) -> Path:
-    """Write a library into the cache: all of it, or nothing."""
-    kept = folder / _kept_name(name, library)
-    with tempfile.TemporaryDirectory(dir=folder) as private:
-        path = Path(private, kept.name)
-        path.write_bytes(library)
-        fsync_file(path)
-        path.replace(kept)
-    fsync_folder(folder)
-    return kept
-
-
 def _load(library: bytes) -> ctypes.CDLL:
-    """Load a library from the folder of temporary files, or from memory."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "lmkit.so")
-            path.write_bytes(library)
-            return ctypes.CDLL(str(path))
-    except OSError:
-        if not hasattr(os, "memfd_create"):  # only Linux has such files
-            raise
-    # It stays open: dlopen takes another file of the same name for this one.
-    descriptor = os.memfd_create("lmkit")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(library)
-    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    """Load a library from the folder of temporary files."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lmkit.so")
+        path.write_bytes(library)
+        return ctypes.CDLL(str(path))
 
 
 @contextmanager
