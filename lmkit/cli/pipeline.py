@@ -16,7 +16,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,18 @@ from lmkit.recipe.run_folder import (
     BESIDE_TOKENIZER,
     CHAT_TEMPLATE,
     CHECKPOINTS,
-    DATA_FILES,
     METRICS,
     RECIPE,
     RUN_FILES,
     STORIES,
     TOKENIZER,
-    TRAINED_FILES,
-    is_entry,
     is_run,
-    read_record,
     refuse_foreign_files,
     save_record,
     token_file,
 )
 from lmkit.recipe.schema import Recipe, differences, is_under, refused, without_effect
-from lmkit.storage import FolderLock, keep_damaged, remove_partials, sha256_file, write_atomic
+from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_replacing, refuse_unwritable
@@ -143,8 +139,7 @@ class Pipeline:
     Args:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
-        force: start over. What lmkit made in the run folder is moved to a run folder of its own inside; when the
-            new run stands, data files of the old one are deleted.
+        force: start over. What lmkit made in the run folder is moved to a run folder of its own inside.
 
     Raises:
         UsageError: a table or a file is missing, or there is no such stage.
@@ -347,8 +342,6 @@ class Pipeline:
                         "the earlier run is whole in %s; to go back, move that folder out", self.aside
                     )
                 raise
-            if self.aside is not None:
-                _delete_replaced(self.aside)
 
     def _with_trained_steps(self) -> Recipe:
         """Return the recipe with the steps of a longer training of this run, whose model is kept."""
@@ -677,28 +670,3 @@ def _move(path: Path, place: Path) -> None:
         path.unlink()
     else:
         os.replace(path, place)
-
-
-def _delete_replaced(aside: Path) -> None:
-    """Delete the data files that lmkit made for a run that was set aside; all that it made, without checkpoints.
-
-    A file that somebody changed since stays.
-    """
-    entries = [entry for entry in read_record(aside).values() if is_entry(entry)]
-    # A text that lies in the run folder may be a source, too.
-    sources = {digest for entry in entries for texts in entry.get("content", {}).values() for digest in texts}
-    made = {
-        name: digest
-        for entry in entries
-        for name, digest in entry.get("made", {}).items()
-        if digest not in sources
-    }
-    has_checkpoints = any(aside.glob(f"{CHECKPOINTS}/*"))
-    for name in DATA_FILES if has_checkpoints else RUN_FILES:
-        path, digest = aside / name, made.get(f"./{name}")
-        changed = digest is not None and path.is_file() and sha256_file(path) != digest
-        if (digest is not None and not changed) or (name in TRAINED_FILES and not has_checkpoints):
-            path.unlink(missing_ok=True)
-    for folder in (aside / "corpus", aside / "tokens", aside / CHECKPOINTS, aside):
-        with suppress(OSError):  # there is none, or something is left in it
-            folder.rmdir()
