@@ -150,10 +150,6 @@ def _digest_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def _record_digest(path: Path, digest: str) -> None:
-    write_atomic(_digest_path(path), f"{digest}  {path.name}\n")
-
-
 def _is_complete(path: Path) -> bool:
     recorded = _digest_path(path)
     if not (path.exists() and recorded.exists()):
@@ -275,7 +271,7 @@ class _Transfer:
                 f"{self.url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
                 hint="the download is removed; try again later",
             )
-        _record_digest(self.path, digest)
+        write_atomic(_digest_path(self.path), f"{digest}  {self.path.name}\n")
         os.replace(self.partial, self.path)
         self.version_path.unlink(missing_ok=True)
 
@@ -379,6 +375,6 @@ def _unpack(archive: Path, path: Path, max_bytes: int, progress: Progress) -> No
         raise LmkitError(
             "download.damaged", f"{archive}: {error}", hint="delete it to fetch it again"
         ) from None
-    _record_digest(path, sha256_file(path))
+    write_atomic(_digest_path(path), f"{sha256_file(path)}  {path.name}\n")
     archive.unlink()
     _digest_path(archive).unlink()

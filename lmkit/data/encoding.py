@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +76,11 @@ def encode_corpus(
     """
     output = Path(output)
     paths = as_paths(sources)
-    _check_output(output, paths, force=force)
+    if output.suffix != ".npy":
+        hint = f"name it {output.with_suffix('.npy')}"
+        raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
+    refuse_existing(output, force=force)
+    refuse_replacing(parts_of(output), paths)
     if separator == "":
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
@@ -272,18 +276,6 @@ def _framed(
     # A document begins with its prefix: it moves by what is inserted before it.
     moved = starts + np.searchsorted(np.sort(places), starts, side="left")
     return np.insert(ids, places, added), moved, begins
-
-
-def _check_output(output: Path, sources: Iterable[Path], *, force: bool) -> None:
-    """Refuse an output before any work is done for it."""
-    if output.suffix != ".npy":
-        raise UsageError(
-            "tokens.name",
-            f"{output}: a token file ends in .npy",
-            hint=f"name it {output.with_suffix('.npy')}",
-        )
-    refuse_existing(output, force=force)
-    refuse_replacing(parts_of(output), sources)
 
 
 def encode_chat(

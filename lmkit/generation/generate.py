@@ -251,7 +251,7 @@ def decoder_for(
     return Decoder(
         model,
         rows,
-        sampling=sampling_of(options),
+        sampling=Sampling(**{key: getattr(options, key) for key in Sampling._fields}),
         most=options.max_new_tokens,
         stops=stops,
         vocab_size=vocab_size,
@@ -349,11 +349,6 @@ def weight_dtype(options: GenerateConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of weights under `generate.precision`; `auto` is bfloat16 on a GPU."""
     narrow = options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if narrow else torch.float32
-
-
-def sampling_of(options: GenerateConfig) -> Sampling:
-    """Return the `Sampling` that the table `[generate]` describes."""
-    return Sampling(**{key: getattr(options, key) for key in Sampling._fields})
 
 
 def write_samples(model: TransformerLM, recipe: Recipe) -> list[str]:

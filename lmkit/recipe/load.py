@@ -228,16 +228,11 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return keys, text  # a bare word
-    # A shell takes the quotes away from run.name="42".
-    is_text = isinstance(value, (str, list, dict)) or not _takes_text(keys)
-    return keys, value if is_text else text
-
-
-def _takes_text(keys: Sequence[str]) -> bool:
-    """Return whether the value of a key is any string, or a path."""
     owner = table_type(".".join(keys[:-1]))
     field = owner.model_fields.get(keys[-1]) if owner else None
-    return field is not None and field.annotation in (str, Path, str | None, Path | None)
+    # A shell takes the quotes away from run.name="42".
+    takes_text = field is not None and field.annotation in (str, Path, str | None, Path | None)
+    return keys, text if takes_text and not isinstance(value, (str, list, dict)) else value
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -235,17 +235,11 @@ def hold_file(path: Path) -> int | None:
             what = f"{path}: cannot be locked (flock): {reason(error)}"
             hint = "work on a disk that has locks; shares have mount options for them"
             raise LmkitError("storage.no_locks", what, hint=hint) from error
-        if _is_named(descriptor, path):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         # The last holder renamed or deleted the file between our open and our lock: open the path again.
         os.close(descriptor)
-
-
-def _is_named(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 class FolderLock:

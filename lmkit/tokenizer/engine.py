@@ -336,8 +336,12 @@ WordCounter = NativeCounter | PythonCounter
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled code, or None if this machine cannot compile it. Compiles it on first use."""
+    compiler = os.environ.get("CC") or "cc"
+    # Everything that decides what the library contains.
+    ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
+    name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}"
     try:
-        code = _load_or_compile()
+        code = load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s: the tokenizer runs in Python, much slower", _why_not_compiled(error))
         return None
@@ -358,14 +362,6 @@ def library() -> ctypes.CDLL | None:
         function = getattr(code, name)
         function.restype, function.argtypes = result, arguments
     return code
-
-
-def _load_or_compile() -> ctypes.CDLL:
-    """Load the shared library; its name has a hash of everything that decides its content."""
-    compiler = os.environ.get("CC") or "cc"
-    ingredients = "\0".join([_SOURCE.read_text("utf-8"), compiler, *_FLAGS, platform.platform()])
-    name = f"words-{hashlib.sha256(ingredients.encode()).hexdigest()[:16]}"
-    return load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
 
 
 def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:

@@ -91,7 +91,9 @@ def read_marks(path: Path) -> Marks:
     named = read_config(path)
     generation = read_beside(path, GENERATION_CONFIG)
     ids = generation if "eos_token_id" in generation else read_beside(path, CONFIG)
-    return Marks(_text(named, "bos_token"), _text(named, "eos_token"), _ids(ids.get("eos_token_id")))
+    found = ids.get("eos_token_id")
+    stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
+    return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -208,8 +210,3 @@ def _text(content: Mapping[str, Any], key: str) -> str | None:
     token = content.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
-
-
-def _ids(found: Any) -> tuple[int, ...]:
-    ids = found if isinstance(found, list) else [found]
-    return tuple(number for number in ids if type(number) is int)

@@ -160,8 +160,12 @@ def load_json(path: Path, marks: Marks = NO_MARKS) -> dict[str, Any]:
         names = model["vocab"]
         tokens = {name: name if (token := from_name(name)) is None else token for name in names}
         merges = read_merges(model["merges"], tokens)
-        read = [_added_token(token) for token in content["added_tokens"] if token["content"]]
-        added = {token.text: token for token in read}
+        flags = ("special", "normalized", "lstrip", "rstrip")
+        added = {
+            token["content"]: AddedToken(token["content"], *(bool(token.get(flag)) for flag in flags))
+            for token in content["added_tokens"]
+            if token["content"]
+        }
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
@@ -213,7 +217,10 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> Iterator[tu
         if model.get("byte_fallback"):
             yield "model.byte_fallback", True
         unknown = model.get("unk_token")
-        if unknown is not None and (unknown not in vocab or _is_merged(unknown, model["merges"])):
+        parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        if unknown is not None and (
+            unknown not in vocab or (from_name(unknown) is None and any(unknown in pair for pair in parts))
+        ):  # not made of bytes, and a part of a merge
             yield "model.unk_token", unknown
     if len(set(vocab.values())) < len(vocab):
         yield "model.vocab", "two tokens with one id"
@@ -246,12 +253,6 @@ def _unsupported_added(
             yield f"{field}.normalized", True
 
 
-def _is_merged(unknown: str, merges: Iterable[str | list[str]]) -> bool:
-    """Return whether a token that is not made of bytes is a part of a merge."""
-    parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    return from_name(unknown) is None and any(unknown in pair for pair in parts)
-
-
 def _described(step: dict[str, Any]) -> str:
     """Return a pre-tokenizer in a few words."""
     regex = step.get("pattern", {}).get("Regex")
@@ -261,11 +262,6 @@ def _described(step: dict[str, Any]) -> str:
 
 def _lacks_bytes(vocab: Mapping[str, Any]) -> bool:
     return not all(character in vocab for character in CHARACTERS)
-
-
-def _added_token(given: Mapping[str, Any]) -> AddedToken:
-    flags = {key: bool(given.get(key)) for key in ("special", "normalized", "lstrip", "rstrip")}
-    return AddedToken(given["content"], **flags)
 
 
 def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:

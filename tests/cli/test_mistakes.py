@@ -37,12 +37,6 @@ def test_mistakes_in_a_recipe_reach_the_terminal_as_one_line(fault, terminal, tm
         assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
-def test_wrong_override(terminal):
-    refused = terminal.refuses("train quickstart --set train.steps", code="recipe.wrong_override")
-    assert "--set train.steps" in refused.error
-    terminal.refuses("train quickstart --set train.stepz=1", code="recipe.unknown_key", says=["steps?"])
-
-
 @pytest.fixture
 def text() -> Path:
     path = Path("text.txt")

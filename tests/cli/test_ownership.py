@@ -60,16 +60,6 @@ def test_a_folder_with_a_recipe_is_no_run(command, project, terminal):
     assert content(Path("proj")) == project
 
 
-@pytest.mark.parametrize("name", [name for name in MINE if "/" not in name and name != "notes.md"])
-def test_every_file_that_a_run_would_replace_is_noticed(name, made, terminal):
-    shutil.copy(made / "corpus.txt", ".")
-    Path("proj").mkdir()
-    Path("proj", name).write_text(MINE[name])
-    where = "--set run.folder=. --set run.name=proj"
-    terminal.refuses(f"run {made}/fish.toml {where}", code="run.not_a_run_folder", says=[name])
-    assert [path.name for path in Path("proj").iterdir()] == [name]
-
-
 @pytest.mark.parametrize(
     "name", ["recipe.toml", "environment.json", "metrics.jsonl", "loss.png", "stages.json"]
 )

@@ -140,14 +140,6 @@ def test_content_is_read_once_while_its_file_stays_as_it_is(run, terminal, monke
     terminal("run fish.toml")
 
 
-def test_a_directory_as_corpus_is_named(made, terminal):
-    Path("fish.toml").write_text((made / "fish.toml").read_text().replace("corpus.txt", "texts"))
-    Path("texts").mkdir()
-    terminal.refuses(
-        "run fish.toml", code="corpus.directory", says=["texts", "is a directory", "corpus.train"]
-    )
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

@@ -98,12 +98,6 @@ def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text,
     assert wanted <= len(valid) < wanted + 4 or len(train) == 1
 
 
-def test_keeps_every_byte_of_odd_text(write, split):
-    text = "one\ufeff\r\ntwo\0\r\n\n\nthree\u2028four\n"
-    train, valid = split(write("odd.txt", text), valid_fraction=0.3)
-    assert train + valid == text.encode()
-
-
 def test_several_files_are_several_documents(write, split):
     train, valid = split(
         write("a.txt", "first"),
@@ -181,19 +175,9 @@ def test_an_item_of_an_array_is_named(write, split):
         split(write("x.json", '[{"text": "a"},\n\n {"body": "b"}]'))
 
 
-def test_a_byte_order_mark_is_no_text_of_a_corpus(write, split):
-    train, valid = split(write("x.txt", b"\xef\xbb\xbfone\ntwo\n"), valid_fraction=0.5)
-    assert train + valid == b"one\ntwo\n"
-
-
 def test_a_separator_at_the_end_of_a_json_text_is_left_out(write, split):
     train, valid = split(write("x.jsonl", '{"text": "a--b--"}\n' * 2), separator="--", valid_fraction=0.4)
     assert train == valid == f"a--b{MARK}".encode()
-
-
-def test_json_lines_may_begin_with_a_byte_order_mark(write, split):
-    train, valid = split(write("x.jsonl", b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n'))
-    assert (train + valid).decode() == f"one{MARK}two{MARK}"
 
 
 def test_text_and_json_lines_are_joined(write, tmp_path):

@@ -17,7 +17,7 @@ import lmkit.data.download as module
 from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.download import Dataset, RemoteFile, download_dataset
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError
 from lmkit.plugins import load_plugin
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.registry import DATASETS
@@ -350,16 +350,6 @@ def test_fault_41_a_link_in_the_way_is_replaced_and_not_followed(fetch, tmp_path
     train, _ = fetch()
     assert train.read_bytes() == TRAIN
     assert outside.read_text() == "precious"
-
-
-def test_the_known_datasets_are_complete():
-    assert DATASETS.names == ("tinystories", "owt")
-    for name in DATASETS.names:
-        dataset = DATASETS.load(name)()
-        assert dataset.base_url.startswith("https://huggingface.co/")
-        assert dataset.train.name != dataset.valid.name
-    with raises(UsageError, "registry.unknown_name"):
-        download_dataset("tinystory", "nowhere")
 
 
 PLUGIN = """

@@ -1,6 +1,5 @@
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -15,8 +14,7 @@ from raising import raises
 from lmkit.data.encoding import encode_corpus
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, engine
-from lmkit.tokenizer.engine import PythonEncoder
+from lmkit.tokenizer import Tokenizer
 
 END = "<|endoftext|>"
 
@@ -86,13 +84,6 @@ def test_fault_25_exact_at_chunk_borders_for_any_number_of_workers(
     assert tokens(tmp_path / "tokens.npy") == tokenizer.encode(story)
 
 
-def test_without_a_compiler_the_file_is_the_same(corpus, tokenizer, tmp_path, monkeypatch):
-    encode_corpus([corpus], tmp_path / "one.npy", tokenizer)
-    monkeypatch.setattr(engine, "library", lambda: None)
-    encode_corpus([corpus], tmp_path / "two.npy", tokenizer)
-    assert (tmp_path / "one.npy").read_bytes() == (tmp_path / "two.npy").read_bytes()
-
-
 def test_documents_end_with_end_of_text(tokenizer, tmp_path):
     texts = {"a": "no end", "b": f"an end{END}", "c": f"an end and space{END}\n\n", "d": ""}
     for name, text in texts.items():
@@ -103,15 +94,7 @@ def test_documents_end_with_end_of_text(tokenizer, tmp_path):
     assert meta.num_bytes == len("no endan endan end and space")
 
 
-def test_missing_source(tokenizer, tmp_path):
-    with raises(UsageError, "text.unreadable", "none.txt"):
-        encode_corpus([tmp_path / "none.txt"], tmp_path / "tokens.npy", tokenizer)
-
-
-def test_empty_corpus(tokenizer, tmp_path, corpus):
-    (tmp_path / "empty.txt").touch()
-    with raises(UsageError, "text.empty", "empty.txt"):
-        encode_corpus([tmp_path / "empty.txt"], tmp_path / "tokens.npy", tokenizer)
+def test_the_name_of_the_output(tokenizer, tmp_path, corpus):
     with raises(UsageError, "tokens.name", "tokens.bin"):
         encode_corpus([corpus], tmp_path / "tokens.bin", tokenizer)
 
@@ -128,23 +111,6 @@ def test_fault_20_invalid_utf8(tokenizer, tmp_path, workers):
     encode_corpus([path], output, tokenizer, workers=workers, errors="replace")
     expected = path.read_bytes().decode("utf-8", "replace") + END
     assert tokens(output) == tokenizer.encode(expected)
-
-
-def test_an_error_in_one_worker_ends_the_encoding(corpus, tokenizer, tmp_path, monkeypatch, small_chunks):
-    calls = itertools.count()
-    before = set(threading.enumerate())
-
-    class Failing(PythonEncoder):
-        def encode(self, data, specials):
-            if next(calls) == 7:
-                raise MemoryError("no room")
-            return super().encode(data, specials)
-
-    monkeypatch.setattr(tokenizer, "new_encoder", lambda: Failing(tokenizer.merge_table))
-    with pytest.raises(MemoryError):
-        encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=4)
-    assert [p.name for p in tmp_path.iterdir()] == ["corpus.txt"]
-    assert set(threading.enumerate()) <= before
 
 
 KILLED = """
@@ -181,19 +147,6 @@ def test_fault_39_killed_while_encoding(tokenizer, tmp_path, story, name):
     encode_corpus([corpus], tmp_path / "again.npy", tokenizer, workers=2)
     assert (tmp_path / "again.npy").read_bytes() == output.read_bytes()
     assert not list(tmp_path.glob("*.lmkit-partial"))
-
-
-def test_a_second_encoding_into_the_same_file_is_refused_and_the_first_is_whole(corpus, tokenizer, tmp_path):
-    output, refusals = tmp_path / "tokens.npy", []
-
-    def begin_another(stage, done, total):
-        with raises(LmkitError, "storage.file_busy", "tokens.npy") as refused:
-            encode_corpus([corpus], output, tokenizer, workers=1)
-        refusals.append(refused.value)
-
-    encode_corpus([corpus], output, tokenizer, workers=1, progress=begin_another)
-    assert refusals
-    assert tokens(output) == tokenizer.encode(corpus.read_text("utf-8"))
 
 
 def test_fault_40_output_exists(corpus, tokenizer, tmp_path):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for the modules beside this one, here and in the processes that tests start
 
-import mutations  # noqa: E402
 
 from lmkit.measure.environment import git_state  # noqa: E402
 
@@ -104,19 +102,3 @@ def test_the_harness_notices_readers_that_misbehave(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
     assert start(sleeper).returncode == 1
     assert MISBEHAVIOUR[sleeper] in (tmp_path / "progress").read_text()
-
-
-@pytest.mark.parametrize(
-    ("mutation", "data"),
-    [
-        ("damage", b"some text, 123 and more"),
-        ("damage_text", b'{"a": [1, {"b": "c"}], "d": null}'),
-        ("damage_text", b'[model]\nd_model = 64\nname = "x"\n'),
-    ],
-)
-def test_damage_is_repeatable_and_differs_from_case_to_case(mutation, data):
-    mutate = getattr(mutations, mutation)
-    once, again = ([mutate(Random(case), data) for case in range(100)] for _ in range(2))
-    assert once == again
-    assert len(set(once)) > 30
-    assert sum(changed != data for changed in once) > 70

@@ -61,14 +61,13 @@ def test_bad_syntax_names_line_and_column(write, text, line, column):
 
 
 @pytest.mark.parametrize(
-    "text", ["[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"]
+    "text",
+    [
+        *("[train]\nsteps = 1\nsteps = 2\n", "[train]\n[train]\n", "train = {steps = 1, steps = 2}\n"),
+        *(f"x = {'[' * 2000}", f"x = {'9' * 5000}"),  # would take Python long, or deep
+    ],
 )
-def test_duplicate_key(write, text):
-    assert "line" in refusal(write(text), code="recipe.syntax")
-
-
-@pytest.mark.parametrize("text", [f"x = {'[' * 2000}", f"x = {'9' * 5000}"])
-def test_what_would_take_python_long_or_deep_is_refused(write, text):
+def test_duplicate_keys_and_endless_values(write, text):
     refusal(write(text), code="recipe.syntax")
 
 

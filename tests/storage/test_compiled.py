@@ -5,6 +5,7 @@ import multiprocessing
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,12 +90,17 @@ def test_a_library_is_loaded_from_elsewhere_where_no_file_may_be_run(cache, tmp_
     assert caplog.records == []
 
 
-def test_a_cache_that_cannot_be_written_to_is_said_once(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+@pytest.mark.parametrize("why", ["a file is in the way", "no home directory"])
+def test_a_cache_that_cannot_be_written_to_is_said_once(why, tmp_path, monkeypatch, caplog):
+    def no_home():
+        raise RuntimeError(why)
+
+    (tmp_path / why).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if "home" in why else str(tmp_path / why))
+    monkeypatch.setattr(Path, "home", no_home)
     load(tmp_path / "log")
     (record,) = caplog.records
-    assert str(tmp_path / "file") in record.getMessage()
+    assert why in record.getMessage()
 
 
 def test_a_full_disk_keeps_nothing(cache, tmp_path):

@@ -5,11 +5,9 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,22 +198,6 @@ def cache(monkeypatch, tmp_path):
     engine.library.cache_clear()
 
 
-def test_compiled_once_and_kept(cache, monkeypatch):
-    assert engine.library() is not None
-    (kept,) = cache.iterdir()
-    written = kept.stat().st_mtime_ns
-    engine.library.cache_clear()
-    assert engine.library() is not None
-    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [written]
-    # A damaged file in the cache (of another folder: a library that is loaded already would be found again).
-    other = cache.parent / "other" / "lmkit" / kept.name
-    other.parent.mkdir(parents=True)
-    other.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent / "other"))
-    engine.library.cache_clear()
-    assert engine.library() is not None
-
-
 def test_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
     compiler = tmp_path / "cc"
     said = ("In file words.c:", "words.c:9: error: no such header", "That is all.")
@@ -232,47 +214,6 @@ def test_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
         (warning,) = caplog.messages
         assert all(word in warning for word in [*words, name, "in Python"])
         assert ("no C compiler" in warning) == (name == "cc-nowhere")
-
-
-@pytest.mark.parametrize(
-    ("script", "says"),
-    [
-        ("exit 0", "it made no file"),
-        ("head -c 1000000 /dev/zero | tr '\\0' a >&2; exit 1", "aaaa"),
-        (None, "gcc"),
-    ],
-    ids=["no file", "endless", "empty"],
-)
-def test_compilers_that_fail_oddly_are_one_short_line(script, says, cache, monkeypatch, tmp_path, caplog):
-    compiler = tmp_path / "cc"
-    compiler.write_text(f"#!/bin/sh\n{script or 'echo gcc >&2; exit 1'}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CC", "" if script is None else str(compiler))  # empty: as if it were not set
-    engine.library.cache_clear()
-    assert engine.library() is None
-    (warning,) = caplog.messages
-    assert says in warning
-    assert len(warning) < 500
-
-
-@pytest.mark.parametrize("why", ["a file is in the way", "no home directory"])
-def test_without_a_cache_it_is_compiled_for_the_process(cache, monkeypatch, caplog, why):
-    def no_home():
-        raise RuntimeError(why)
-
-    temporary, in_the_way = cache.parent / "temporary", cache.parent / why
-    temporary.mkdir()
-    in_the_way.touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("XDG_CACHE_HOME", "" if "home" in why else str(in_the_way))
-    monkeypatch.setattr(Path, "home", no_home)
-    with caplog.at_level(logging.WARNING, "lmkit"):
-        assert engine.is_utf8("é".encode())
-    assert engine.library() is not None
-    (record,) = caplog.records
-    assert why in record.getMessage()
-    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

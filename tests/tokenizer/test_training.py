@@ -1,9 +1,7 @@
 """`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
 
-import itertools
 import logging
 import os
-import threading
 from collections import Counter
 
 import pytest
@@ -11,7 +9,6 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
-from lmkit.tokenizer.engine import PythonCounter
 
 
 @pytest.fixture
@@ -68,12 +65,6 @@ def test_one_path_strings_and_no_special_tokens(write):
     assert one.special_ids == {"<|pad|>": 257}
 
 
-def test_missing_corpus(tmp_path):
-    with pytest.raises(UsageError, match=r"nothing\.txt") as caught:
-        train_tokenizer(str(tmp_path / "nothing.txt"), vocab_size=300)
-    assert (caught.value.code, bool(caught.value.hint)) == ("text.unreadable", True)
-
-
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="pipe") as caught:
@@ -109,13 +100,6 @@ def test_fault_20_invalid_utf8(write, workers):
     assert (b"\xef", b"\xbf") in replaced.merges
 
 
-def test_utf8_cut_at_the_end(write):
-    path = write("tail é".encode()[:-1])
-    with pytest.raises(LmkitError, match=r"corpus\.txt.* 5$"):
-        train_tokenizer([path], vocab_size=300)
-    assert train_tokenizer([path], vocab_size=258, errors="replace").merges
-
-
 def test_no_special_token_in_the_corpus_is_one_warning(write, caplog):
     with caplog.at_level(logging.WARNING, "lmkit"):
         train_tokenizer([write("some text without it")], vocab_size=260)
@@ -135,24 +119,6 @@ def test_unreachable_vocabulary_says_the_real_size(write, caplog):
     assert tokenizer.vocab_size == 256 + 2 + 1
     (record,) = caplog.records
     assert "259" in record.getMessage()
-
-
-def test_an_error_in_one_worker_ends_the_training(write, monkeypatch):
-    counts = itertools.count()
-
-    class Failing(PythonCounter):
-        def add(self, data):
-            if next(counts) == 3:
-                raise MemoryError("no room")
-            super().add(data)
-
-    monkeypatch.setattr(training, "new_counter", Failing)
-    _make_chunks_small(monkeypatch)
-    threads = threading.active_count()
-    with pytest.raises(MemoryError):
-        train_tokenizer([write("text " * 20_000)], vocab_size=300, workers=4)
-    assert threading.active_count() == threads
-    assert next(counts) < 100  # of 140 chunks: the others did not work to the end
 
 
 def test_an_endless_word_makes_no_endless_tokens(write, code, caplog):
