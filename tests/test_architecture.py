@@ -159,6 +159,7 @@ OPENS_BY_ITSELF = {
             "cli/app.py",
             "registry.py",
             "recipe/keys.py",
+            "data/synth.py",
             "kernels/cuda/build.py",
             "tokenizer/engine.py",
             "bench/explained/__init__.py",
