@@ -41,18 +41,11 @@ class Key(NamedTuple):
 
 
 class Unknown:
-    """What an annotation names and help does not need: a validator, a constraint, a class."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        pass
+    """Stands for what help does not need: a validator, a constraint, a class."""
 
 
-_LIGHT = (
-    "typing",
-    "pathlib",
-    "lmkit.registry",
-    __name__,
-)  # their names are imported, others are read from the source of lmkit
+# Their names are imported; others are read from the source of lmkit.
+_LIGHT = ("typing", "pathlib", __name__)
 
 
 class _Module(dict[str, Any]):
@@ -78,7 +71,27 @@ class _Module(dict[str, Any]):
         return self[name]
 
     def evaluated(self, node: ast.expr) -> Any:
-        return eval(compile(ast.Expression(node), "annotation", "eval"), {}, self)
+        """Return what an annotation means; `Unknown` where it calls a constraint."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self[name]
+            case ast.Tuple(elts=items):
+                return tuple(map(self.evaluated, items))
+            case ast.List(elts=items):
+                return list(map(self.evaluated, items))
+            case ast.Subscript(value=kind, slice=inside):
+                return self.evaluated(kind)[self.evaluated(inside)]
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return self.evaluated(left) | self.evaluated(right)
+            case ast.Call(func=ast.Name(id=name), args=values) if self[name] in (
+                FlagNames,
+                Shortcut,
+                Empties,
+            ):
+                return self[name](*map(self.evaluated, values))
+        return Unknown
 
     def class_(self, name: str) -> tuple[_Module, ast.ClassDef | None]:
         """Return the definition of a class, and the module that has it."""

@@ -293,8 +293,11 @@ def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):
 def test_a_changed_file_on_disk_is_noticed(fetch):
     train, _ = fetch()
     train.write_bytes(TRAIN + b"!")
-    with raises(LmkitError, "download.changed", "toy_train.txt"):
-        fetch()
+    recorded = train.with_name("toy_train.txt.sha256")
+    for digest in (recorded.read_bytes(), b"", b"\n", b"\xff", b"0" * 64):
+        recorded.write_bytes(digest)
+        with raises(LmkitError, "download.changed", "toy_train.txt"):
+            fetch()
 
 
 @pytest.mark.parametrize(

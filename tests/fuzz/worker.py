@@ -19,9 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import chat_formats  # noqa: F401  registers its formats
-import download_formats  # noqa: F401
-import exchange_formats  # noqa: F401
+import exchange_formats  # noqa: F401  registers its formats
 import formats
 import run_formats  # noqa: F401
 
