@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 COMMANDS = {
     "run": "run",
     "plan": "plan",
-    "train": "run",
+    "train": "model",
     "evaluate": "model",
     "generate": "generate",
     "chat": "generate",

@@ -540,7 +540,7 @@ def _evaluate(run: Pipeline) -> Outputs:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.generate import continue_prompts
+    from lmkit.cli.texts import continue_prompts
 
     with alone():
         result = continue_prompts(run.folder, device=run.recipe.run.device)

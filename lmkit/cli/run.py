@@ -1,4 +1,4 @@
-"""`lmkit run`: from text to a model that writes. `lmkit train`: its training alone."""
+"""`lmkit run`: from text to a model that writes."""
 
 from __future__ import annotations
 
@@ -110,37 +110,3 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
 def _joined(results: Sequence[Result | None]) -> Result:
     made = [result for result in results if result is not None]
     return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})
-
-
-@app.add(
-    "lmkit train quickstart --nproc 2",
-    "torchrun --nproc-per-node 2 -m lmkit train quickstart",
-    keys=("train.steps", "optimizer.lr", "train.batch_size", "run.device", "run.name", "checkpoint.resume"),
-)
-def train(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    *,
-    flags: dict[str, Any],
-    stop_at_step: Annotated[
-        int | None, option("Stop after this step; the learning-rate schedule does not change.", min=1)
-    ] = None,
-    nproc: NprocOption = 1,
-    print_recipe: PrintRecipeOption = False,
-    dry_run: DryRunOption = False,
-) -> Any:
-    """Train a model, or resume from its newest checkpoint.
-
-    Needs token files: those that `lmkit run` made in the run folder, or those that [data] of the recipe names.
-    """
-    from lmkit.recipe.load import load_recipe, recipe_to_toml
-
-    loaded = load_recipe(recipe, set_ or (), flags=flags)
-    if print_recipe:
-        return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
-    from lmkit.generation import write_samples
-    from lmkit.training import session
-
-    if dry_run:
-        return session.plan(loaded, stop_at_step=stop_at_step, nproc=nproc)
-    return session.train(loaded, stop_at_step=stop_at_step, nproc=nproc, write_samples=write_samples)
