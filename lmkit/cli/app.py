@@ -117,35 +117,32 @@ def root_command() -> Any:
 
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
-    with only_results_on_stdout() if {"--json", "--jsonl"} & {*arguments} else nullcontext():
-        return _run(arguments)
-
-
-def _run(arguments: Sequence[str]) -> int:
     settings: dict[str, Any] = {}  # filled by --debug, wherever it stands on the line
-    try:
+    with only_results_on_stdout() if {"--json", "--jsonl"} & {*arguments} else nullcontext():
         try:
-            code = root_command().main(
-                args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
-            )
-        except SystemExit as stop:
-            if not stop.code:  # commands return: this is a plugin's
-                line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
-                raise LmkitError("command.ended", f"{_command_in(arguments)}: {line}", hint=hint) from stop
-            code = stop.code if isinstance(stop.code, int) else 1
-        except _WrongArguments as error:
-            code = _refuse_arguments(error, arguments)
-        if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
-            print(settings.get("interrupted", "interrupted"), file=sys.stderr)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of stdout has left
-        return 1
-    except BaseException as error:
-        explained = _explained(error)
-        if explained is None or settings.get("debug"):
-            raise
-        _print_error(explained)
-        return explained.exit_code
+            try:
+                code = root_command().main(
+                    args=list(arguments), prog_name="lmkit", obj=settings, standalone_mode=False
+                )
+            except SystemExit as stop:
+                if not stop.code:  # commands return: this is a plugin's
+                    line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
+                    where = _command_in(arguments)
+                    raise LmkitError("command.ended", f"{where}: {line}", hint=hint) from stop
+                code = stop.code if isinstance(stop.code, int) else 1
+            except _WrongArguments as error:
+                code = _refuse_arguments(error, arguments)
+            if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
+                print(settings.get("interrupted", "interrupted"), file=sys.stderr)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of stdout has left
+            return 1
+        except BaseException as error:
+            explained = _explained(error)
+            if explained is None or settings.get("debug"):
+                raise
+            _print_error(explained)
+            return explained.exit_code
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
 

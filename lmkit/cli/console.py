@@ -72,7 +72,17 @@ def log_to_stderr() -> None:
 def progress_on_stderr() -> Iterator[Progress]:
     """Yield a `Progress` for the block: a bar on a terminal, else a line every ten seconds."""
     if wants_plain_text(sys.stderr):
-        yield _lines()
+        times: dict[str, tuple[float, float]] = {}  # of a stage: its first report, and its last line
+
+        def print_line(stage: str, done: int, total: int) -> None:
+            now = time.monotonic()
+            begin, last = times.setdefault(stage, (now, now))
+            if now - last >= SECONDS_BETWEEN_LINES and 0 < done < total:
+                times[stage] = begin, now
+                left = (now - begin) * (total - done) / done
+                print(f"{stage}: {100 * done / total:.0f}%, {left:.0f} s left", file=sys.stderr)
+
+        yield print_line
         return
     from rich import progress
     from rich.console import Console
@@ -104,19 +114,3 @@ def progress_on_stderr() -> Iterator[Progress]:
         yield report
     finally:
         bars.stop()
-
-
-def _lines() -> Progress:
-    started: dict[str, float] = {}
-    last: dict[str, float] = {}
-
-    def report(stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        begin = started.setdefault(stage, now)
-        if now - last.setdefault(stage, begin) < SECONDS_BETWEEN_LINES or not 0 < done < total:
-            return
-        last[stage] = now
-        left = (now - begin) * (total - done) / done
-        print(f"{stage}: {100 * done / total:.0f}%, {left:.0f} s left", file=sys.stderr)
-
-    return report

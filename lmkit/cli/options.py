@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from lmkit.errors import UsageError
-from lmkit.recipe import keys
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,8 +24,10 @@ def option(text: str, *names: str, **settings: Any) -> Any:
 def _key_option(key: str) -> Any:
     """Return the type of the option that sets a key of the recipe, such as `generate.seed`; its help is the key's
     docstring."""
+    from lmkit.recipe.keys import of_table
+
     table, _, name = key.partition(".")
-    annotation, text = keys.of_table(table)[name]
+    annotation, text = of_table(table)[name]
     kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
     return Annotated[kind | None, option(f"{text.rstrip('.')} ({key}).")]
 

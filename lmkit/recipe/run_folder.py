@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,9 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(run, dict) or not all(isinstance(run.get(key), str) for key in ("folder", "name")):
         return placed  # no recipe that lmkit wrote
     before = Path(run["folder"], run["name"])
-    if _is_same(before, folder):
-        return placed
+    with suppress(OSError):  # there is no such folder any more
+        if before.samefile(folder):
+            return placed
     run.update(folder=str(folder.parent), name=folder.name)
 
     def moved(value: Any) -> Any:
@@ -200,10 +202,3 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(placed.get(table), dict) and key in placed[table]:
             placed[table][key] = moved(placed[table][key])
     return placed
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:  # there is no such folder any more
-        return False

@@ -12,15 +12,10 @@ from lmkit.errors import limit_reached
 
 RECIPES = {
     1: (b"[train\nsteps = 1\n", "recipe.syntax"),
-    2: (b"[train]\nsteps = 1\nsteps = 2\n", "recipe.syntax"),
     3: (b'[run]\nname = "\xff"\n', "recipe.unreadable"),
     4: (b"[model]\ncontxt_length = 128\n", "recipe.unknown_key"),
-    5: (b'[train]\nsteps = "12"\n', "recipe.wrong_value"),
-    6: (b"[train]\nsteps = true\n", "recipe.wrong_value"),
-    7: (b"[optimizer]\nlr = nan\n", "recipe.wrong_value"),
     8: (b'[run]\nname = "bare"\n', "recipe.missing_table"),
     9: (None, "recipe.not_found"),
-    11: (b"[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n", "recipe.wrong_value"),
 }
 
 

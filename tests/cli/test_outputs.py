@@ -12,29 +12,7 @@ from tiny import RANDOM_TOKENS, tiny_recipe
 
 from lmkit.cli.app import run_command_line
 from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show
-from lmkit.measure.tables import TERMINAL_WIDTH
 from lmkit.training.metrics import BarConsole
-
-LONG = "a-folder-for-all-experiments/of-the-second-year/with-stories-of-many-kinds"
-FILES = tuple(f"attention_sweep_results-{number}.jsonl" for number in range(9))
-
-
-def test_results_with_long_names_fit(terminal):
-    Path(LONG).mkdir(parents=True)
-    for command in (
-        f"data synth {LONG}/stories.txt --size-mb 0.01",
-        f"tokenizer train {LONG}/stories.txt {LONG}/tok.json --vocab-size 300",
-        f"tokenizer inspect {LONG}/tok.json --text {LONG}/stories.txt",
-        f"data encode {LONG}/stories.txt {LONG}/tokens.npy --tokenizer {LONG}/tok.json",
-        f"data inspect {LONG}/tokens.npy --tokenizer {LONG}/tok.json",
-        f"recipe copy quickstart {LONG}/mine.toml",
-        f"recipe validate {LONG}/mine.toml",
-        "recipe list",
-        "env",
-    ):
-        lines = terminal(command).splitlines()
-        assert max(map(len, lines)) <= TERMINAL_WIDTH, command
-        assert LONG not in command or LONG in lines[0]  # in one piece, to be copied
 
 
 def test_json_is_strict(capsys):

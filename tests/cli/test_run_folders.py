@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.cli.app import run_command_line
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
@@ -86,32 +85,6 @@ def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
 def test_a_moved_run_without_a_fitting_name_is_refused(run):
     with pytest.raises(UsageError, match="not a valid name"):
         load_recipe(run.rename(".hidden") / "recipe.toml")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"seconds": "1.0"},
-        {"tokens": 1.5},
-        {"loss": "low", "perplexity": True},
-        {"step": None},
-        {"loss": None},
-    ],
-    ids=str,
-)
-def test_damaged_metrics_stop_no_training_and_are_on_no_page(damage, run, terminal):
-    path = run / "metrics.jsonl"
-    first, *others = (json.loads(line) for line in path.read_text().splitlines())
-    path.write_text("".join(json.dumps(record) + "\n" for record in (first, *(r | damage for r in others))))
-    if damage == {"loss": None}:  # a loss that is not finite
-        terminal(f"report {run} --html")
-    else:
-        terminal.refuses(
-            f"report {run} --html", code="rows.damaged", says=[str(path), "line 2 "], exit_code=1
-        )
-    terminal(f"train {run}/recipe.toml")
-    assert damage == {"loss": None} or "line 2 " in terminal.err
-    run_command_line(["compare", str(run), str(run)])  # may find nothing to compare
 
 
 def test_texts_of_a_run_begin_where_its_documents_began(run, terminal):

@@ -93,11 +93,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         assert num_bytes == 5 if one_file else 9
 
 
-def test_the_file_with_another_tokenizers_mark_is_named(tmp_path, caplog):
-    encoded(tmp_path, {"a.jsonl": f'{{"text": "ab{END}"}}'}, framed())
-    assert "a.jsonl: 1 times" in caplog.text
-
-
 def test_letters_of_another_tokenizers_mark_are_told(tmp_path, caplog):
     tokens, documents, _ = encoded(tmp_path, {"a.txt": f"ab{END}cd{END}"}, framed())
     assert (tokens, documents) == ([*f"ab{END}cd{END}".encode(), 257], [0])
@@ -157,14 +152,6 @@ def test_documents_have_the_bytes_of_characters_that_have_no_token(tmp_path, oth
         file = open_tokens(tmp_path / "a.npy")
         assert file.sizes is not None
         assert (file.sizes.tolist(), file.meta.num_bytes) == ([5, 4, 2], 11)
-
-
-def test_the_text_of_a_json_object_may_have_another_key(tmp_path):
-    line = {"a.jsonl": '{"content": "ab"}'}
-    assert encoded(tmp_path, line, framed(), field="content")[0] == [*b"ab", 257]
-    with raises(UsageError, "corpus.no_field", "a.jsonl", "content") as refused:
-        encoded(tmp_path, line, framed())
-    assert "--field" in refused.value.hint
 
 
 def test_a_mark_behind_the_text_of_a_json_object_is_not_doubled(tmp_path):

@@ -178,22 +178,15 @@ def test_fault_36_an_array_of_objects_is_refused_and_its_pickle_not_run(path, tm
     assert sentinel.exists()
 
 
-def test_fault_37_id_beyond_the_vocabulary_with_its_position(path):
-    with open(path, "r+b") as file:
-        file.seek(-2 * 7, os.SEEK_END)
-        file.write(np.uint16(1000).tobytes())
-    with raises(LmkitError, "tokens.damaged", "tokens.npy", "position 2993", "1000"):
-        open_tokens(path)
-
-
 @pytest.mark.parametrize("piece", [100, 3000, 10_000])
-def test_fault_37_in_a_file_that_is_checked_piece_by_piece(path, piece, monkeypatch):
+def test_fault_37_id_beyond_the_vocabulary_with_its_position(path, piece, monkeypatch):
+    """In a file that is checked piece by piece."""
     monkeypatch.setattr(token_files, "_CHECK_TOKENS", piece)
     open_tokens(path)
     with open(path, "r+b") as file:
         file.seek(-2 * 7, os.SEEK_END)
         file.write(np.array([999, 1000, 60_000], np.uint16).tobytes())
-    with raises(LmkitError, "tokens.damaged", "token 1000", "position 2994"):
+    with raises(LmkitError, "tokens.damaged", "tokens.npy", "token 1000", "position 2994"):
         open_tokens(path)
 
 

@@ -422,14 +422,6 @@ def test_any_files(tmp_path, code, number):
     assert refused < 0.6 * number
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_families_at_length(family, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    for name, content in families.files([family]):
-        assert agrees(name, content, tmp_path, 300, transformers) == (family not in families.REFUSED)
-
-
 def test_missing_file(tmp_path):
     with pytest.raises(UsageError, match=r"none\.json") as caught:
         Tokenizer.load(tmp_path / "none.json")
