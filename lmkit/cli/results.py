@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -212,29 +211,6 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
 # Runs
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Losses of one kind in two runs: at how many steps both have one, where they differ, and by what at most; at how
-    many steps that of one run only is finite."""
-
-    kind: str
-    steps: int
-    differing: int
-    first: int | None
-    largest: float
-    not_finite: int
-
-    def __str__(self) -> str:
-        if self.not_finite:
-            return f"{self.kind} losses  not finite at {self.not_finite:,} of {self.steps:,} steps of one of the runs"
-        if not self.differing:
-            return f"{self.kind} losses  equal at all {self.steps:,} steps"
-        return (
-            f"{self.kind} losses  differ at {self.differing:,} of {self.steps:,} steps, first at {self.first:,}, "
-            f"by {self.largest:.3g} at most"
-        )
-
-
 def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
     from lmkit.bench.compare import compare_rows
     from lmkit.training.metrics import read_metrics
@@ -253,12 +229,12 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
 
         train(again, nproc=ranks, write_samples=write_samples)
     before, after = (read_metrics(path / METRICS) for path in (folder, new))
-    losses = [found for kind in ("train", "valid", "final") if (found := _losses(kind, before, after)).steps]
+    losses = [_losses(kind, before, after) for kind in ("train", "valid", "final")]
+    losses = [(facts, said) for facts, said in losses if facts["steps"]]
     times = compare_rows([_time_row(before)], [_time_row(after)])
-    text = "\n".join([*map(str, losses), f"milliseconds a token, between records of training\n{times}"])
-    return Result(
-        text, {"losses": [asdict(found) for found in losses], "rows": times.rows, "worse": times.worse}
-    )
+    lines = [*(said for _, said in losses), f"milliseconds a token, between records of training\n{times}"]
+    fields = {"losses": [facts for facts, _ in losses], "rows": times.rows, "worse": times.worse}
+    return Result("\n".join(lines), fields)
 
 
 def _newest_state(folder: Path) -> TrainingState | None:
@@ -279,7 +255,10 @@ def _trained_recipe(folder: Path) -> Recipe | None:
     return validate(placed_in(folder, state.recipe), origin=str(folder / CHECKPOINTS), resolved=True)
 
 
-def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> _Losses:
+def _losses(
+    kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], str]:
+    """Return how the losses of one kind differ in two runs: facts, and a line about them."""
     old, new = (
         {record["step"]: record["loss"] for record in records if record["kind"] == kind}
         for records in (before, after)
@@ -287,14 +266,16 @@ def _losses(kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapp
     both = old.keys() & new.keys()  # the files have null for what is not finite
     gaps = {step: abs(new[step] - old[step]) for step in both if None not in (old[step], new[step])}
     differing = sorted(step for step, gap in gaps.items() if gap)
-    return _Losses(
-        kind,
-        len(both),
-        len(differing),
-        min(differing, default=None),
-        max(gaps.values(), default=0.0),
-        sum((old[step] is None) != (new[step] is None) for step in both),
-    )
+    first, largest = min(differing, default=None), max(gaps.values(), default=0.0)
+    not_finite = sum((old[step] is None) != (new[step] is None) for step in both)
+    steps = f"{len(both):,} steps"
+    said = f"equal at all {steps}"
+    if differing:
+        said = f"differ at {len(differing):,} of {steps}, first at {first:,}, by {largest:.3g} at most"
+    if not_finite:
+        said = f"not finite at {not_finite:,} of {steps} of one of the runs"
+    facts = {"steps": len(both), "differing": len(differing), "first": first, "largest": largest}
+    return {"kind": kind, **facts, "not_finite": not_finite}, f"{kind} losses  {said}"
 
 
 def _time_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
