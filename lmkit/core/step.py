@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lmkit.core.buckets import MIB, GradientBuckets
 from lmkit.core.clipping import clip_gradients
 
 
-class Sync(Protocol):
-    """What a step needs of the synchronisation of gradients."""
+class Sync:
+    """Average gradients over the ranks by buckets, if there is a process group.
 
-    def no_sync(self) -> AbstractContextManager:
-        """Accumulate the gradients of the passes inside, without communication."""
+    Args:
+        parameters: of the model, the same on every rank.
+        capacity: bytes of a bucket.
+    """
 
-    def finish(self, *, wait: bool = True) -> None:
-        """Average the gradients over the ranks, after the last backward pass of a step."""
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a global norm of at most `max_norm`; return the norm before that."""
-
-
-class OneProcess:
-    """The synchronisation of a process that trains alone."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Iterable[nn.Parameter], capacity: int = 25 * MIB) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        has_ranks = dist.is_available() and dist.is_initialized()
+        self.buckets = GradientBuckets(self.parameters, capacity) if has_ranks else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Accumulate the gradients of the passes inside, without communication."""
+        if self.buckets is not None:
+            self.buckets.is_paused = True
         yield
+        if self.buckets is not None:
+            self.buckets.is_paused = False
 
     def finish(self, *, wait: bool = True) -> None:
-        pass
+        """Average the gradients, after the last backward pass of a step.
+
+        Args:
+            wait: if False, `clip_gradients` and the optimizer may wait for gradients that are still in flight.
+        """
+        if self.buckets is not None:
+            self.buckets.finish()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm before that."""
         return clip_gradients(self.parameters, max_norm)
 
 
@@ -50,7 +56,7 @@ class Step:
     >>> from lmkit.core.adamw import AdamW
     >>> layer = torch.nn.Linear(3, 1)
     >>> loss = lambda inputs, targets: (layer(inputs) - targets).square().mean()
-    >>> step = Step(loss, AdamW(layer.parameters()), OneProcess(layer.parameters()), max_norm=1.0)
+    >>> step = Step(loss, AdamW(layer.parameters()), Sync(layer.parameters()), max_norm=1.0)
     >>> step(torch.ones(2, 5, 3), torch.ones(2, 5, 1), lr=1e-3).shape  # two micro-batches of five rows
     torch.Size([])
 

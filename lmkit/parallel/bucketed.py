@@ -80,11 +80,11 @@ class BucketedSync(Strategy):
     resumed run has to make the steps of a run that was not interrupted.
     """
 
-    _hooks: AveragedBuckets
+    buckets: AveragedBuckets
 
     def _install(self) -> None:
         self._index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
-        self._hooks = AveragedBuckets(
+        self.buckets = AveragedBuckets(
             self.parameters, self._capacity(), self._averager, self.config.reduce_dtype
         )
 
@@ -92,10 +92,10 @@ class BucketedSync(Strategy):
         return int(self.config.bucket_mb * MIB)
 
     def _without_gradient(self) -> list[int]:
-        return [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
+        return [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        hooks = self._hooks
+        hooks = self.buckets
         everything = wait or unused or hooks.in_ready_order is None
         hooks.unused = unused
         hooks.launch_rest()
@@ -112,7 +112,7 @@ class BucketedSync(Strategy):
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(make, groups)
         if self.ranks.world_size > 1:
-            LateStep(optimizer, self._late_parameters, self._hooks.wait)
+            LateStep(optimizer, self._late_parameters, self.buckets.wait)
         return optimizer
 
     def _gradient_norm(self) -> torch.Tensor:
@@ -121,22 +121,22 @@ class BucketedSync(Strategy):
         norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
         if not late:
             return norm
-        self._hooks.wait()
+        self.buckets.wait()
         return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
 
     def _late_parameters(self) -> list[nn.Parameter]:
-        return self._last_bucket() if self._hooks is not None and self._hooks.pending else []
+        return self._last_bucket() if self.buckets is not None and self.buckets.pending else []
 
     def _last_bucket(self) -> list[nn.Parameter]:
-        return self._hooks.buckets[-1] if self._hooks.buckets else []
+        return self.buckets.buckets[-1] if self.buckets.buckets else []
 
     def reset(self) -> None:
-        if self._hooks is None:  # one rank
+        if self.buckets is None:  # one rank
             return
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
-            self._hooks.pending.clear()  # events of a capture that failed cannot be waited for
-        self._hooks.reset()
+            self.buckets.pending.clear()  # events of a capture that failed cannot be waited for
+        self.buckets.reset()
 
 
 @STRATEGIES.register("overlap", order=4, aliases=("individual",), uses=("reduce_dtype",))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.core.clipping import clip_for, gradient_norm
+from lmkit.core.step import Sync
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, Traffic
@@ -62,7 +63,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
     return made
 
 
-class Strategy:
+class Strategy(Sync):
     """Train one model on all ranks. Subclasses reduce the gradients. Not thread-safe; one instance serves one model.
 
     CONTRIBUTING.md shows a strategy outside this package, in a file that `--plugin FILE` loads in every rank.
@@ -80,8 +81,8 @@ class Strategy:
         is_accumulating: whether the passes that run are inside `no_sync`.
     """
 
-    _hooks: WatchedBuckets | None = None
-    """The hooks of strategies that communicate inside the backward pass."""
+    buckets: WatchedBuckets | None = None
+    """The buckets of strategies that communicate inside the backward pass."""
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         self.ranks = ranks
@@ -139,15 +140,15 @@ class Strategy:
         pass (`overlap`, `bucketed`, `zero1`) raise an LmkitError if the next pass begins, or `no_sync` is entered,
         before `finish` or `reset` was called.
         """
-        if self._hooks is not None:
-            self._hooks.pause()
+        if self.buckets is not None:
+            self.buckets.pause()
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
         finally:
             self.is_accumulating = before
-            if self._hooks is not None:
-                self._hooks.is_paused = before
+            if self.buckets is not None:
+                self.buckets.is_paused = before
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:

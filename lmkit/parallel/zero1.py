@@ -45,11 +45,11 @@ class Zero1(Strategy):
     group do not change. A parameter that no rank used keeps its value and state; its bucket's step counter counts on.
     """
 
-    _hooks: ScatteredBuckets
+    buckets: ScatteredBuckets
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
-        self._buckets: list[KeptShards] = []
+        self._flats: list[KeptShards] = []
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self._model = super().attach(model, fingerprint=fingerprint)
@@ -73,7 +73,7 @@ class Zero1(Strategy):
             )
         ]
         gathers = self._make_gather(planned)
-        self._buckets = [
+        self._flats = [
             KeptShards(
                 parameters,
                 [names[parameter] for parameter in parameters],
@@ -85,14 +85,14 @@ class Zero1(Strategy):
             )
             for parameters, dtype in planned
         ]
-        self._hooks = ScatteredBuckets(self._buckets)
-        self._index_of = {parameter: index for index, parameter in enumerate(self._hooks.parameters)}
+        self.buckets = ScatteredBuckets(self._flats)
+        self._index_of = {parameter: index for index, parameter in enumerate(self.buckets.parameters)}
         # Of each parameter: its bucket and its position there.
-        self._places = [(bucket, i) for bucket in self._buckets for i in range(len(bucket.parameters))]
+        self._places = [(bucket, i) for bucket in self._flats for i in range(len(bucket.parameters))]
         if self.is_accumulating:
-            self._hooks.pause()
-        lazy = LazyWeights(self._model, self._buckets)
-        self._sharded = Zero1Optimizer(make, given, self._buckets, self.ranks, gathers)
+            self.buckets.pause()
+        lazy = LazyWeights(self._model, self._flats)
+        self._sharded = Zero1Optimizer(make, given, self._flats, self.ranks, gathers)
         self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
         return self._sharded
 
@@ -115,12 +115,12 @@ class Zero1(Strategy):
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
-        unused = [self._index_of[parameter] for parameter in self._hooks.without_gradient()]
-        self._hooks.launch_rest()
+        unused = [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
+        self.buckets.launch_rest()
         if self.ranks.world_size > 1:
             unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
         if wait:
-            for bucket in self._buckets:
+            for bucket in self._flats:
                 bucket.wait_reduced()
         places = [self._places[index] for index in unused]
         self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
@@ -128,7 +128,7 @@ class Zero1(Strategy):
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         norms, shards = [], []
-        for buckets in (self._buckets[:-1], self._buckets[-1:]):
+        for buckets in (self._flats[:-1], self._flats[-1:]):
             for bucket in buckets:
                 bucket.wait_reduced()  # the last bucket is reduced while the norm of the others is computed
             if gradients := [b.gradient for b in buckets if b.gradient is not None]:
@@ -139,7 +139,7 @@ class Zero1(Strategy):
         return norm
 
     def wait_for_weights(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._flats:
             bucket.wait_gathered()
 
     end_step = wait_for_weights
@@ -147,10 +147,10 @@ class Zero1(Strategy):
     def reset(self) -> None:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
-            for bucket in self._buckets:
+            for bucket in self._flats:
                 bucket.forget_in_flight()  # events of a capture that failed cannot be waited for
-        if self._hooks is not None:  # the optimizer is built
-            self._hooks.reset()
+        if self.buckets is not None:  # the optimizer is built
+            self.buckets.reset()
 
 
 class ScatteredBuckets(WatchedBuckets):
@@ -183,7 +183,7 @@ class LazyWeights:
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[KeptShards]) -> None:
-        self._buckets = buckets
+        self._flats = buckets
         bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._needs: dict[nn.Module, list[KeptShards]] = {}
         in_layers: set[nn.Parameter] = set()
@@ -204,13 +204,13 @@ class LazyWeights:
         """Wait for the weights for which no layer's call waits. Called when gathering has started."""
         not_called = [needed for unit, needed in self._needs.items() if unit not in self._called]
         now = self._outside_layers.union(*not_called)
-        for bucket in self._buckets:
+        for bucket in self._flats:
             if bucket in now:
                 bucket.wait_gathered()
         self._called.clear()
 
     def _wait_all(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._flats:
             bucket.wait_gathered()
 
     @torch.compiler.disable  # a compiled layer runs this in front of its graph, not in it
@@ -224,5 +224,5 @@ class LazyWeights:
 
     @torch.no_grad()
     def _take_loaded(self) -> None:
-        for bucket in self._buckets:
+        for bucket in self._flats:
             bucket.take_weights()

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from lmkit.core.adamw import AdamW
-from lmkit.core.step import OneProcess, Step
+from lmkit.core.step import Step, Sync
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import build_step
 
@@ -21,7 +21,7 @@ def test_makes_the_steps_of_training():
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    step = Step(model.loss, AdamW(groups), OneProcess(model.parameters()), max_norm=0.5)
+    step = Step(model.loss, AdamW(groups), Sync(model.parameters()), max_norm=0.5)
     for number, batch in enumerate(torch.randint(50, (3, 2, 4, 17)), 1):
         losses = [make(batch[..., :-1], batch[..., 1:], lr=1e-2 / number) for make in (step, trained)]
         assert losses[0] == losses[1].loss
@@ -34,7 +34,7 @@ def test_makes_the_steps_of_training():
 def test_a_loss_that_is_not_finite_changes_nothing():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight])
-    step = Step(lambda x, y: (weight * x).sum() + y.sum(), optimizer, OneProcess([weight]))
+    step = Step(lambda x, y: (weight * x).sum() + y.sum(), optimizer, Sync([weight]))
     good, bad = torch.ones(2, 3), torch.tensor([[1.0, 1.0, 1.0], [1.0, torch.inf, 1.0]])
     step(good, torch.zeros(2, 1), lr=0.1)
     before = weight.detach().clone()

@@ -1,5 +1,8 @@
-"""The readable buckets by themselves, without a strategy."""
+"""The readable step and buckets by themselves, without a strategy."""
 
+from functools import partial
+
+import torch
 from rank_model import (
     FLOAT64_TOLERANCE,
     adamw,
@@ -11,7 +14,7 @@ from rank_model import (
     seeded_model,
 )
 
-from lmkit.core.buckets import GradientBuckets
+from lmkit.core.step import Step, Sync
 from lmkit.parallel.ranks import Ranks
 
 
@@ -19,16 +22,14 @@ from lmkit.parallel.ranks import Ranks
 def check_the_core_averages_as_the_strategies(ranks: Ranks) -> None:
     """Tied, frozen, unused parameters, in orders that differ between ranks, and accumulation, without a strategy."""
     oracle, model = (seeded_model(0, ranks) for _ in range(2))
-    joined_run(oracle, ranks.world_size, [2] * 4)
-    buckets = GradientBuckets([p for p in model.parameters() if p.requires_grad], capacity=300)
-    optimizer = adamw(groups_of(model))
-    for step in range(4):
-        for micro in range(2):
-            buckets.is_paused = micro == 0
-            (model.loss(*batch(step, ranks.rank, micro), ranks.rank) / 2).backward()
-        buckets.finish()
-        model.never.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(buckets.buckets) > 3
+    for twin in (oracle, model):
+        twin.never.requires_grad_(False)  # the core's step would let weight decay move it
+    norms = joined_run(oracle, ranks.world_size, [2] * 4, max_norm=0.7)
+    sync = Sync(model.parameters(), capacity=300)
+    step = Step(partial(model.loss, rank=ranks.rank), adamw(groups_of(model)), sync, max_norm=0.7)
+    for number in range(4):
+        inputs, targets = zip(*(batch(number, ranks.rank, micro) for micro in range(2)), strict=True)
+        step(torch.stack(inputs), torch.stack(targets), lr=0.02)
+    assert len(sync.buckets.buckets) > 3
+    assert max(norms) > 0.7
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)

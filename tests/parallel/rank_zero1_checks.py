@@ -60,7 +60,7 @@ class Run:
             self.model.frozen.bfloat16()
         self.sync, self.call, self.optimizer = start("zero1", self.model, ranks, make, **keys)
         self.parameters = trained(self.model)
-        self.buckets = self.sync._buckets
+        self.buckets = self.sync._flats
 
     def step(self, number: int, max_norm: float = float("inf")) -> None:
         one_step(self.sync, self.call, self.optimizer, self.ranks, number, max_norm=max_norm)

@@ -104,10 +104,10 @@ def test_gradients_that_are_not_wanted_are_waited_for(parts):
 
     replicated = OverlapSync(RANKS, ParallelConfig())
     model[0].weight.grad = torch.ones(4, 4)
-    replicated._hooks = averaged([model[0].weight], backend, times=2)
+    replicated.buckets = averaged([model[0].weight], backend, times=2)
     replicated.reset()
     assert backend.events[3:] == [*["gradients go"] * 2, *["gradients end"] * 2]
-    assert replicated._hooks.pending == []
+    assert replicated.buckets.pending == []
 
 
 def test_a_layer_that_the_last_pass_did_not_call_is_waited_for_right_after_the_step(parts):
@@ -147,9 +147,9 @@ def test_after_a_capture_that_failed_nothing_waits_for_its_events(strategy, monk
     if strategy is Zero1:
         bucket.reduce()
         start_gather([bucket], backend)
-        sync._buckets = [bucket]
+        sync._flats = [bucket]
     else:
-        sync._hooks = averaged([layer.weight], backend, times=1)
+        sync.buckets = averaged([layer.weight], backend, times=1)
     backend.events.clear()
     sync.reset()
     sync.reset()  # it has forgotten all
