@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -119,29 +120,49 @@ class AdamW(core.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(group, self._updates(group["params"])) for group in self.param_groups]
+        work, fits_one_pass = [], True
+        for group in self.param_groups:
+            for kind, updates in self._updates(group).items():
+                work.append((group, updates, kind.fits_one_pass))
+                fits_one_pass &= work[-1][-1]
         decision = self.decision
-        if decision is not None and not all(kind.fits_one_pass for _, updates in work for kind in updates):
+        if decision is not None and not fits_one_pass:
             if not decision:  # waits for the device
                 return loss
             decision = None
-        for group, by_kind in work:
-            for kind, updates in by_kind.items():
-                if decision is None:
-                    self._update(group, kind, updates)
-                else:
-                    self._update_if(decision, group, updates)
+        for group, updates, fits in work:
+            if decision is None:
+                self._update(group, updates, in_one_pass=fits)
+            else:
+                self._update_if(decision, group, updates)
         return loss
 
-    def _update(self, group: dict[str, Any], kind: _Kind, updates: list[Update]) -> None:
-        for step, alike in self._count(updates).items():
-            scalars = scalars_of(group, step)
-            if kind.fits_one_pass:
+    def _update(self, group: dict[str, Any], updates: list[Update], *, in_one_pass: bool) -> None:
+        """Count the step, and update parameters of one kind: by one launch of a kernel, or a sweep at a time."""
+        self._cohorts.clear()
+        counts = []
+        for update in updates:
+            update.state["step"] = update.state["step"].cpu()  # the device counted before
+            counts.append(update.state["step"])
+        torch._foreach_add_(counts, 1)
+        by_count: dict[int, list[Update]] = {}
+        for update, count in zip(updates, counts, strict=True):
+            by_count.setdefault(int(count), []).append(update)
+        for count, alike in by_count.items():
+            scalars = scalars_of(group, count)
+            if in_one_pass:
                 self._update_in_one_pass(alike, scalars)
-            else:
-                limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
-                for sweep in sweeps(alike, lambda update: update.param.numel(), limit):
-                    self._update_by_operations(sweep, scalars)
+                continue
+            limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
+            for sweep in sweeps(alike, map(Tensor.numel, map(itemgetter(0), alike)), limit):
+                params, grads, means, squares, copies, _ = map(list, zip(*sweep, strict=True))
+                if grads[0].dtype != params[0].dtype:
+                    grads = [grad.to(params[0].dtype) for grad in grads]
+                if self.gradient_factor is not None:
+                    grads = list(torch._foreach_mul(grads, self.gradient_factor.to(params[0].device)))
+                adamw_update(params, grads, means, squares, scalars)
+                if copies[0] is not None:
+                    torch._foreach_copy_(copies, params)
 
     def _update_if(self, decision: Tensor, group: dict[str, Any], updates: list[Update]) -> None:
         """Make the updates if `decision` is not zero; the host does not wait for it."""
@@ -181,32 +202,25 @@ class AdamW(core.AdamW):
         self.gradient_factor = self.decision = None
         inspect.unwrap(torch.optim.Optimizer.zero_grad)(self, set_to_none)
 
-    def _updates(self, params: list[Tensor]) -> dict[_Kind, list[Update]]:
+    def _updates(self, group: dict[str, Any]) -> dict[_Kind, list[Update]]:
         """Group the parameters with a gradient by their kind; make state for new ones."""
         by_kind: dict[_Kind, list[Update]] = {}
-        for param in params:
-            if param.grad is None:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
                 continue
             state = self.state[param]
             master = state.get(MASTER)
             exact, copy = (param, self.copies.get(param)) if master is None else (master, param)
             if "step" not in state:
                 state.update(new_state(exact))
-            update = Update(exact, param.grad, state["exp_avg"], state["exp_avg_sq"], copy, state)
-            by_kind.setdefault(_kind(update), []).append(update)
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            is_contiguous = exact.is_contiguous() and grad.is_contiguous() and mean.is_contiguous()
+            is_contiguous &= square.is_contiguous() and (copy is None or copy.is_contiguous())
+            copy_dtype = None if copy is None else copy.dtype
+            kind = _Kind(exact.device, exact.dtype, grad.dtype, copy_dtype, is_contiguous)
+            by_kind.setdefault(kind, []).append(Update(exact, grad, mean, square, copy, state))
         return by_kind
-
-    def _count(self, updates: list[Update]) -> dict[int, list[Update]]:
-        """Count the step; group the updates by their number of steps."""
-        self._cohorts.clear()
-        states = [update.state for update in updates]
-        for state in states:
-            state["step"] = state["step"].cpu()  # the device counted before
-        torch._foreach_add_([state["step"] for state in states], 1)
-        alike: dict[int, list[Update]] = {}
-        for update, state in zip(updates, states, strict=True):
-            alike.setdefault(int(state["step"]), []).append(update)
-        return alike
 
     def _count_on_device(self, updates: list[Update], decision: Tensor) -> list[list[Update]]:
         """Count the step if it is made; group updates with equal numbers of steps, without reading the numbers.
@@ -233,32 +247,23 @@ class AdamW(core.AdamW):
         torch._foreach_add_(counts, [made] * len(counts))  # the host would read a single tensor
         return list(before.values())
 
-    def _update_by_operations(self, updates: list[Update], scalars: Scalars) -> None:
-        """Update parameters that share device, dtypes and step count."""
-        params, given, means, squares, copies = _columns(updates)
-        grads = [grad.to(param.dtype) for grad, param in zip(given, params, strict=True)]
-        if self.gradient_factor is not None:
-            grads = list(torch._foreach_mul(grads, self.gradient_factor.to(params[0].device)))
-        adamw_update(params, grads, means, squares, scalars)
-        if copies:
-            torch._foreach_copy_(copies, params)
-
     def _update_in_one_pass(
         self, updates: list[Update], scalars: Scalars, decided: Tensor | None = None
     ) -> None:
         """Make the same update with one launch of a kernel."""
         from lmkit.kernels.adamw import AdamWLaunch  # imports Triton
 
-        columns = _columns(updates)
-        which = tuple(map(id, columns[0]))  # ids stay unique: parameters live as long as their optimizer
+        params, grads, means, squares, copies, _ = map(list, zip(*updates, strict=True))
+        which = tuple(map(id, params))  # ids stay unique: parameters live as long as their optimizer
         if which not in self._launches:
             if len(self._launches) >= MOST_LAUNCHES:
                 self._launches.clear()
             self._launches[which] = AdamWLaunch()
         factor = self.gradient_factor
         if factor is not None:
-            factor = factor.to(columns[0][0].device, torch.float32)
-        self._launches[which](*columns, scalars, factor, decided)
+            factor = factor.to(params[0].device, torch.float32)
+        copies = [] if copies[0] is None else copies
+        self._launches[which](params, grads, means, squares, copies, scalars, factor, decided)
 
 
 @OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
@@ -306,30 +311,76 @@ class _Kind(NamedTuple):
         return self.contiguous and self.device.type in ONE_PASS_DEVICES and dtypes <= ONE_PASS_DTYPES
 
 
-def _columns(
-    updates: list[Update],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Return parameters, gradients, moments and copies (perhaps none) of updates of one kind."""
-    params, grads, means, squares, copies, _ = map(list, zip(*updates, strict=True))
-    return params, grads, means, squares, [copy for copy in copies if copy is not None]
+def sweeps(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:
+    """Split items in order into sweeps of at most `limit` elements, but at least one item.
 
-
-def _kind(update: Update) -> _Kind:
-    param, grad, *others, copy, _ = update
-    copy_dtype = None if copy is None else copy.dtype
-    contiguous = all(tensor is None or tensor.is_contiguous() for tensor in (param, grad, *others, copy))
-    return _Kind(param.device, param.dtype, grad.dtype, copy_dtype, contiguous)
-
-
-def sweeps(items: list[Item], elements_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Split items in order into sweeps of at most `limit` elements, but at least one item."""
+    Args:
+        sizes: elements of each item.
+    """
     sweep: list[Item] = []
     elements = 0
-    for item in items:
-        if sweep and elements + elements_of(item) > limit:
+    for item, size in zip(items, sizes, strict=True):
+        if sweep and elements + size > limit:
             yield sweep
             sweep, elements = [], 0
         sweep.append(item)
-        elements += elements_of(item)
+        elements += size
     if sweep:
         yield sweep
+
+
+class HostAdamW(AdamW):
+    """`AdamW`, updated by the CPU from state in the host's memory: float32 weights and moments, 12 bytes a parameter
+    (ZeRO-Offload, Ren et al. 2021, on one GPU).
+
+    A step copies the gradients to the host and the weights back, and waits for both. Use it if the state does not fit
+    on the GPU. It costs least with many micro-batches a step.
+
+    The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
+
+    Attributes:
+        state_device: where its state lies, whatever the device of the parameters.
+    """
+
+    state_device = torch.device("cpu")
+    writes_copies = False
+
+    @property
+    def captured(self) -> Any:
+        """Say by an AttributeError, as `hasattr` asks for, that no CUDA graph can hold what the CPU computes."""
+        raise AttributeError("a CUDA graph cannot capture what the CPU computes")
+
+    def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Keep float32 weights of these parameters, in the host's memory."""
+        super().keep_masters({param: _on_host(master) for param, master in masters.items()})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an AdamW into the host's memory, without a copy on the GPU."""
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        saved = [index for group in groups for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            if state := state_dict["state"].get(index):
+                self.state[param] = {name: _on_host(value) for name, value in state.items()}
+
+    def _updates(self, group: dict[str, Any]) -> dict[_Kind, list[Update]]:
+        for param in group["params"]:
+            if param.grad is not None and MASTER not in self.state[param]:
+                self.state[param][MASTER] = _on_host(param)
+        by_kind = super()._updates(group)
+        return {
+            kind: [update._replace(grad=update.grad.to("cpu")) for update in updates]
+            for kind, updates in by_kind.items()
+        }
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a float32 copy in the host's memory."""
+    return x.detach().to("cpu", torch.float32, copy=True)
+
+
+@OPTIMIZERS.register("adamw_host", order=4, keeps_masters=True, on_host=True, state_of="adamw")
+def make_host_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> HostAdamW:
+    """Make the optimizer of the recipe's table `[optimizer]`."""
+    return HostAdamW(groups, **settings_of(options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
 
 
-def _dtype_of_products(matrices: Tensor) -> torch.dtype:
-    if has_bf16(matrices.device) and (matrices.is_cuda or matrices.dtype == torch.float32):
-        return torch.bfloat16
-    return matrices.dtype
+@functools.cache
+def _dtype_of_products(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if has_bf16(device) and (device.type == "cuda" or dtype == torch.float32) else dtype
 
 
 def _dtype_of_directions(part: Tensor) -> torch.dtype:
@@ -90,35 +90,45 @@ class Muon(AdamW, core.Muon):
             if not self.decision:
                 return loss
             self.decision = None
+        limit = SWEEP_ELEMENTS["cuda"]
         for group in self.param_groups:
-            for sweep in sweeps(matrices_with_gradient(group), Tensor.numel, SWEEP_ELEMENTS["cuda"]):
-                self._update_matrices(sweep, group)
-        reached = [shard for shard in self.shards if shard.has_gradient()]
-        for shards in sweeps(reached, _elements_of, SWEEP_ELEMENTS["cuda"]):
-            self._update_shards(shards)
+            if group.get("is_matrix"):
+                matrices = [param for param in group["params"] if param.grad is not None]
+                for sweep in sweeps(matrices, map(Tensor.numel, matrices), limit):
+                    self._update_matrices(sweep, group)
+        if self.shards:
+            reached = [shard for shard in self.shards if shard.has_gradient()]
+            sizes = [sum(rows * columns for _, rows, columns in shard.matrices) for shard in reached]
+            for shards in sweeps(reached, sizes, limit):
+                self._update_shards(shards)
         super().step()
         return loss
 
-    def _updates(self, params: list[Tensor]) -> Any:
-        matrices = {param for group in self.param_groups for param in matrices_with_gradient(group)}
-        matrices.update(param for shard in self.shards for param, _ in shard.pieces)
-        return super()._updates([param for param in params if param not in matrices])
+    def _updates(self, group: dict[str, Any]) -> Any:
+        if group.get("is_matrix"):
+            return {}
+        if self.shards:
+            pieces = {param for shard in self.shards for param, _ in shard.pieces}
+            group = {"params": [param for param in group["params"] if param not in pieces]}
+        return super()._updates(group)
 
-    def _momentum(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensor to update (the parameter or its master) and the running mean of its gradient."""
-        state = self.state[param]
-        exact = state.get(MASTER, param)
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(exact)
-        return exact, state[MOMENTUM]
-
-    def _directions(self, params: Sequence[Tensor], momentum: float) -> list[Tensor]:
-        """Add the gradients to their running means; return u of each parameter, a new tensor.
+    def _directions(self, params: Sequence[Tensor], momentum: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the gradients to their running means.
 
         If `decision` skips the step, means stay as they are, whatever the gradients hold.
+
+        Returns:
+            The tensor to update of each parameter (it or its master), and its u, a new tensor.
         """
-        exacts, means = zip(*map(self._momentum, params), strict=True)
-        gradients = [param.grad.to(exact.dtype) for param, exact in zip(params, exacts, strict=True)]  # type: ignore[union-attr]
+        exacts, means, gradients = [], [], []
+        for param in params:
+            state = self.state[param]
+            exact = state.get(MASTER, param)
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(exact)
+            exacts.append(exact)
+            means.append(state[MOMENTUM])
+            gradients.append(param.grad.to(exact.dtype))  # type: ignore[union-attr]
         factor = self.gradient_factor
         if self.decision is not None:
             made = self.decision != 0
@@ -127,7 +137,7 @@ class Muon(AdamW, core.Muon):
             gradients = [torch.where(made, gradient, mean) for gradient, mean in pairs]
         if factor is not None:
             gradients = list(torch._foreach_mul(gradients, factor.to(gradients[0].device)))
-        return directions_of(gradients, means, momentum)
+        return exacts, directions_of(gradients, means, momentum)
 
     def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
@@ -140,31 +150,33 @@ class Muon(AdamW, core.Muon):
         return rate, rate * group["weight_decay"]
 
     def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        directions = self._directions(params, group["momentum"])
-        weights = [self.state[param].get(MASTER, param) for param in params]
+        exacts, directions = self._directions(params, group["momentum"])
         rate, decay = self._rates(group)
         move_matrices(
-            weights,
+            exacts,
             directions,
             rate=rate,
             decay=decay if group["weight_decay"] else 0.0,
             iterations=group["iterations"],
-            dtype=_dtype_of_products(directions[0]),
+            dtype=_dtype_of_products(directions[0].device, directions[0].dtype),
         )
-        rounded = [param for param in params if MASTER in self.state[param]]
+        masters, rounded = [], []
+        for param, exact in zip(params, exacts, strict=True):
+            if exact is not param:
+                masters.append(exact)
+                rounded.append(param)
         if rounded:
-            torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
+            torch._foreach_copy_(rounded, masters)
 
     def _update_shards(self, shards: list[MatrixShard]) -> None:
         updated = [[(p, where) for p, where in shard.pieces if p.grad is not None] for shard in shards]
         sent = [torch.zeros_like(shard.part, dtype=_dtype_of_directions(shard.part)) for shard in shards]
         params = [param for pieces in updated for param, _ in pieces]
-        common = self.param_groups[
-            0
-        ]  # a strategy makes all groups with one momentum and number of iterations
+        # A strategy makes all groups with one momentum and number of iterations.
+        common = self.param_groups[0]
         if params:
             places = [part[where] for part, pieces in zip(sent, updated, strict=True) for _, where in pieces]
-            torch._foreach_copy_(places, self._directions(params, common["momentum"]))
+            torch._foreach_copy_(places, self._directions(params, common["momentum"])[1])
         group_of = {param: group for group in self.param_groups for param in group["params"]}
         rates = {id(group): self._rates(group) for group in map(group_of.__getitem__, params)}
         by_kind: dict[tuple[int, int, int], list[tuple[Tensor, Tensor, slice, slice]]] = {}
@@ -183,7 +195,7 @@ class Muon(AdamW, core.Muon):
                         by_kind.setdefault(kind, []).append((matrix, param, own, in_matrix))
         for (rows, columns, which), alike in by_kind.items():
             joined = torch.stack([matrix for matrix, *_ in alike])
-            dtype = _dtype_of_products(joined)
+            dtype = _dtype_of_products(joined.device, joined.dtype)
             changes = orthogonalize(joined, iterations=common["iterations"], dtype=dtype)
             rate, decay = rates[which]
             scaled = rate * scale_of(rows, columns)
@@ -195,14 +207,6 @@ class Muon(AdamW, core.Muon):
         if copied:
             exacts = [self.state[param].get(MASTER, param) for param in copied]
             torch._foreach_copy_([self.copies[param] for param in copied], exacts)
-
-
-def matrices_with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    return [param for param in group["params"] if group.get("is_matrix") and param.grad is not None]
-
-
-def _elements_of(shard: MatrixShard) -> int:
-    return sum(rows * columns for _, rows, columns in shard.matrices)
 
 
 @OPTIMIZERS.register(

@@ -148,7 +148,7 @@ def test_a_step_in_a_cuda_graph(optimizer):
 
 
 def test_state_on_the_host_makes_the_same_steps():
-    from lmkit.optim.host import HostAdamW
+    from lmkit.optim.adamw import HostAdamW
 
     sizes = [(50, 70), (3,)]
     made = []

@@ -21,7 +21,7 @@ TABLE = OptimizerConfig(name="muon", lr=3e-3)
 @check(strategy=("zero1", "fsdp"), weights=("fp32", "bf16"), narrow=(False,))
 @check(strategy=("zero1", "fsdp"), weights=("fp32",), narrow=(True,))
 # In bf16, in which GPUs compute, a gradient's last bit of float32 may move a direction by 2^-8.
-@patch("lmkit.optim.muon._dtype_of_products", lambda matrices: matrices.dtype)
+@patch("lmkit.optim.muon._dtype_of_products", lambda device, dtype: dtype)
 @patch("lmkit.optim.muon._dtype_of_directions", lambda part: torch.float32)
 def check_muon_of_shards_is_muon_of_whole_matrices(
     ranks: Ranks, strategy: str, weights: str, narrow: bool
