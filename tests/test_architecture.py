@@ -240,7 +240,7 @@ BUDGETS = {
     "kernels": 6310,
     "measure": 1750,
     "model": 1500,
-    "optim": 570,
+    "optim": 460,
     "parallel": 2850,
     "profile": 1290,
     "recipe": 1340,

@@ -107,7 +107,7 @@ def evaluate(
 
         return run_harness(run, harness, device=device)
     if choices is not None:
-        from lmkit.training.choices import evaluate_choices
+        from lmkit.training.judging import evaluate_choices
 
         return evaluate_choices(run, choices, device=device)
     from lmkit.training import judging

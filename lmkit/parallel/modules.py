@@ -18,7 +18,7 @@ from lmkit.parallel.fsdp import Fsdp
 from lmkit.parallel.gather import Gather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import build_strategy, trainable_parameters
-from lmkit.parallel.zero1_shards import KeptShards, Zero1Optimizer, plan_shards
+from lmkit.parallel.zero1 import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 

@@ -83,7 +83,7 @@ from lmkit.training.step import Step
 from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
 
 if TYPE_CHECKING:
-    from lmkit.parallel.sharded_state import ShardedState
+    from lmkit.parallel.shards import ShardedState
 
 _POLL_S = 0.02
 """How often a thread looks for a message, and the trainer for the other ranks while it waits."""

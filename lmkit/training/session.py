@@ -20,7 +20,6 @@ from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
-from lmkit.optim.learning_rate import schedule_warnings
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.failures import losses_named
 from lmkit.parallel.ranks import Ranks, local_device
@@ -57,7 +56,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import check_device, check_optimizer, step_of
+from lmkit.training.setup import check_device, check_optimizer, schedule_warnings, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lmkit.core import step as core
 from lmkit.core.batches import Batch, BatchSource
@@ -18,7 +19,6 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy
 from lmkit.training.graph import StepGraph
 from lmkit.training.precision import GradientSums, LossScale, autocast
-from lmkit.training.spikes import SpikeGuard
 
 _LEAST = torch.iinfo(torch.int32).min
 
@@ -333,3 +333,44 @@ class Step(core.Step):
             self.skipped.copy_(torch.where(is_over, self.skipped, (self.skipped + 1) * nonfinite))
         flags = torch.stack((agreed[0], nonfinite, agreed[1], applied))  # int32: the widest of them
         return torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
+
+
+WARM_UP = 20
+"""Good steps before any is judged."""
+MEMORY = 100
+"""Good steps over which the mean and the variance run."""
+
+
+class SpikeGuard:
+    """Judge loss and gradient norm by their running mean and deviation over good steps. The host waits for nothing.
+
+    Args:
+        sigmas: standard deviations above the mean from which on a step is a spike.
+
+    Attributes:
+        state: the number of good steps, and mean and variance of the loss and of the norm; (5,) float64.
+    """
+
+    def __init__(self, sigmas: float, device: torch.device | str = "cpu") -> None:
+        self.sigmas = sigmas
+        self.state = torch.zeros(5, dtype=torch.float64, device=device)
+
+    def judge(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Tensor:
+        """Return whether the step is a spike, a bool scalar; learn from it if it is none.
+
+        Args:
+            loss: mean over all ranks; norm: of the gradient before it was clipped; scalars, equal on all ranks.
+            bad: whether the step is not applied anyway.
+        """
+        values = torch.stack((loss, norm)).double()
+        steps, means, variances = self.state[0], self.state[1::2], self.state[2::2]
+        above = values - means
+        spike = ~bad & (steps >= WARM_UP) & (above > self.sigmas * variances.sqrt()).any()
+        share = 1 / (steps + 1).clamp(max=MEMORY)
+        learns = ~(bad | spike)
+        # Finite even if the values are not: they are then not learnt from.
+        above = torch.where(learns, above, 0.0)
+        means += share * above
+        variances += torch.where(learns, share * (above.square() * (1 - share) - variances), 0.0)
+        steps += learns
+        return spike

@@ -21,7 +21,6 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM
-from lmkit.optim.learning_rate import learning_rate
 from lmkit.parallel.failures import StepWatch, losses_named
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.run_folder import CHECKPOINTS
@@ -32,7 +31,7 @@ from lmkit.training.metrics import Sink
 from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, Retention, optimizer_tensors
 from lmkit.training.run_data import Data, resolved_tables
-from lmkit.training.setup import initial_state
+from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.step import Flags, Outcome, Step, load_batch
 from lmkit.training.weights import filled_model, model_weights
 

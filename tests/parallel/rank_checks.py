@@ -47,7 +47,7 @@ from rank_model import (
 from torch import nn
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel import bucketed
+from lmkit.parallel import data_parallel
 from lmkit.parallel.collectives import agree, largest_on_any_rank, on_any_rank
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
 from lmkit.parallel.strategy import broadcast_model, check_same_model
@@ -135,7 +135,7 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
         return lambda: None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucketed, "LATE_BYTES", 0)
+        patch.setattr(data_parallel, "LATE_BYTES", 0)
         assert_equals_joined_run(
             ranks,
             strategy,
@@ -177,7 +177,7 @@ def check_unused_and_late_gradients(ranks: Ranks, strategy: str) -> None:
     """`finish(wait=False)` where a rank has nothing for a parameter: who used it is known only when all have told."""
     there = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucketed, "LATE_BYTES", 0)
+        patch.setattr(data_parallel, "LATE_BYTES", 0)
         model = seeded_model(0, ranks)
         sync, call, _ = start(strategy, model, ranks)
         for step in range(3):

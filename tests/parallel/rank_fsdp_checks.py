@@ -24,8 +24,7 @@ from torch import nn
 
 from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM, compile_model
-from lmkit.parallel.fsdp import Fsdp
-from lmkit.parallel.fsdp_shards import FreedShards
+from lmkit.parallel.fsdp import FreedShards, Fsdp
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 

@@ -14,7 +14,7 @@ from torch import nn
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel import gather as gathering
-from lmkit.parallel.fsdp_shards import FreedShards
+from lmkit.parallel.fsdp import FreedShards
 from lmkit.parallel.gather import PeerShardGather
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import build_strategy

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from lmkit.core.buckets import PendingMean
-from lmkit.parallel.bucketed import AveragedBuckets, BucketedSync, OverlapSync
 from lmkit.parallel.collectives import average_bucket
+from lmkit.parallel.data_parallel import AveragedBuckets, BucketedSync, OverlapSync
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.zero1 import LazyWeights, Zero1
-from lmkit.parallel.zero1_shards import KeptShards, start_gather
+from lmkit.parallel.zero1 import KeptShards, LazyWeights, Zero1, start_gather
 from lmkit.recipe.tables import ParallelConfig
 
 RANKS = Ranks(world_size=2)

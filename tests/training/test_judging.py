@@ -19,11 +19,10 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import choices, evaluation, lm_eval_harness
+from lmkit.training import evaluation, lm_eval_harness
 from lmkit.training.checkpoint import write_tensors
-from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import import_model
-from lmkit.training.judging import evaluate_documents, evaluate_run
+from lmkit.training.judging import evaluate_choices, evaluate_documents, evaluate_run
 from lmkit.training.weights import open_weights
 
 CONTEXT = 16
@@ -183,7 +182,7 @@ def test_choices_are_scored_one_by_one(folder):
 def test_lengths_are_characters_of_the_choice_and_the_first_of_equals_wins(folder, monkeypatch):
     """By bytes, or with the blank before it, the second choice would win."""
     sums = [-2.2, -2.0, -6.65, -1.0, -1.0]
-    monkeypatch.setattr(choices, "log_likelihoods", lambda *arguments, **options: sums)
+    monkeypatch.setattr("lmkit.training.judging.log_likelihoods", lambda *arguments, **options: sums)
     questions = [
         {"question": "a", "choices": ["no", "üü", "fishing"], "answer": 1},
         {"question": "a", "choices": ["b", "c"], "answer": 1},

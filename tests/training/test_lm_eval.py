@@ -16,9 +16,8 @@ from their_models import make_theirs, spoil
 
 from lmkit.errors import LmkitError
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.choices import evaluate_choices
 from lmkit.training.exchange import import_model
-from lmkit.training.judging import evaluate_documents
+from lmkit.training.judging import evaluate_choices, evaluate_documents
 from lmkit.training.lm_eval_harness import run_harness
 
 lm_eval = pytest.importorskip("lm_eval")

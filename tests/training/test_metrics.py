@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 from run_folders import losses, saved, train_here
 
-from lmkit.training import metrics, services
+from lmkit.training import metrics
 from lmkit.training.metrics import (
     Fanout,
     MetricsFile,
     PlainConsole,
+    ServiceSink,
     console,
     describe,
     duration,
     read_metrics,
+    tensorboard_sink,
+    wandb_sink,
 )
-from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -256,7 +258,7 @@ def test_fault_79_training_goes_on_without_wandb_after_one_warning(
 ):
     fake = None if fail_at == "missing" else FakeWandb(fail_at)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(services, "FINISH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
     drive(wandb_sink(tiny(), tmp_path))
     assert len(caplog.records) == 1
     assert "metrics.jsonl" in caplog.text

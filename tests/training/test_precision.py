@@ -11,7 +11,7 @@ from run_folders import assert_same_state, losses, newest, train_here
 from lmkit.core.clipping import gradient_norm
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model import accounting
-from lmkit.parallel.plain import NoSync
+from lmkit.parallel.data_parallel import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe

@@ -8,7 +8,7 @@ import torch
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step
-from lmkit.training.spikes import WARM_UP, SpikeGuard
+from lmkit.training.step import WARM_UP, SpikeGuard
 
 CONFIG = ModelConfig(vocab_size=50, context_length=16, d_model=16, d_ff=24, num_layers=1, num_heads=2)
 FALSE = torch.tensor(False)

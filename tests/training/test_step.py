@@ -9,7 +9,7 @@ import torch
 from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.plain import NoSync
+from lmkit.parallel.data_parallel import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.checkpoint import LossScaleState

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.fsdp_shards import draw, leave_meta
+from lmkit.parallel.fsdp import draw, leave_meta
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,

@@ -1,10 +1,12 @@
-"""`overlap` and `bucketed`: all-reduce gradients inside the backward pass, one by one or a bucket at a time.
+"""Strategies whose ranks hold the whole model: `none`, `naive`, `flat`; `overlap` and `bucketed`, which all-reduce
+gradients inside the backward pass, one by one or a bucket at a time.
 
 `lmkit.core.buckets` has the mechanism; this file decides how large buckets are, and what waits for the last one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,8 +16,8 @@ from torch import nn
 from lmkit.core.buckets import MIB, fill_buckets
 from lmkit.core.clipping import gradient_norm
 from lmkit.parallel.buckets import WatchedBuckets
-from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for
-from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
+from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for, unused_everywhere
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients, trainable_parameters
 from lmkit.registry import STRATEGIES
 
 LAST_BUCKET_BYTES = 1 * MIB
@@ -200,3 +202,54 @@ class LateStep:
             self._is_second = False
             for parameter, gradient in others.items():
                 parameter.grad = gradient
+
+
+@STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
+class NoSync(Strategy):
+    """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        self.parameters = trainable_parameters(model)
+        return model
+
+    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
+        """Do nothing, as `attach`."""
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Do nothing: gradients stay this rank's own."""
+
+
+@STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))
+class NaiveSync(Strategy):
+    """After the backward pass, all-reduce every parameter's gradient, one after the other.
+
+    It pays the latency of a collective once per parameter.
+    """
+
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            self._averager.all_reduce([parameter.grad]).wait()
+        return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
+
+
+@STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("reduce_dtype",), packs="all")
+class FlatSync(Strategy):
+    """After the backward pass, copy all gradients of a device and dtype into one tensor and all-reduce that.
+
+    This needs memory for a second copy of the gradients.
+    """
+
+    def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
+        pending = [
+            average_bucket(
+                bucket,
+                self._averager,
+                reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype),
+                pack=True,
+            )
+            for bucket in fill_buckets(self.parameters, capacity=sys.maxsize)
+        ]
+        for mean in pending:
+            mean.wait()
+        return unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)

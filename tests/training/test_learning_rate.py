@@ -7,9 +7,9 @@ from raising import raises
 
 from lmkit.core.schedule import constant_lr, cosine_lr, linear_lr, wsd_lr
 from lmkit.errors import UsageError
-from lmkit.optim.learning_rate import learning_rate, schedule_warnings
 from lmkit.recipe.tables import OptimizerConfig
 from lmkit.registry import SCHEDULES
+from lmkit.training.setup import learning_rate, schedule_warnings
 
 SHAPE = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 110}
 

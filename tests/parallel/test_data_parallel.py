@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel import bucketed
-from lmkit.parallel.bucketed import LateStep, plan_buckets
+from lmkit.parallel import data_parallel
+from lmkit.parallel.data_parallel import LateStep, plan_buckets
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from lmkit.parallel.bucketed import LateStep, plan_buckets
     ],
 )
 def test_the_last_bucket_is_small(monkeypatch, sizes, expected):
-    monkeypatch.setattr(bucketed, "LAST_BUCKET_BYTES", 4 * 12)
+    monkeypatch.setattr(data_parallel, "LAST_BUCKET_BYTES", 4 * 12)
     planned = plan_buckets([nn.Parameter(torch.zeros(size)) for size in sizes], 4 * 1000)
     assert [[parameter.numel() for parameter in bucket] for bucket in planned] == expected
 
