@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lmkit.core.buckets import MIB, fill_buckets
-from lmkit.core.clipping import gradient_norm
+from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients, trainable_parameters
@@ -117,14 +117,17 @@ class BucketedSync(Strategy):
             LateStep(optimizer, self._late_parameters, self.buckets.wait)
         return optimizer
 
-    def _gradient_norm(self) -> torch.Tensor:
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
         late = set(self._late_parameters())
+        if not late:
+            return super().clip_gradients(max_norm)
         # Compute the norm of the other gradients while the late ones are reduced.
         norm = gradient_norm(present_gradients(p for p in self.parameters if p not in late))
-        if not late:
-            return norm
         self.buckets.wait()
-        return torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
+        norm = torch.linalg.vector_norm(torch.stack((norm, gradient_norm(present_gradients(late)))))
+        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
+        return norm
 
     def _late_parameters(self) -> list[nn.Parameter]:
         return self._last_bucket() if self.buckets is not None and self.buckets.pending else []

@@ -183,8 +183,9 @@ class Strategy(Sync):
         Returns:
             A scalar on the device, equal on every rank. The host does not wait for it.
         """
-        norm = self._gradient_norm()
-        clip_for(self._optimizer, present_gradients(self.parameters), norm, max_norm)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = gradient_norm(gradients)
+        clip_for(self._optimizer, gradients, norm, max_norm)
         return norm
 
     def wait_for_weights(self) -> None:
@@ -232,7 +233,7 @@ class Strategy(Sync):
 
         Args:
             unused: indices of the parameters that this rank did not use; their gradients are zeros.
-            wait: if False, `_gradient_norm` and the optimizer's step must wait for the rest.
+            wait: if False, `clip_gradients` and the optimizer's step must wait for the rest.
 
         Returns:
             The indices of the parameters that had a gradient on no rank.
@@ -242,9 +243,6 @@ class Strategy(Sync):
             f"strategy {self.config.strategy!r}: its class {type(self).__name__} has no method _reduce",
             hint="CONTRIBUTING.md shows a strategy",
         )
-
-    def _gradient_norm(self) -> torch.Tensor:
-        return gradient_norm(present_gradients(self.parameters))
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

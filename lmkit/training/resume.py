@@ -318,7 +318,7 @@ class CheckpointWriter:
             thread_name_prefix="lmkit-checkpoint-writer",
             initializer=partial(torch.set_num_threads, 1) if ranks.device.type == "cpu" else None,
         )
-        self._writing: Future[None] | None = None
+        self.writing: Future[None] | None = None  # until `wait` has returned
         self._step = 0
         self._copied = threading.Event()
         self._copied.set()
@@ -332,7 +332,7 @@ class CheckpointWriter:
         """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
         self.wait()
         files = self._own_files(state, model, optimizer, model_files)
-        self._writing = self._thread.submit(self._copies.reserve, files)
+        self.writing = self._thread.submit(self._copies.reserve, files)
 
     def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -348,24 +348,24 @@ class CheckpointWriter:
         self._copies.mark()
         self._copied.clear()
         self._step = state.step
-        self._writing = self._thread.submit(self._write, state, files)
+        self.writing = self._thread.submit(self._write, state, files)
         self.stall_seconds += time.perf_counter() - started
 
     def release_weights(self) -> None:
         """Return once the tensors of a save in flight may change again."""
-        if self._writing is None:
+        if self.writing is None:
             return
         started = time.perf_counter()
         with range_("checkpoint.release"):
             self._copied.wait()
             self._copies.order_after_copies()
         self.stall_seconds += time.perf_counter() - started
-        if self._writing.done():
+        if self.writing.done():
             self.wait()
 
     def wait(self) -> None:
         """Return once this rank writes nothing any more."""
-        writing, self._writing = self._writing, None
+        writing, self.writing = self.writing, None
         if writing is None:
             return
         try:
@@ -387,7 +387,7 @@ class CheckpointWriter:
             RankLost: another rank cannot save; that rank's own error says why.
         """
         started = time.perf_counter()
-        writing = [] if self._writing is None else [self._writing]
+        writing = [] if self.writing is None else [self.writing]
         patience = 0.0
         while True:
             done, busy = wait_for_futures(writing, timeout=patience)

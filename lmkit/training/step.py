@@ -133,6 +133,7 @@ class Step(core.Step):
 
     Attributes:
         sync: the strategy.
+        decider: the optimizer that obeys its attribute `decision`; None if there is none.
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
 
     Example: `outcome = step(inputs, targets, lr=1e-3)`.
@@ -160,9 +161,13 @@ class Step(core.Step):
         self.masked = masked
         self.max_skips = max_skips
         self.skipped = torch.zeros((), dtype=torch.int32, device=ranks.device)
+        self.decider: Any = getattr(optimizer, "inner", optimizer)  # of a sharded optimizer
+        if not hasattr(self.decider, "decision"):
+            self.decider = None
         self._sent = Flags()
         self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self.precision = precision
+        self._autocast = autocast(ranks.device, precision)
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
         self.spikes = SpikeGuard(spike_sigmas, ranks.device) if spike_sigmas else None
         self.graph: StepGraph | None = None
@@ -173,12 +178,6 @@ class Step(core.Step):
     def runs_ahead(self) -> bool:
         """Whether a step returns before its outcome is known."""
         return self.ranks.device.type == "cuda" and self.decider is not None
-
-    @property
-    def decider(self) -> Any:
-        """The optimizer that obeys its attribute `decision`; None if there is none."""
-        inner = getattr(self.optimizer, "inner", self.optimizer)  # of a sharded optimizer
-        return inner if hasattr(inner, "decision") else None
 
     def __call__(  # type: ignore[override]
         self,
@@ -198,14 +197,16 @@ class Step(core.Step):
         device = self.ranks.device
         inputs, targets = inputs.to(device), targets.to(device)
 
-        def without_graph() -> Outcome:
+        if self.graph is None:
             loss = self.accumulate(inputs, targets)
             return self.update(loss, lr=lr, ask=ask, before_update=before_update)
-
-        if self.graph is None:
-            return without_graph()
         if not self.graph.fits(inputs):
-            return self.graph.prepare(without_graph, inputs, targets)
+
+            def make() -> Outcome:
+                loss = self.accumulate(inputs, targets)
+                return self.update(loss, lr=lr, ask=ask, before_update=before_update)
+
+            return self.graph.prepare(make, inputs, targets)
         self._send(ask, before_update)
         self.sync.end_step()  # the graph does not wait for what a step without it has left in flight
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
@@ -229,22 +230,22 @@ class Step(core.Step):
         Args:
             inputs, targets: int64, (accumulation, rows, seq), on the device.
         """
-        self._sums = GradientSums(self.model.parameters() if len(inputs) > 2 else ())
+        self._sums = GradientSums(self.model.parameters()) if len(inputs) > 2 else None
         self._shares = self._weights(targets) if self.masked else None
         return super().accumulate(inputs, targets)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor, index: int, count: int) -> torch.Tensor:
         is_last = index == count - 1
-        if is_last:
+        if is_last and self._sums is not None:
             self._sums.give()
-        with range_("forward"), autocast(self.ranks.device, self.precision):
+        with range_("forward"), self._autocast:
             loss = self.loss(inputs, targets)  # (rows, seq) -> scalar
             if self._shares is not None:
                 loss = loss * self._shares[index]
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         with range_("backward"):
             (loss * (scale / count)).backward()
-        if not is_last:
+        if not is_last and self._sums is not None:
             self._sums.take()
         return loss.detach().float()
 
@@ -296,31 +297,18 @@ class Step(core.Step):
             before_update()
 
     def _update(self, loss: torch.Tensor, norm: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
-        """Step the optimizer if the ranks agree that the gradients are good; return the report."""
-        report = self._report(loss.float(), norm.float())
-        applied = report[APPLIED]
-        with range_("optimizer"):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            if self.decider is not None:
-                self.decider.decision = applied
-            if self.decider is not None or applied:  # the latter waits for the device
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return report
-
-    def _report(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Agree with the other ranks and decide whether the update is made. The host waits for nothing.
+        """Step the optimizer if the ranks agree that the gradients are good. The host waits for nothing.
 
         Returns:
             The report that `Outcome` takes.
         """
-        ranks = self.ranks
+        ranks, loss, norm = self.ranks, loss.float(), norm.float()
         losses = torch.full((ranks.world_size,), _LEAST, dtype=torch.int32, device=loss.device)
         losses[ranks.rank] = loss.view(torch.int32)  # the largest of each is that rank's, bit for bit
         bad = ~torch.isfinite(loss + norm)
         agreed = torch.cat((self._flags, bad.to(torch.int32)[None], losses))
-        largest_on_any_rank(agreed, ranks)
+        if ranks.world_size > 1:
+            largest_on_any_rank(agreed, ranks)
         bad = agreed[2] != 0
         nonfinite = bad if self.loss_scale is None else self.loss_scale.judge(bad)
         applied = ~bad
@@ -332,7 +320,16 @@ class Step(core.Step):
             applied &= ~is_over
             self.skipped.copy_(torch.where(is_over, self.skipped, (self.skipped + 1) * nonfinite))
         flags = torch.stack((agreed[0], nonfinite, agreed[1], applied))  # int32: the widest of them
-        return torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
+        report = torch.cat((flags, agreed[3:], norm.view(torch.int32)[None]))
+        with range_("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if self.decider is not None:
+                self.decider.decision = report[APPLIED]
+            if self.decider is not None or report[APPLIED]:  # the latter waits for the device
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return report
 
 
 WARM_UP = 20

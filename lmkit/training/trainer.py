@@ -162,7 +162,9 @@ class Trainer:
         self._said = ""
         self._stops = self._wants_save = False  # some rank asked for it
         self._saved_step = counters.step  # resumed from this checkpoint; or step 0, which is not saved
-        self._saved_seconds = self.clock.seconds
+        # When rank 0 asks for a checkpoint, as of `time.perf_counter`; other ranks never ask.
+        self._save_every_s = 60 * keep.minutes if ranks.is_first and keep.minutes > 0 else math.inf
+        self._save_at = time.perf_counter() + self._save_every_s
         self._logged_tokens = counters.tokens
         self._fraction = self.clock.fraction()
         self.speed = Speedometer()
@@ -226,9 +228,8 @@ class Trainer:
     def _launch(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
         """Make the next step; return the batch after it."""
         lr = self._learning_rate(self._launched, self._fraction)
-        outcome = self.step(
-            inputs, targets, lr=lr, ask=self._flags, before_update=self._writer.release_weights
-        )
+        release = None if self._writer.writing is None else self._writer.release_weights
+        outcome = self.step(inputs, targets, lr=lr, ask=self._flags, before_update=release)
         self._launched += 1
         if (graph := self.step.graph) is not None and graph.note != self._said:
             self._said = graph.note
@@ -263,8 +264,7 @@ class Trainer:
 
     def _flags(self) -> Flags:
         """Stop after a signal; save if this is rank 0 and the last save is `checkpoint.minutes` ago."""
-        seconds = 60 * self._checkpoint.minutes
-        save = self.ranks.is_first and 0 < seconds <= self.clock.seconds - self._saved_seconds
+        save = time.perf_counter() >= self._save_at
         return Flags(stop=self._signals.received is not None, save=save)
 
     def _is_done(self) -> bool:
@@ -406,7 +406,7 @@ class Trainer:
         state = self._initial_state.changed(**asdict(counters), **others)
         self._writer.save(state, **self._tensors())
         self._saved_step = counters.step
-        self._saved_seconds = self.clock.seconds
+        self._save_at = time.perf_counter() + self._save_every_s
         self._sink.record(
             {"kind": "checkpoint", "step": counters.step, "stall_seconds": self._writer.stall_seconds}
         )
