@@ -241,7 +241,7 @@ BUDGETS = {
     "measure": 1750,
     "model": 1500,
     "optim": 460,
-    "parallel": 2850,
+    "parallel": 2780,
     "profile": 1290,
     "recipe": 1340,
     "storage": 430,

@@ -82,7 +82,7 @@ def failure_on_any_rank_is_a_row(row: dict[str, Any], context: Context, note: st
 def _ends_the_bench(error: BaseException) -> bool:
     import torch
 
-    from lmkit.parallel.failures import is_communication
+    from lmkit.parallel.ranks import is_communication
 
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return True

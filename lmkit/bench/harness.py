@@ -203,7 +203,7 @@ def _on_several_ranks(
 
 def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) -> Measured | None:
     """Return rows and environment; None on ranks other than the first."""
-    from lmkit.parallel.failures import losses_named
+    from lmkit.parallel.ranks import losses_named
     from lmkit.training.process import numerics, ranks_of
 
     with ranks_of(recipe) as ranks, losses_named(ranks, "in the bench"), numerics(recipe.run, ranks):

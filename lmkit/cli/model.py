@@ -103,7 +103,7 @@ def evaluate(
             hint="leave out all but one of them",
         )
     if harness:
-        from lmkit.training.lm_eval_harness import run_harness
+        from lmkit.training.judging import run_harness
 
         return run_harness(run, harness, device=device)
     if choices is not None:

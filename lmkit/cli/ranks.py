@@ -65,7 +65,7 @@ def follow() -> str:
     Raises:
         RankLost: rank 0 failed.
     """
-    from lmkit.parallel.failures import RankLost
+    from lmkit.parallel.ranks import RankLost
 
     store = _shared_store()
     while not store.check([_SIGNAL]):  # torchrun ends this rank if rank 0 dies

@@ -49,10 +49,10 @@ def compare(
     worse, or nothing was compared.
     """
     if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
-        from lmkit.training import compare_runs
+        from lmkit.training import results
 
-        smallest = compare_runs.SMALLEST_DIFFERENCE if threshold is None else threshold
-        return compare_runs.compare_training(before, after, threshold=smallest)
+        smallest = results.SMALLEST_DIFFERENCE if threshold is None else threshold
+        return results.compare_training(before, after, threshold=smallest)
     from lmkit.bench.compare import SMALLEST_DIFFERENCE, compare_files
 
     return compare_files(before, after, threshold=SMALLEST_DIFFERENCE if threshold is None else threshold)
@@ -103,7 +103,7 @@ def report(
             hint="for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other",
         )
     if html:
-        from lmkit.training.page import write_page
+        from lmkit.training.results import write_page
 
         assert folder is not None
         return write_page(folder, beside or (), output=output, force=force)

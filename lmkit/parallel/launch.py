@@ -24,9 +24,8 @@ from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.progress import Progress
-from lmkit.parallel.failures import RankLost
 from lmkit.parallel.place import RENDEZVOUS_VARIABLE
-from lmkit.parallel.ranks import hosted_store, shutdown
+from lmkit.parallel.ranks import RankLost, hosted_store, shutdown
 from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import secure_streams
 

@@ -1,6 +1,4 @@
-"""Define the records that a run reports, and the sinks that take them: `metrics.jsonl` and the console.
-
-`lmkit.training.metrics` has W&B and TensorBoard.
+"""Define the records that a run reports, and the sinks: `metrics.jsonl`, the console, W&B and TensorBoard.
 
 A record is one JSON object with a `kind`:
 

@@ -26,10 +26,10 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
 from lmkit.tokenizer.vocabulary import required_model
-from lmkit.training.graph import MEASURED, WARM_UPS
 from lmkit.training.precision import automatic_precision
 from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import TrainingStep
+from lmkit.training.step import MEASURED, WARM_UPS
 
 KEPT_BACK = {"alone": 1_000_000_000, "with others": 2_300_000_000}
 KEPT_BACK_SHARE = 0.02

@@ -41,8 +41,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.names import parameter_names
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
-from lmkit.parallel.failures import RankLost
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.ranks import RankLost, Ranks
 from lmkit.recipe import schema as rule
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files

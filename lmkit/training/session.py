@@ -21,8 +21,7 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import decided_by_first
-from lmkit.parallel.failures import losses_named
-from lmkit.parallel.ranks import Ranks, local_device
+from lmkit.parallel.ranks import Ranks, local_device, losses_named
 from lmkit.recipe.load import save_recipe
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, mark_run, refuse_foreign_files
 from lmkit.recipe.schema import Recipe

@@ -21,8 +21,7 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.ranks import Ranks, StepWatch, losses_named
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng

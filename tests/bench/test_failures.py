@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 from lmkit.bench.context import RankGaveUp
 from lmkit.bench.failures import failure_is_a_row, time_what_fits
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.failures import RankLost
+from lmkit.parallel.ranks import RankLost
 
 GUARD = partial(failure_is_a_row, device="cpu")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")

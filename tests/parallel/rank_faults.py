@@ -14,8 +14,7 @@ from rank_model import one_step, seeded_model, start
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.collectives import agree
-from lmkit.parallel.failures import StepWatch, losses_named
-from lmkit.parallel.ranks import process_group
+from lmkit.parallel.ranks import StepWatch, losses_named, process_group
 
 FAULT_STEP = 2
 HANG_S = 1.0

@@ -7,9 +7,8 @@ import pytest
 import torch.distributed as dist
 from raising import raises
 
-from lmkit.parallel import failures, launch
-from lmkit.parallel.failures import ROLL_CALL_S, RankLost, losses_named
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel import launch
+from lmkit.parallel.ranks import ROLL_CALL_S, RankLost, Ranks, losses_named
 
 
 def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
@@ -30,7 +29,7 @@ def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_
 )
 def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
     """And not that a silent rank is lost: it may not have noticed yet."""
-    monkeypatch.setattr(failures, "ROLL_CALL_S", 0.1)
+    monkeypatch.setattr("lmkit.parallel.ranks.ROLL_CALL_S", 0.1)
     store = GoneStore() if survivors is None else dist.HashStore()
     for rank in survivors or ():
         store.set(f"survivor/{rank}", "yes")
@@ -46,7 +45,7 @@ class GoneStore:
 
 HANGING = """
 import threading, torch
-from lmkit.parallel.failures import StepWatch
+from lmkit.parallel.ranks import StepWatch
 from lmkit.parallel.ranks import Ranks
 
 with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:

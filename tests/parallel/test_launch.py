@@ -17,9 +17,8 @@ from raising import raises
 from lmkit import plugins, registry
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
-from lmkit.parallel.failures import RankLost
 from lmkit.parallel.launch import RankFailed, spawn_ranks
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.ranks import RankLost, Ranks
 from lmkit.parallel.strategy import build_strategy
 from lmkit.recipe.tables import ParallelConfig
 

@@ -11,7 +11,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import mean_difference
-from lmkit.training.compare_runs import compare_training
+from lmkit.training.results import compare_training
 
 
 def write_run(

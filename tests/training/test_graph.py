@@ -8,10 +8,8 @@ import torch
 
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training import graph
-from lmkit.training.graph import MEASURED, WARM_UPS, StepGraph
 from lmkit.training.setup import build_step
-from lmkit.training.step import Step
+from lmkit.training.step import MEASURED, WARM_UPS, Step, StepGraph
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -144,7 +142,8 @@ def test_the_ranks_decide_together(other_is_busy, pretend, monkeypatch):
     measure(monkeypatch, [9.0, 6.9], [10.0, 10.0])
     asked = []
     monkeypatch.setattr(
-        graph, "agree", lambda ranks, *, stop: asked.append(stop) or (other_is_busy and len(asked) == 1)
+        "lmkit.training.step.agree",
+        lambda ranks, *, stop: asked.append(stop) or (other_is_busy and len(asked) == 1),
     )
     step = make_step(always=False)
     assert steps(step, 5)[-1] == other_is_busy

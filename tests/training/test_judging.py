@@ -19,7 +19,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import evaluation, lm_eval_harness
+from lmkit.training import evaluation
 from lmkit.training.checkpoint import write_tensors
 from lmkit.training.exchange import import_model
 from lmkit.training.judging import evaluate_choices, evaluate_documents, evaluate_run
@@ -286,7 +286,7 @@ def test_the_harness_gets_an_exported_folder(folder, monkeypatch, terminal):
 
     found = SimpleNamespace(simple_evaluate=simple_evaluate, __version__="0.4")
     monkeypatch.setitem(sys.modules, "lm_eval", found)
-    monkeypatch.setattr(lm_eval_harness, "_model", opened)
+    monkeypatch.setattr("lmkit.training.judging._model", opened)
     result = json.loads(terminal("evaluate run --harness fish --harness other --device cpu --json"))
     assert result["results"]["fish"]["acc,none"] == 0.5
     assert (asked[0]["tasks"], asked[0]["device"]) == (["fish", "other"], "cpu")

@@ -17,8 +17,7 @@ from their_models import make_theirs, spoil
 from lmkit.errors import LmkitError
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.exchange import import_model
-from lmkit.training.judging import evaluate_choices, evaluate_documents
-from lmkit.training.lm_eval_harness import run_harness
+from lmkit.training.judging import evaluate_choices, evaluate_documents, run_harness
 
 lm_eval = pytest.importorskip("lm_eval")
 tokenizers = pytest.importorskip("tokenizers")

@@ -12,7 +12,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.training.page import write_page
+from lmkit.training.results import write_page
 
 RECIPE = '[run]\nname = "{name}"\n[train]\nsteps = {steps}\n'
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -15,8 +15,7 @@ from raising import raises
 from run_folders import file_size_limit
 
 from lmkit.errors import LmkitError
-from lmkit.parallel.failures import RankLost
-from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.ranks import RankLost, Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training import resume
 from lmkit.training.checkpoint import (
