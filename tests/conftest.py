@@ -17,7 +17,7 @@ import pytest
 
 from lmkit.cli.app import run_command_line
 from lmkit.core.ranges import range_
-from lmkit.measure.decoration import own_settings
+from lmkit.measure.plots import own_settings
 
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -124,8 +124,8 @@ def test_light_packages_import_nothing_heavy_when_loaded():
 
 # Where the rule has to give way, and why.
 EXCEPTIONS_TO_THE_RULE = {
-    "measure/decoration.py": "a picture never fails the work that it shows",
-    "bench/failures.py": "a variant may be the user's code: any error of it becomes a row",
+    "measure/plots.py": "a picture never fails the work that it shows",
+    "bench/context.py": "a variant may be the user's code: any error of it becomes a row",
     "plugins.py": "a plugin is the user's code: any error of it becomes one line",
     "parallel/launch.py": "at the border of a process any error must become a report",
 }
@@ -162,7 +162,7 @@ OPENS_BY_ITSELF = {
             "data/synth.py",
             "kernels/cuda/build.py",
             "tokenizer/engine.py",
-            "bench/explained/__init__.py",
+            "bench/report.py",
         ),
         "lmkit's own source",
     ),
@@ -232,17 +232,17 @@ def test_files_are_named_after_ideas(word):
 BUDGETS = {
     "": 570,
     "attention": 610,
-    "bench": 6740,
+    "bench": 6120,
     "cli": 2930,
     "core": 2200,
     "data": 1600,
     "generation": 1010,
     "kernels": 6310,
-    "measure": 1750,
+    "measure": 1685,
     "model": 1500,
     "optim": 460,
     "parallel": 2780,
-    "profile": 1290,
+    "profile": 1260,
     "recipe": 1340,
     "storage": 430,
     "tokenizer": 2050,

@@ -18,7 +18,7 @@ from pydantic import Field
 from lmkit.bench.context import Context
 from lmkit.bench.harness import Measured, grouped
 from lmkit.bench.summary import MEASURED, Summary
-from lmkit.bench.turns import samples_in_turns, slowest
+from lmkit.bench.trainings import samples_in_turns, slowest
 from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import release_memory

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmkit.bench.attention_summary import square_tiers
 from lmkit.bench.attention_variants import (
     COMPILED,
     Case,
@@ -16,9 +15,10 @@ from lmkit.bench.attention_variants import (
     kernel_of,
     matmul_precision,
     precision_of,
+    square_tiers,
     timed_call,
 )
-from lmkit.bench.failures import failure_is_a_row, not_enough_memory, time_what_fits, wrong_result
+from lmkit.bench.context import failure_is_a_row, not_enough_memory, time_what_fits, wrong_result
 from lmkit.bench.harness import add_figures, grouped, ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.measure.limits import Limits

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from lmkit.errors import UsageError, did_you_mean
+from lmkit.measure.tables import Rows
 from lmkit.measure.timing import Work
 from lmkit.registry import ATTENTION
 
@@ -75,6 +76,11 @@ def _is_tier(text: str) -> str:
 
 
 Tier = Annotated[str, AfterValidator(_is_tier)]
+
+
+def square_tiers(rows: Rows) -> Rows:
+    """Return the rows of tiers with as many queries as keys."""
+    return [row for row in rows if row["part"] == "tiers" and row["num_queries"] == row["num_keys"]]
 
 
 def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:

@@ -1,17 +1,24 @@
-"""`Context`, which a bench gets: options, rank, journal of its rows."""
+"""`Context`, which a bench gets: options, rank, journal of its rows.
+
+Errors of variants become rows: a variant may be the user's code, and the others complete.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.errors import LmkitError, first_line
+from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.limits import Limits, measure_limits
+from lmkit.measure.memory import is_out_of_memory, release_memory
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
+from lmkit.measure.timing import global_state_kept
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
@@ -117,6 +124,13 @@ class Context:
         if self.ranks.is_first:
             self.report(stage, done, total)
 
+    def each(self, stage: str, items: Sequence[Item]) -> Iterator[Item]:
+        """Yield the items, and report how many are done."""
+        for done, item in enumerate(items):
+            self.progress(stage, done, len(items))
+            yield item
+        self.progress(stage, len(items), len(items))
+
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to the journal; only the first rank does."""
         if self.ranks.is_first:
@@ -130,3 +144,138 @@ class Context:
     def facts(self) -> dict[str, Any]:
         """Return what `environment.json` says besides the machine, when the bench has ended."""
         return self.environment | ({"limits": self._limits.as_dict()} if self._limits is not None else {})
+
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+Result = TypeVar("Result")
+REFUSALS = ("No available kernel", "No viable backend", "No working C++ compiler")
+"""Texts in errors of PyTorch that refuse a pinned backend, on a GPU and on a CPU, or to compile."""
+PATIENCE_S = 2.0
+"""Seconds that a rank on which a variant failed waits for the others, which may wait for it inside a collective."""
+
+
+@contextmanager
+def failure_is_a_row(row: dict[str, Any], device: torch.device | str) -> Iterator[None]:
+    """Turn an error of the block into the row's status, and give its memory back; also restore torch's global state.
+
+    Errors of a lost device or rank pass: every further call would fail. So do signals.
+    """
+    try:
+        with global_state_kept():
+            yield
+    except BaseException as error:
+        if _ends_the_bench(error):
+            raise
+        row |= _status_of(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the calls that ended
+        release_memory(device)
+
+
+@contextmanager
+def failure_on_any_rank_is_a_row(row: dict[str, Any], context: Context, note: str = "") -> Iterator[None]:
+    """Turn an error of the block on any rank into the row's status on every rank. Collective.
+
+    Args:
+        row: "ok" before the block; has the keys that identify it.
+        note: added to the detail of a row that is out of memory.
+
+    Raises:
+        RankGaveUp: another rank does not end the block in `PATIENCE_S`, because it waits for this rank.
+    """
+    import torch.distributed as dist
+
+    from lmkit.parallel.ranks import absent_ranks
+
+    ranks = context.ranks
+    with failure_is_a_row(row, ranks.device):
+        yield
+    if row["status"] == "out of memory":
+        row["detail"] += note
+    if ranks.world_size == 1:
+        return
+    assert ranks.store is not None
+    end = f"end {ranks.store.add(f'ends/{ranks.rank}', 1)}"  # the number is equal on all ranks
+    ranks.store.set(f"{end}/{ranks.rank}", "")
+    if row["status"] != "ok" and absent_ranks(ranks.store, end, ranks.world_size, PATIENCE_S):
+        context.journal.add([row])
+        raise RankGaveUp(
+            "bench.rank_failed",
+            f"rank {ranks.rank}: {row['status']}: {row.get('detail', '')}",
+            hint="leave the variant out, or let --nproc start the ranks: it goes on with the other variants",
+        )
+    of_ranks: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(of_ranks, {key: row.get(key, "") for key in ("status", "detail")})
+    if failed := next((other for other in of_ranks if other["status"] != "ok"), None):
+        row |= failed
+
+
+def _ends_the_bench(error: BaseException) -> bool:
+    import torch
+
+    from lmkit.parallel.ranks import is_communication
+
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return True
+    if isinstance(error, SystemExit):
+        return isinstance(error.code, int) and error.code > 128  # of a signal
+    is_lost = isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+    return is_lost or isinstance(error, RankGaveUp) or is_communication(error)
+
+
+def _status_of(error: BaseException) -> dict[str, Any]:
+    """Return the status and detail of a row whose variant raised an error."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_out_of_memory(error)):
+        return not_enough_memory(str(error) or "of the host")
+    refused = isinstance(error, UsageError | NotImplementedError) or any(x in str(error) for x in REFUSALS)
+    detail = error.message if isinstance(error, UsageError) else first_line(error)
+    return {"status": "unsupported" if refused else "failed", "detail": detail}
+
+
+def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
+    """Return the status and detail of a row that does not fit; the detail of an error is its first sentence."""
+    return {"status": "out of memory", "detail": str(reason).split(". ")[0].partition("\n")[0]}
+
+
+def wrong_result(why: str) -> dict[str, Any]:
+    """Return the status and detail of a variant that computes something else than it should."""
+    return {"status": "wrong result", "detail": why}
+
+
+def time_what_fits(
+    built: dict[Key, Made],
+    rows: Mapping[Key, dict[str, Any]],
+    guard: Callable[[dict[str, Any]], AbstractContextManager[None]],
+    time_together: Callable[[Mapping[Key, Made], Callable[[Key], object]], dict[Key, Result]],
+) -> dict[Key, Result]:
+    """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
+
+    If they do not fit together, the largest is the one that fails. Collective.
+
+    Args:
+        built: variants; those that fail are removed.
+        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
+        guard: makes a row of an error: `failure_is_a_row`, or `failure_on_any_rank_is_a_row`.
+        time_together: times variants, and calls a function with the name of each as its turn comes.
+    """
+    while built:
+        trouble: dict[str, Any] = {"status": "ok"}
+        turns: list[Key] = []
+        samples: dict[Key, Result] = {}
+
+        def turn(name: Key) -> None:
+            turns.append(name)  # noqa: B023 (called in this pass of the loop)
+            trouble.update(rows[name])  # noqa: B023
+
+        with guard(trouble):
+            samples = time_together(built, turn)
+        if trouble["status"] == "ok":
+            return samples
+        sizes = {name: rows[name].get("peak_gb") or rows[name].get("peak_bytes") or 0.0 for name in built}
+        is_full = trouble["status"] == "out of memory" and any(sizes.values())
+        gone = turns[-1] if turns and not is_full else max(sizes, key=lambda name: sizes[name])
+        del built[gone]
+        together = f"in turns with {len(built)} others: " if trouble["status"] == "out of memory" else ""
+        rows[gone] |= {"status": trouble["status"], "detail": together + trouble["detail"]}
+    return {}

@@ -15,14 +15,15 @@ from lmkit.bench.context import Context
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import Variant, measure_figures
-from lmkit.bench.turns import (
+from lmkit.bench.trainings import (
     SPREAD,
     VERDICT,
+    Variant,
     compare_with_first,
     comparison,
     comparison_column,
     host_ms,
+    measure_figures,
     with_verdicts,
 )
 from lmkit.errors import UsageError
@@ -200,8 +201,7 @@ def generate(context: Context) -> Rows:
     limits = context.limits([options.precision])
     cases = [(size, batch_size) for size in options.sizes for batch_size in options.batch_sizes]
     rows: Rows = []
-    for done, case in enumerate(cases):
-        context.progress("models", done, len(cases))
+    for case in context.each("models", cases):
         torch.compiler.reset()  # else a rival would recompile with dynamic sizes for the next batch size
         writers: dict[str, Writer] = {}
         for filled in options.contexts:
@@ -210,7 +210,6 @@ def generate(context: Context) -> Rows:
             rows += found
         writers.clear()
         release_memory(context.device)
-    context.progress("models", len(cases), len(cases))
     return rows
 
 

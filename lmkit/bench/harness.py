@@ -31,14 +31,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.context import Context, Journal, RankGaveUp, storable
-from lmkit.bench.failures import failure_on_any_rank_is_a_row, wrong_result
-from lmkit.bench.summary import MEASURED, UNCHECKED, WRONG, Summary, report_text, summarized, terminal_text
+from lmkit.bench.context import (
+    Context,
+    Journal,
+    RankGaveUp,
+    storable,
+    wrong_result,
+)
+from lmkit.bench.summary import MEASURED, WRONG, Summary, report_text, summarized, terminal_text
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits, model_flops_utilization
 from lmkit.measure.memory import GB, available_memory
+from lmkit.measure.plots import decorate
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Column, Rows, row_files, wrote
@@ -63,7 +68,6 @@ sheet leave 25%; a copy also reads the lines that it overwrites, so that reads a
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 Key = TypeVar("Key")
-Result = TypeVar("Result")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -307,34 +311,6 @@ def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], d
     row.clear()
     row |= found
     return row["status"] not in WRONG
-
-
-def right_after_timing(
-    rows: dict[Key, dict[str, Any]],
-    samples: Mapping[Key, Result],
-    wrong_by_now: Callable[[Key], dict[str, Any]],
-    context: Context,
-) -> dict[Key, Result]:
-    """Return the samples of variants that are right after they were timed; the rows of others say what is wrong.
-    Collective.
-
-    Args:
-        wrong_by_now: returns status and detail of a variant that is wrong, else {}.
-    """
-    right = dict(samples)
-    for variant in samples:
-        row = rows[variant]
-        found = dict(row)  # it names the row if a rank gives up
-        with failure_on_any_rank_is_a_row(found, context):
-            found |= wrong_by_now(variant)
-        if found["status"] == "out of memory":
-            row.setdefault(UNCHECKED, "after timing: no room for another step")
-        elif found["status"] != "ok":
-            wrong = without_figures(row) | {key: found[key] for key in ("status", "detail")}
-            row.clear()
-            row |= wrong
-            del right[variant]
-    return right
 
 
 def too_large_for_host(config: ModelConfig, context: Context) -> str:

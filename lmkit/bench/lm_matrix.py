@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context
-from lmkit.bench.harness import ratio_fields
-from lmkit.bench.lm_matrix_summary import ONE_RANK
-from lmkit.bench.lm_matrix_summary import pictures as pictures
-from lmkit.bench.lm_matrix_summary import summarize as summarize
+from lmkit.bench.ddp_variants import SOLO
+from lmkit.bench.harness import grouped, mfu_notes, ratio_fields
+from lmkit.bench.summary import Summary
 from lmkit.bench.trainings import Memory, Variant, measure_figures, release_freed, speed_fields
 from lmkit.errors import UsageError, reason
 from lmkit.measure.memory import claim_workspaces, release_memory
+from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.statistics import paired_ratio
-from lmkit.measure.tables import Rows
+from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.keys import FlagNames
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe
     from lmkit.training.setup import TrainingStep
 
+ONE_RANK = SOLO[0]
 EVAL_BATCHES = 20
 STORIES = 400  # about half a megabyte
 HELD_OUT = 0.1
@@ -164,8 +165,7 @@ def lm_matrix(context: Context) -> Rows:
     training_part, held_out = parted(tokens)
     references: dict[bool, Reference] = {}
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
-    for done, kernel in enumerate(options.kernels):
-        context.progress("kernels", done, len(options.kernels))
+    for kernel in context.each("kernels", options.kernels):
         missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
         if missing and (not references or not ATTENTION.facts(kernel).sees_all):
             references = _references(kernel, context, training_part)
@@ -178,7 +178,6 @@ def lm_matrix(context: Context) -> Rows:
         release_memory(context.device)
         context.keep(rows)
         known |= {(kernel, row["strategy"]): row for row in rows}
-    context.progress("kernels", len(options.kernels), len(options.kernels))
     return [known[kernel, strategy] for kernel in options.kernels for strategy in options.strategies]
 
 
@@ -433,3 +432,167 @@ def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatch
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
+
+
+HEADLINE = (ONE_RANK, "naive", "bucketed")
+"""The strategies of the headline picture."""
+TIME = Column("median_ms", "ms per step", ".2f", instead="status", axis="time of a step (ms)")
+MEMORY = Column("peak_gb", "GB", ".3f", axis="peak memory (GB = 10^9 bytes)")
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second, all ranks")
+COLUMNS = (
+    Column("kernel", "kernel"),
+    Column("strategy", "strategy"),
+    TIME,
+    Column("spread", "spread", ".0%"),
+    THROUGHPUT,
+    Column("mfu", "MFU", ".1%"),
+    MEMORY,
+    Column("speedup", "speedup", ".3f"),
+    Column("valid_loss", "valid loss", ".4f"),
+)
+WIDE = (
+    Column("speedup_low", "95% from", ".3f"),
+    Column("speedup_high", "to", ".3f"),
+    Column("scaling", "scaling", ".1%"),
+    Column("overhead", "memory over none", "+.1%"),
+    Column("captured", "graph"),
+    Column("epoch_s", "s per epoch", ".3f"),
+    Column("final_loss", "last loss", ".4f"),
+)
+
+
+def summarize(rows: Rows) -> Summary:
+    """Say what the rows support: the fastest cell, the best strategy against naive, convergence."""
+    rows = with_ratios(rows)
+    first = rows[0]
+    has = {key for row in rows for key, value in row.items() if value is not None}
+    notes = [*mfu_notes(rows), "GB (10^9): peak of one rank, weights and optimizer included"]
+    if "speedup" in has:
+        notes.append(f"speedup: over {first['strategy']} with the same kernel, paired epochs")
+    if "scaling" in has:
+        notes.append(
+            f"scaling: the speed of all ranks / ranks x that of {ONE_RANK}, with the same batch of all ranks"
+        )
+    if "captured" in has:
+        why = {row["graph"].partition(", ")[2] for row in rows if row.get("captured") == "no"}
+        reasons = f"; no: {'; '.join(sorted(why))}" if why else ""
+        notes.append(f"graph: whether a CUDA graph launched the steps{reasons}")
+    if "valid_loss" in has:
+        notes.append("valid loss: after all epochs, on held-out text")
+    return Summary(
+        "lm-matrix: attention kernels x gradient strategies",
+        COLUMNS,
+        rows,
+        about=f"{_ranks(rows)}, {first.get('precision', '')}, compile {first.get('compile', 'none')}",
+        findings=findings(rows),
+        notes=notes,
+        wide=WIDE,
+    )
+
+
+def with_ratios(rows: Rows) -> Rows:
+    """Add scaling (against one rank), memory overhead (against `none`), both within each kernel, and whether a CUDA
+    graph launched the steps."""
+    found = {(row["kernel"], row["strategy"]): row for row in rows if row["status"] == "ok"}
+    told = []
+    for row in rows:
+        alone, bare = (found.get((row["kernel"], name)) for name in (ONE_RANK, "none"))
+        more: dict[str, Any] = {}
+        if row["status"] == "ok" and row["ranks"] > 1:
+            if alone is not None:
+                more["scaling"] = paired_ratio(row["samples_ms"], alone["samples_ms"]).speedup / row["ranks"]
+            if bare is not None:
+                more["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
+        if row.get("graph"):
+            more["captured"] = "yes" if row["graph"].startswith("CUDA graph: on") else "no"
+        told.append(row | more)
+    return told
+
+
+def _ranks(rows: Rows) -> str:
+    ranks = max(row["ranks"] for row in rows)
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def findings(rows: Rows) -> list[str]:
+    """Return the sentences that the rows support."""
+    ran = [row for row in rows if row["status"] == "ok"]
+    # On several ranks `none` trains a separate model on each rank: a bound for the others' speed, not a training.
+    trained = [row for row in ran if row["ranks"] == 1 or row["strategy"] != "none"]
+    if not trained:
+        only_none = (
+            "Only `none` ran, which on several ranks trains no model: nothing can be compared with it."
+        )
+        return [only_none if ran else "Nothing ran."]
+    best = max(trained, key=lambda row: row["tokens_per_s"])
+    found = [f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s."]
+    for kernel, of_kernel in grouped(trained, lambda row: str(row["kernel"])).items():
+        by_name = {row["strategy"]: row for row in of_kernel}
+        together = [row for row in of_kernel if row["ranks"] > 1]
+        if not together:
+            continue
+        fastest = by_name.get("bucketed") or min(together, key=lambda row: row["median_ms"])
+        for other in (by_name.get("naive"), by_name.get(ONE_RANK)):
+            if other is not None and other is not fastest:
+                ratio = paired_ratio(fastest["samples_ms"], other["samples_ms"])
+                found.append(f"{kernel}: {fastest['strategy']} against {other['strategy']} {ratio}.")
+    if len(trained) > 1:
+        first = trained[0]
+        apart = max(
+            abs(mine - theirs) / abs(theirs)
+            for row in trained
+            for mine, theirs in zip(row["losses"], first["losses"], strict=True)
+        )
+        found.append(
+            f"Convergence: the loss curves of {len(trained)} trainings differ by at most {apart:.2g} of the loss, "
+            f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
+        )
+    return found
+
+
+def pictures(rows: Rows) -> dict[str, bytes]:
+    """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
+    by_kernel: dict[str, Any] = {"group": "kernel", "x_label": "attention kernel"}
+    files = {
+        f"lm_matrix_{name}.png": grouped_bars(
+            rows, column, series="strategy", title=f"{title} ({_ranks(rows)})", **by_kernel
+        )
+        for name, column, title in (
+            ("time", TIME, "Time per training step"),
+            ("memory", MEMORY, "Peak memory of one rank"),
+            ("throughput", THROUGHPUT, "Training throughput"),
+        )
+    }
+    rows = with_ratios(rows)
+    headline = [row for row in rows if row["strategy"] in HEADLINE]
+    if len({row["strategy"] for row in headline}) > 1:
+        files["lm_matrix_headline.png"] = grouped_bars(
+            headline,
+            THROUGHPUT,
+            series=lambda row: row["strategy"] + ("" if row["ranks"] == 1 else f", {row['ranks']} ranks"),
+            title=f"One rank, naive, bucketed and overlapped ({_ranks(rows)}; whiskers p10 to p90)",
+            **by_kernel,
+        )
+    files["lm_matrix_convergence.png"] = loss_curve(
+        {
+            f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
+            for row in rows
+            if row["status"] == "ok"
+        },
+        title="Convergence, same start and batches",
+        x_label="optimizer step",
+    )
+    columns = Summary("", (), rows).filled((*COLUMNS[1:], *WIDE))
+    for kernel, chosen in grouped(rows, lambda row: str(row["kernel"])).items():
+        files[f"{kernel}_lm_matrix_throughput.png"] = grouped_bars(
+            chosen,
+            THROUGHPUT,
+            group="strategy",
+            title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
+            x_label="gradient strategy",
+        )
+        cells = [[column.text(row) for column in columns] for row in chosen]
+        files[f"lm_matrix_table_{kernel}.png"] = table_picture(
+            [column.header for column in columns], cells, title=f"lm-matrix: {kernel}"
+        )
+    return files

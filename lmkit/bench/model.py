@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lmkit.bench.context import Context
-from lmkit.bench.failures import failure_is_a_row, not_enough_memory
+from lmkit.bench.context import Context, failure_is_a_row, not_enough_memory
 from lmkit.bench.harness import (
     grouped,
     mfu_notes,
@@ -117,12 +116,10 @@ def model(context: Context) -> Rows:
     models = [
         (size, length, how) for size in options.sizes for length in options.lengths for how in options.compile
     ]
-    for done, case in enumerate(models):
-        context.progress("models", done, len(models))
+    for case in context.each("models", models):
         found = _measure(_config(*case, options), context, limits)
         rows += found
         context.keep(found)
-    context.progress("models", len(models), len(models))
     return [_with_its_fault(row, rows) if row["part"] == "warm-up" else row for row in rows]
 
 

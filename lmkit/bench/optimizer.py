@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
-from lmkit.bench.ddp_summary import with_units
+from lmkit.bench.ddp import with_units
 from lmkit.bench.ddp_variants import (
     SOLO,
     TORCH_ZERO,
@@ -99,8 +99,7 @@ def optimizer(context: Context) -> Rows:
         told = {"precision": case.precision, "flops_per_token": flops}
         return told | speed_fields(samples_ms, context, limits, name="step_ms", **work)
 
-    for number, name in enumerate(names):
-        context.progress("optimizer", number, len(names))
+    for name in context.each("optimizer", names):
         if name in known:
             rows.append(known[name])
             continue
@@ -114,7 +113,6 @@ def optimizer(context: Context) -> Rows:
             row["state_bytes"] = None
         rows.append(row)
         context.keep([row])
-    context.progress("optimizer", len(names), len(names))
     whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
         row["state_share"] = row["state_bytes"] / whole if whole and row["state_bytes"] is not None else None

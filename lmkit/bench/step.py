@@ -13,32 +13,33 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lmkit.bench.context import Context
-from lmkit.bench.failures import not_enough_memory, wrong_result
+from lmkit.bench.context import Context, not_enough_memory, wrong_result
 from lmkit.bench.harness import grouped, mfu_notes, too_large_for_host
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import Memory, Variant, measure_figures, speed_fields
-from lmkit.bench.turns import (
+from lmkit.bench.trainings import (
     SPREAD,
     VERDICT,
+    Memory,
+    Variant,
     compare_with_first,
     comparison,
     comparison_column,
     host_ms,
+    measure_figures,
+    speed_fields,
     with_verdicts,
 )
-from lmkit.measure.kernel_classes import CLASSES, class_times
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.trace import CLASSES, class_times
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
-    from lmkit.bench.step_ablations import Ablated
-    from lmkit.bench.step_rivals import RivalStep
+    from lmkit.bench.step_variants import Ablated, RivalStep
     from lmkit.bench.training_gate import Reference
     from lmkit.core.batches import Batch
     from lmkit.training.setup import TrainingStep
@@ -77,7 +78,7 @@ Ablation = Literal[
     "lmkit:autocast",
     "lmkit:none",
 ]
-"""See `lmkit.bench.step_ablations`."""
+"""See `lmkit.bench.step_variants`."""
 ABLATIONS: tuple[str, ...] = get_args(Ablation)
 
 BATCHES = 4
@@ -136,12 +137,10 @@ def step(context: Context) -> Rows:
     limits = context.limits([options.precision])
     claim_workspaces(context.device)
     rows: Rows = []
-    for done, size in enumerate(options.sizes):
-        context.progress("sizes", done, len(options.sizes))
+    for size in context.each("sizes", options.sizes):
         found = _measure(size, context, limits)
         context.keep(found)
         rows += found
-    context.progress("sizes", len(options.sizes), len(options.sizes))
     return rows
 
 
@@ -155,7 +154,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     """Return one row per variant of one size."""
     import torch
 
-    from lmkit.bench.step_ablations import wrong_by_now
+    from lmkit.bench.step_variants import wrong_by_now
     from lmkit.bench.training_gate import budget_of, judge
 
     options, device = context.options, context.device
@@ -206,9 +205,10 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         )
         for variant in options.variants
     }
-    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
     figures = partial(_figures, size, context, limits)
-    rows, believed = measure_figures(variants, context, limits, figures, **turns)
+    rows, believed = measure_figures(
+        variants, context, limits, figures, rounds=options.rounds, max_seconds=options.max_seconds
+    )
     shared.clear()
     compare_with_first(rows, believed, options.variants[0])
     release_memory(device)
@@ -270,8 +270,7 @@ def _build(size: str, variant: str, context: Context, shared: dict[str, Training
     Args:
         shared: precision -> the training of its ablations; a missing one is made.
     """
-    from lmkit.bench.step_ablations import Ablated
-    from lmkit.bench.step_rivals import RivalStep
+    from lmkit.bench.step_variants import Ablated, RivalStep
     from lmkit.model.fp8 import check_fp8
     from lmkit.training.setup import TrainingStep
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from lmkit.bench.context import Context
-from lmkit.bench.failures import wrong_result
+from lmkit.bench.context import Context, wrong_result
 from lmkit.bench.harness import ratio_fields
 from lmkit.bench.summary import Summary
 from lmkit.errors import LmkitError, UsageError
@@ -124,11 +123,9 @@ def tokenizer(context: Context) -> Rows:
             for workers in options.workers
         ]
         rows: Rows = []
-        for done, case in enumerate(cases):
-            context.progress("tokenizer", done, len(cases))
+        for case in context.each("tokenizer", cases):
             rows += measure(case, options.rounds, Path(folder))
             context.journal.replace(rows)
-        context.progress("tokenizer", len(cases), len(cases))
         return rows + prompt_rows(cases)
 
 

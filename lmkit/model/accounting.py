@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure import kernel_classes as classes
+from lmkit.measure import trace as classes
 from lmkit.recipe.tables import PRESETS, ModelConfig
 
 
@@ -142,7 +142,7 @@ def update_bytes(element_bytes: int) -> int:
 
 
 def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str, Work]:
-    """Return class (of `measure.kernel_classes`) -> the least work of a training step in that class.
+    """Return class (of `measure.trace`) -> the least work of a training step in that class.
 
     Attention is causal, keeps no scores and computes them again in its backward pass. An elementwise operation reads
     its inputs and writes its results once, joined with the additions around it. SwiGLU keeps only its inputs, and

@@ -18,8 +18,7 @@ from torch.torch_version import TorchVersion
 
 from lmkit.core.buckets import Work
 from lmkit.errors import LmkitError
-from lmkit.measure.allocator import without_expandable_segments
-from lmkit.measure.memory import is_out_of_memory
+from lmkit.measure.memory import is_out_of_memory, without_expandable_segments
 from lmkit.model.memory import PEER_LAYER_BYTES, SLOT_BYTES
 from lmkit.parallel.collectives import Averager, Traffic, is_captured, reduce_dtype_for
 from lmkit.parallel.ranks import Ranks

@@ -9,22 +9,28 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import linecache
+import os
 import pickle
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmkit.bench.summary import report_text, terminal_text
+from lmkit.bench.context import failure_is_a_row
+from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.core.ranges import range_
-from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import chrome_trace
-from lmkit.measure.memory import GIB
-from lmkit.measure.plots import stacked_areas
+from lmkit.measure.memory import GIB, release_memory
+from lmkit.measure.plots import decorate, line_panels, stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, row_files, terminal_table
 from lmkit.model.accounting import count_parameters
@@ -38,10 +44,10 @@ from lmkit.profile.allocations import (
     blocks_of,
     profile_memory,
 )
-from lmkit.profile.lines import Lines, line_of
-from lmkit.profile.steps import Workload, call_of, make_training
-from lmkit.profile.write_up import gib_key, summarize_memory
+from lmkit.profile.steps import Mode, Workload, call_of, make_training
+from lmkit.profile.write_up import gib_key, growth, most_computed, peak_row, summarize_memory
 from lmkit.recipe.run_folder import ENVIRONMENT
+from lmkit.recipe.schema import Recipe
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
@@ -295,4 +301,154 @@ def _picture(profile: MemoryProfile, work: Workload) -> bytes:
         x_label="allocations and frees since the start",
         y_label="memory (GiB = 2^30 bytes)",
         begins=begins,
+    )
+
+
+AUTOGRAD = "autograd"
+"""The line of what PyTorch's own backward operations allocate, in threads without a Python stack."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+_PASSED_OVER = tuple(f"{_PACKAGE / part}" for part in ("profile", "measure", "autograd.py"))
+_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), "<", "?")
+
+Place = tuple[str, int]
+"""A file and a line number."""
+
+
+def line_of(stack: Iterable[Place]) -> str:
+    """Return `core/model.py:130  the code` of the innermost line that counts; `AUTOGRAD` without one.
+
+    Args:
+        stack: innermost first.
+    """
+    for file, number in stack:
+        ours = file.startswith(f"{_PACKAGE}{os.sep}")
+        if not file or file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
+            continue
+        name = os.path.relpath(file, _PACKAGE) if ours else os.path.basename(file)
+        return f"{name}:{number}  {linecache.getline(file, number).strip()[:60]}".rstrip()
+    return AUTOGRAD
+
+
+class Lines(TorchDispatchMode):
+    """Note the line of every operation, under a number by which it is annotated in a trace of torch.profiler.
+
+    Attributes:
+        found: the lines, by number.
+    """
+
+    PREFIX = "line "
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = line_of(_stack())
+        number = self._numbers.setdefault(line, len(self.found))
+        if number == len(self.found):
+            self.found.append(line)
+        with torch.profiler.record_function(f"{self.PREFIX}{number}"):
+            return func(*args, **(kwargs or {}))
+
+
+def _stack() -> Iterator[Place]:
+    """Yield the caller's stack, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+TABLE_PICTURE = "memory_contexts.png"
+MODES: tuple[Mode, ...] = ("forward", "step")
+SNAPSHOT = "memory_snapshot.pickle"  # of every cell they would be hundreds of megabytes
+COLUMNS = (
+    Column("attention", "attention"),
+    Column("context_length", "context", "d"),
+    Column("dtype", "precision"),
+    Column("forward_gib", "forward GiB", ".3f", instead="status"),
+    Column("forward_computed_gib", "computed", ".3f"),
+    Column("step_gib", "step GiB", ".3f"),
+    Column("step_computed_gib", "computed", ".3f"),
+)
+
+
+def table(
+    recipes: Sequence[Recipe], *, steps: int, write: Callable[[Mapping[str, bytes | str]], None]
+) -> tuple[Rows, str]:
+    """Profile recipes; return a row of each, and the table for a terminal. What does not fit, or fails, is a row.
+
+    Args:
+        write: takes files, most of them in folders: after each recipe its own and those of the table so far. So a run
+            that is cut short leaves what it measured.
+    """
+    rows: Rows = []
+    of_steps: list[Rows] = []
+    text = ""
+    for recipe in recipes:
+        files: dict[str, bytes | str] = {}
+        works = {mode: Workload(recipe, mode, steps, warmup=0) for mode in MODES}
+        model, train = works["step"].model, works["step"].train
+        row: dict[str, Any] = {
+            "attention": model.attention,
+            "context_length": model.context_length,
+            "dtype": train.precision,
+            "batch_size": train.batch_size,
+            "status": "ok",
+        }
+        for mode, work in works.items():
+            with failure_is_a_row(row, work.ranks.device):
+                result = run_profile(work)
+                row[f"{mode}_gib"] = peak_row(result.rows)["peak_gib"]
+                row[f"{mode}_computed_gib"] = most_computed(result.rows)
+                of_steps += [result.rows] if mode == "step" else []
+                folder = f"{model.attention}_{mode}_{model.context_length}_{train.precision}"
+                files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
+            release_memory(work.ranks.device)
+        rows.append(row)
+        text, of_table = _summarized(rows, growth(of_steps))
+        write(files | of_table)
+    return rows, text
+
+
+def _summarized(rows: Rows, findings: Sequence[str]) -> tuple[str, dict[str, bytes | str]]:
+    """Return the table for a terminal, and its files."""
+    summary = Summary(
+        "Memory by context and precision",
+        COLUMNS,
+        rows,
+        about=f"Batch {rows[0]['batch_size']}",
+        findings=findings,
+        notes=(
+            "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the "
+            "peak of a phase; every cell has a folder with its phases and source lines",
+        ),
+    )
+    environment = describe_environment()
+    drawn = decorate(TABLE_PICTURE, lambda: picture(rows))
+    pictures = {TABLE_PICTURE: drawn} if drawn else {}
+    return terminal_text(summary), {
+        **pictures,
+        "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
+        "memory_contexts_report.md": report_text(summary, environment, [*pictures]),
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
+    }
+
+
+def picture(rows: Rows) -> bytes:
+    """Draw the computed memory over the context on logarithmic axes, where a square is twice as steep as a line."""
+    shown = [
+        {**row, "mode": mode, "gib": row.get(f"{mode}_computed_gib")} for row, mode in product(rows, MODES)
+    ]
+    return line_panels(
+        shown,
+        "context_length",
+        Column("gib", "memory (GiB = 2^30 bytes)"),
+        panel="mode",
+        group="attention",
+        kind="dtype",
+        title="What forward and step compute: activations and temporary tensors at the peak",
+        x_label="context (tokens)",
+        log_y=True,
     )

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.kineto import profile_work, read_chrome_trace
-from lmkit.measure.plots import grouped_bars
+from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.measure.tables import Column, Row, wrote
 from lmkit.measure.trace import Trace
@@ -98,7 +97,7 @@ def run_memory(recipe: Recipe, output: Path, *, mode: Mode, steps: int) -> Profi
 
 def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
     """Record the memory of a forward pass and of training steps of each recipe, and compare them."""
-    from lmkit.profile.contexts import table
+    from lmkit.profile.memory import table
 
     written: dict[str, None] = {}
 

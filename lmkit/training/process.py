@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from lmkit.errors import UsageError
-from lmkit.measure.allocator import expand_segments
 from lmkit.measure.environment import usable_cpus
+from lmkit.measure.memory import expand_segments
 from lmkit.parallel.ranks import Ranks, absent_ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig

@@ -20,8 +20,7 @@ import numpy as np
 
 from lmkit.data.token_files import TokenMeta, read_meta, sidecar_path
 from lmkit.errors import LmkitError, UsageError, reason, some_of
-from lmkit.measure.decoration import decorate
-from lmkit.measure.plots import loss_curve
+from lmkit.measure.plots import decorate, loss_curve
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.recipe.load import load_recipe, read_toml

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
-from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import decided_by_first

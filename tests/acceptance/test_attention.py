@@ -38,9 +38,9 @@ from lmkit.attention import attention_function
 from lmkit.bench.attention import Options
 from lmkit.bench.attention_sweep import Sweep
 from lmkit.bench.attention_variants import Case
-from lmkit.measure.decoration import decorate
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
+from lmkit.measure.plots import decorate
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import row_files, terminal_table
 

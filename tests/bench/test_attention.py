@@ -12,8 +12,7 @@ from raising import raises
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate, attention_sweep
-from lmkit.bench.attention import Options, build_cases
-from lmkit.bench.attention_summary import findings, summarize
+from lmkit.bench.attention import Options, build_cases, findings, summarize
 from lmkit.bench.attention_sweep import Sweep
 from lmkit.bench.attention_variants import Case, default_kernels, parse_tier
 from lmkit.bench.context import Journal
@@ -350,12 +349,6 @@ def test_a_kernel_of_the_registry_is_measured_by_default():
         ATTENTION.unregister("from_outside")
     assert default_kernels(on_gpu=False)[:3] == ("reference", "vectorized", "vectorized+compile")
     assert "sdpa:cudnn" in default_kernels(on_gpu=True)
-
-
-def test_the_acceptance_suite_says_where_it_went(measure, caplog):
-    rows = measure(suite="acceptance", tiers=("16",), kernels=("sdpa",)).rows
-    assert rows[0]["median_ms"] > 0
-    assert "nox -s acceptance" in caplog.text
 
 
 def row_of(kernel, length, tflops, ratio, **facts):

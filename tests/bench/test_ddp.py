@@ -11,7 +11,7 @@ import pytest
 import torch
 from raising import raises
 
-from lmkit.bench import all_reduce, ddp, optimizer, training_gate, turns
+from lmkit.bench import all_reduce, ddp, optimizer, training_gate, trainings
 from lmkit.bench.ddp import numbers
 from lmkit.bench.ddp_variants import (
     SOLO,
@@ -354,7 +354,7 @@ def test_scaling_and_what_is_exposed_by_hand():
         "zero1 bf16": [5.0, 10.0, 10.0],
     }
     of_ranks = {
-        name: [[turns.Sample(time / 2, math.nan), turns.Sample(time, math.nan)] for time in times]
+        name: [[trainings.Sample(time / 2, math.nan), trainings.Sample(time, math.nan)] for time in times]
         for name, times in samples.items()
     }
     fields = partial(numbers, case=CASE, ranks=Ranks(world_size=4), samples=of_ranks)
@@ -404,10 +404,10 @@ def taken(monkeypatch, orders, of_sample=None, device="cuda", world_size=1, roun
         return stop
 
     monkeypatch.setattr(collectives, "agree", agree)
-    monkeypatch.setattr(turns, "time_variants", run_in_turn)
-    monkeypatch.setattr(turns, "settle", lambda run, ranks, steps: events.append(f"settle {run}"))
+    monkeypatch.setattr(trainings, "time_variants", run_in_turn)
+    monkeypatch.setattr(trainings, "settle", lambda run, ranks, steps: events.append(f"settle {run}"))
     names: Any = {name: name for name in orders[0]}
-    samples = turns.samples_in_turns(names, context, events.append, clock, rounds=rounds, settled=1)
+    samples = trainings.samples_in_turns(names, context, events.append, clock, rounds=rounds, settled=1)
     return samples, events
 
 
@@ -418,7 +418,7 @@ def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch
     samples, _ = taken(monkeypatch, orders, of_sample)
     assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
 
-    late = [[turns.Sample(10.0, ahead), turns.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
+    late = [[trainings.Sample(10.0, ahead), trainings.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
     row = numbers("none", CASE, Ranks(device=torch.device("cuda"), world_size=2), {"none": late})
     assert row["ahead_ms"] == 2.0
 
@@ -441,8 +441,8 @@ def test_settling_takes_as_many_steps_on_every_rank(monkeypatch):
         events.append("step")
 
     monkeypatch.setattr(collectives, "agree", lambda ranks, *, stop=False: stop)
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(trainings.time, "perf_counter", lambda: now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    turns.settle(step, Ranks(), 2)
+    trainings.settle(step, Ranks(), 2)
     # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
     assert events == ["step", "step", "wait"] * 8

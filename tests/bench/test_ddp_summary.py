@@ -2,8 +2,7 @@
 
 import pytest
 
-from lmkit.bench.ddp import read_step
-from lmkit.bench.ddp_summary import findings, pictures, summarize, summarize_sharding
+from lmkit.bench.ddp import findings, pictures, read_step, summarize, summarize_sharding
 from lmkit.bench.summary import terminal_text
 from lmkit.measure import plots
 from lmkit.measure.statistics import overlap, total

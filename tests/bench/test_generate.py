@@ -140,12 +140,6 @@ def test_the_rival_steps_through_its_cache():
     assert int(rival.tokens) == logits.argmax()
 
 
-def test_a_cache_that_steps_would_overflow_is_refused():
-    recipe = validate({"bench": {"generate": {"contexts": [100], "capacity": 120}}}, origin="test")
-    with raises(UsageError, "bench.capacity", "bench.generate.capacity"):
-        bench.check(recipe)
-
-
 def test_fp8_weights_with_many_texts_are_refused():
     keys = {"contexts": [8], "capacity": 100, "variants": ["lmkit_fp8"], "batch_sizes": [1, 17]}
     with raises(UsageError, "bench.batch_size", "lmkit_fp8"):

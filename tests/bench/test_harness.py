@@ -200,12 +200,6 @@ def test_ranks_start_again_while_a_restart_can_learn_something(monkeypatch, tmp_
     assert starts == [2]
 
 
-@pytest.mark.parametrize("name", ["ddp", "all_reduce", "optimizer"])
-def test_benches_of_ranks_need_several(name, tmp_path):
-    with raises(UsageError, "bench.needs_ranks", hint="--nproc 2"):
-        run_bench(name, load_recipe("bench_ddp_cpu"), tmp_path, progress=lambda *_: None)
-
-
 def test_nccl_between_cpus_is_refused(tmp_path):
     recipe = load_recipe("bench_ddp_cpu", ["parallel.backend=nccl"])
     with pytest.raises(UsageError) as refused:

@@ -10,7 +10,7 @@ from raising import raises
 
 from lmkit.bench import harness
 from lmkit.bench.harness import run_bench as run_on_ranks
-from lmkit.bench.lm_matrix_summary import findings, pictures, summarize, with_ratios
+from lmkit.bench.lm_matrix import findings, pictures, summarize, with_ratios
 from lmkit.bench.summary import report_text
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.errors import UsageError
@@ -178,7 +178,6 @@ def test_it_trains_on_a_token_file(run_bench, tmp_path):
         writer.append(np.full(1000, 299))
         writer.finish(num_bytes=1000, source_sha256="b" * 64)
     result = run_bench("lm_matrix", kernels=["sdpa"], tokens=str(path), vocab_size=300, **SMALL)
-    print(result.rows[0])
     assert result.rows[0]["final_loss"] < 3  # always the same token: soon known
     with raises(UsageError, "bench.small_vocabulary", "bench.lm_matrix.vocab_size", path, hint="300"):
         measure(output=tmp_path, kernels=["sdpa"], tokens=str(path), **SMALL)

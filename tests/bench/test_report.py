@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from lmkit.bench.explained import PICTURES
-from lmkit.bench.report import find_results, kind_of, read_rows, write_reports
+from lmkit.bench.report import PICTURES, find_results, kind_of, read_rows, write_reports
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.write_up import SUMMARIES, side_by_side

@@ -11,10 +11,9 @@ import torch
 from lmkit.bench import step as bench
 from lmkit.bench.context import Journal
 from lmkit.bench.step import ABLATIONS, SIZES, class_table, config_of, findings
-from lmkit.bench.step_ablations import METHODS, Ablated
-from lmkit.bench.step_rivals import NanoGPT, Plain, RivalStep
-from lmkit.measure.kernel_classes import CLASSES
+from lmkit.bench.step_variants import METHODS, Ablated, NanoGPT, Plain, RivalStep
 from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.trace import CLASSES
 from lmkit.model.accounting import count_parameters, flops_per_token
 from lmkit.model.joined import join
 from lmkit.model.operations import Operations

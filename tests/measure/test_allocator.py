@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lmkit.measure.allocator import expand_segments, without_expandable_segments
+from lmkit.measure.memory import expand_segments, without_expandable_segments
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

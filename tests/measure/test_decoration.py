@@ -9,12 +9,12 @@ import pytest
 from programs import run_program
 
 from lmkit.measure import plots
-from lmkit.measure.decoration import decorate
+from lmkit.measure.plots import decorate
 
 DRAW = """
 import sys
 from lmkit.measure import plots
-from lmkit.measure.decoration import decorate
+from lmkit.measure.plots import decorate
 picture = decorate("loss.png", lambda: plots.loss_curve({"a": [(1, 2.0), (2, 1.0)]}, title="t"))
 open(sys.argv[1], "wb").write(picture)
 """

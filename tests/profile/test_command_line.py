@@ -67,7 +67,7 @@ def test_a_recording_of_the_user_is_not_overwritten_unasked(terminal, tmp_path, 
 
 @pytest.mark.parametrize("bench", ["ddp", "optimizer", "all-reduce"])
 def test_a_bench_of_ranks_with_one_process_is_wrong_use(terminal, tmp_path, bench):
-    refusal = terminal.refuses(f"bench {bench} bench_ddp_cpu --output out", code=None)
+    refusal = terminal.refuses(f"bench {bench} bench_ddp_cpu --output out", code="bench.needs_ranks")
     assert f"lmkit bench {bench} RECIPE --nproc 2" in refusal.hint
     assert not (tmp_path / "out").exists()
 

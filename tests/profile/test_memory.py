@@ -6,10 +6,8 @@ import torch
 from lmkit.measure.memory import GIB
 from lmkit.model import transformer
 from lmkit.model.accounting import count_parameters
-from lmkit.profile import allocations, contexts, memory
-from lmkit.profile.contexts import table
-from lmkit.profile.lines import AUTOGRAD, line_of
-from lmkit.profile.memory import run_profile
+from lmkit.profile import allocations, memory
+from lmkit.profile.memory import AUTOGRAD, line_of, run_profile, table
 from lmkit.profile.steps import Workload
 from lmkit.profile.write_up import MEMORY, most_computed, peak_row
 from lmkit.recipe.schema import Recipe
@@ -118,7 +116,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch):
     def full(work):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(contexts, "run_profile", full)
+    monkeypatch.setattr(memory, "run_profile", full)
     files = {}
     rows, text = table([WORK.recipe], steps=1, write=files.update)
     assert rows[0]["status"] == "out of memory"

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lmkit.bench.context import RankGaveUp
-from lmkit.bench.failures import failure_is_a_row, time_what_fits
+from lmkit.bench.context import RankGaveUp, failure_is_a_row, time_what_fits
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import RankLost
 

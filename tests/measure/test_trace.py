@@ -2,8 +2,7 @@
 
 import pytest
 
-from lmkit.measure.kernel_classes import CLASSES, class_times, kernel_class
-from lmkit.measure.trace import DeviceWork, Trace
+from lmkit.measure.trace import CLASSES, DeviceWork, Trace, class_times, kernel_class
 
 NAMES = {
     "matrix products": (
