@@ -1,6 +1,7 @@
 """The house rules that a machine can check: imports point down, light packages stay light, names agree."""
 
 import ast
+import graphlib
 import io
 import re
 import tokenize
@@ -103,6 +104,31 @@ def test_imports_point_down():
         line for path in _modules() if _layer(path) != "__init__" for line in _upward(path, _parse(path))
     ]
     assert wrong == []
+
+
+def _graph() -> dict[str, set[str]]:
+    """The modules that each module imports when it runs, now or later."""
+    files = {
+        ".".join(("lmkit", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in _modules()
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {}
+    for module, path in files.items():
+        tree = _parse(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                node.body = []
+        imported = _imports(tree)
+        graph[module] = {
+            name if name in files else name.rpartition(".")[0] for name in imported
+        } & files.keys()
+    return graph
+
+
+def test_no_circle_of_imports():
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+    graphlib.TopologicalSorter(_graph()).prepare()
 
 
 def test_the_check_sees_an_upward_arrow():

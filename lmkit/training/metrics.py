@@ -101,12 +101,8 @@ def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
     file = MetricsFile(folder / METRICS, after_step=after_step)
     sinks: list[Sink] = [file, console(recipe.train.steps, first_step=after_step)]
     if recipe.wandb.enabled:
-        from lmkit.training.metrics import wandb_sink
-
         sinks.append(wandb_sink(recipe, folder, after_step=after_step))
     if recipe.train.tensorboard:
-        from lmkit.training.metrics import tensorboard_sink
-
         sinks.append(tensorboard_sink(folder, after_step=after_step))
     return Fanout(sinks)
 
