@@ -79,19 +79,24 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
 def least_bytes(
     config: ModelConfig, batch_size: int, context: int, element_bytes: int, *, fp8: bool = False
 ) -> int:
-    """Return the bytes that a decode step reads at least: all weights but the embedding, and the filled cache.
+    """Return the bytes that a decode step reads at least: all weights but a separate embedding, and the stored keys
+    and values that each layer sees.
 
     Args:
+        context: tokens whose keys and values are stored; the new token comes after them.
         fp8: matrices are fp8, with a float32 scale for each row.
     """
     assert config.vocab_size is not None
     parameters = count_parameters(config)
-    cache = 2 * config.num_layers * config.kv_heads * config.head_dim * context * batch_size
+    weights = parameters.total - (0 if config.tie_embeddings else config.vocab_size * config.d_model)
+    windows = (config.window(layer) for layer in range(config.num_layers))
+    seen = sum(context if window is None else min(context, window - 1) for window in windows)
+    cache = 2 * config.kv_heads * config.head_dim * seen * batch_size
     if not fp8:
-        return element_bytes * (parameters.multiplying + cache)
+        return element_bytes * (weights + cache)
     rows = 2 * config.d_model + (config.num_heads + 2 * config.kv_heads) * config.head_dim + 2 * config.d_ff
     scales = 4 * (config.num_layers * rows + config.vocab_size)
-    matrices = parameters.multiplying - parameters.vectors
+    matrices = weights - parameters.vectors
     return matrices + scales + element_bytes * (parameters.vectors + cache)
 
 

@@ -47,19 +47,28 @@ def test_a_share_of_the_bandwidth_above_what_reads_can_reach_is_refused(run_benc
     assert "copy bandwidth" in refused.table.splitlines()[0] + refused.table.splitlines()[1]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_least_bytes_are_the_matrices_and_the_filled_cache(tied):
-    config = TINY.model_copy(update={"tie_embeddings": tied, "num_kv_heads": 2})
+SWITCHES = [{"tie_embeddings": True}, {}, {"qkv_bias": True, "qk_norm": True}]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_least_bytes_are_the_weights_and_the_filled_cache(switches):
+    config = TINY.model_copy(update={"num_kv_heads": 2} | switches)
+    tied = config.tie_embeddings
     model = TransformerLM(config)
     names = dict(model.named_parameters())
     weights = sum(x.numel() for name, x in names.items() if tied or name != "token_embeddings.weight")
     cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
+    # All layers but the last see four tokens, one of which is the new one.
+    config = config.model_copy(update={"attention_window": 4, "attention_pattern": "S"})
+    unseen = 2 * (config.num_layers - 1) * 2 * config.head_dim * 4 * 3
+    assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache - unseen)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_least_bytes_of_fp8_weights_are_a_byte_each_and_a_scale_for_each_row(tied):
-    config = TINY.model_copy(update={"tie_embeddings": tied, "num_kv_heads": 2})
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_least_bytes_of_fp8_weights_are_a_byte_each_and_a_scale_for_each_row(switches):
+    config = TINY.model_copy(update={"num_kv_heads": 2} | switches)
+    tied = config.tie_embeddings
     names = dict(TransformerLM(config).named_parameters())
     if tied:
         names["lm_head.weight"] = names.pop("token_embeddings.weight")
