@@ -128,7 +128,7 @@ class RunsCompared:
             lines += [
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
             ]
-        lines += self.changes or ("the recipes and texts are equal",)
+        lines += self.changes or ("the recipes are equal",)
         told = [asdict(row) | {"said": row.said} for row in self.rows]
         return terminal_table(told, columns) + "\n".join(lines)
 
@@ -163,11 +163,10 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     evaluated = [r for group in records for run in group for r in run if r["kind"] in ("valid", "final")]
     has_bits = all(isinstance(record.get("bits_per_byte"), float) for record in evaluated)
     metric = "bits_per_byte" if has_bits else "loss"
-    recipes = [_recipe(path, found) for path, found in zip((before, after), folders, strict=True)]
-    texts = [[_texts(folder) for folder in found] for found in folders]
-    trained_on, held_out = ([[of_run[part] for of_run in group] for group in texts] for part in (0, 1))
-    known = [meta for group in held_out for meta in group if meta is not None]
-    if not has_bits and len({meta.tokenizer_sha256 for meta in known}) > 1:
+    recipes = [_recipes(path, found) for path, found in zip((before, after), folders, strict=True)]
+    files = zip(*(token_paths(recipe) for group in recipes for recipe in group), strict=True)
+    trained_on, held_out = ([read_meta(path) for path in paths if _is_described(path)] for paths in files)
+    if not has_bits and len({meta.tokenizer_sha256 for meta in held_out}) > 1:
         hint = "encode the texts again, so that evaluations have bits per byte"
         message = f"{before}, {after}: losses per token of different tokenizers do not compare"
         raise UsageError("compare.other_tokenizers", message, hint=hint)
@@ -186,17 +185,18 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     if not rows:
         hint = "train them further, with train.eval_interval below train.steps"
         raise UsageError("compare.not_evaluated", f"{before}, {after}: no evaluations to compare", hint=hint)
-    changes = differences(*recipes, ignore=SAME_RECIPE)
-    if not _are_one_text([meta for group in trained_on for meta in group]):
+    changes = differences(*(group[0] for group in recipes), ignore=SAME_RECIPE)
+    if not _are_one_text(trained_on):
         changes += ("the training text: another",)
-    if not _are_one_text([meta for group in held_out for meta in group]):
+    if not _are_one_text(held_out):
         changes += ("the held-out text: another; losses on different texts do not compare",)
         rows = [replace(row, verdict="another text") for row in rows]
     return RunsCompared(metric, (len(ours), len(theirs)), tuple(rows), tuple(changes))
 
 
-def _recipe(path: Path, found: Sequence[Path]) -> Recipe:
-    """Return the recipe that runs share but for names and seeds; a key that is newer than they has its default."""
+def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
+    """Return the recipes of a folder's runs, which differ in their names and seeds only. A key that is newer than a
+    recipe has its default."""
     recipes = [load_recipe(file if (file := run / RECIPE).is_file() else None) for run in found]
     for run, recipe in zip(found, recipes, strict=True):
         if changed := differences(recipes[0], recipe, ignore=SAME_RECIPE):
@@ -212,30 +212,23 @@ def _recipe(path: Path, found: Sequence[Path]) -> Recipe:
             f"{path}: {max(seeds.values())} runs have the seed {max(seeds, key=seeds.__getitem__)}",
             hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
         )
-    return recipes[0]
+    return recipes
 
 
-def _texts(run: Path) -> tuple[TokenMeta | None, TokenMeta | None]:
-    """Return the descriptions of a run's training and held-out tokens; None: not there."""
-    recipe = load_recipe(file if (file := run / RECIPE).is_file() else None)
-    train, valid = (
-        read_meta(path) if sidecar_path(path).is_file() and path.is_file() else None
-        for path in token_paths(recipe)
-    )
-    return train, valid
+def _is_described(path: Path) -> bool:
+    return path.is_file() and sidecar_path(path).is_file()
 
 
-def _are_one_text(metas: Sequence[TokenMeta | None]) -> bool:
-    """Return whether token files are of one text, as far as is known. Another tokenizer may end documents by other
-    letters: then it counts that texts have as many bytes and documents."""
-    known = [meta for meta in metas if meta is not None]
+def _are_one_text(metas: Sequence[TokenMeta]) -> bool:
+    """Return whether token files hold one text. Two tokenizers may end documents by different letters, so the numbers
+    of bytes and documents are compared then."""
     return all(
-        meta.source_sha256 == known[0].source_sha256
+        meta.source_sha256 == metas[0].source_sha256
         or (
-            meta.tokenizer_sha256 != known[0].tokenizer_sha256
-            and (meta.num_bytes, meta.num_documents) == (known[0].num_bytes, known[0].num_documents)
+            meta.tokenizer_sha256 != metas[0].tokenizer_sha256
+            and (meta.num_bytes, meta.num_documents) == (metas[0].num_bytes, metas[0].num_documents)
         )
-        for meta in known
+        for meta in metas
     )
 
 
