@@ -120,7 +120,7 @@ class _Encoded(NamedTuple):
     ends: np.ndarray
     num_bytes: int
     unknown_marks: int
-    inside: Counter[int]
+    inside: Counter[int] | None
     sizes: list[int]
 
 
@@ -166,7 +166,8 @@ class _Encoding:
                 writer.append(ids, documents=documents, sizes=sizes)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
-                inside.update(encoded.inside)
+                if encoded.inside:
+                    inside.update(encoded.inside)
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
@@ -209,20 +210,26 @@ class _Encoding:
                 yield Chunk(source, size, 0, self._mark)
 
     def _encoder(self) -> Callable[[Chunk], _Encoded]:
-        encoder, tokenizer = self._tokenizer.new_encoder(), self._tokenizer
+        encoder, tokenizer, end = (
+            self._tokenizer.new_encoder(),
+            self._tokenizer,
+            self._tokenizer.end_of_text_id,
+        )
 
         def encode(chunk: Chunk) -> _Encoded:
             text = self._files.text_of(chunk)
-            ids = encoder.encode(text, self._specials)
-            places, no_text = tokenizer.specials_in(ids)
-            ends = places[ids[places] == tokenizer.end_of_text_id]
+            ids, places = encoder.encode_and_find(text, self._specials)
+            places, no_text = tokenizer.specials_in(ids, places)
+            ends = places[ids[places] == end]
             if self._longer:
                 no_text += self._longer * text.count(self._mark)
             unknown_marks = text.count(self._unknown) if self._unknown else 0
             sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
-            inside = Counter(ids[places].tolist())
-            for frame in (tokenizer.end_of_text_id, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
-                inside.pop(frame, None)
+            inside = None
+            if len(places) > len(ends):
+                inside = Counter(ids[places].tolist())
+                for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
+                    inside.pop(frame, None)
             return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
         return encode
@@ -261,9 +268,9 @@ def _framed(
     """
     if not len(ids):
         return ids, np.empty(0, np.int64), begins
-    starts = np.concatenate(([0] if begins else [], ends + 1)).astype(np.int64)
+    starts = np.concatenate((np.zeros(int(begins), np.int64), ends + 1))
     begins = bool(len(ends)) and int(ends[-1]) == len(ids) - 1
-    starts = starts[starts < len(ids)]
+    starts = starts[: len(starts) - begins]
     prefix, suffix = tokenizer.prefix, tokenizer.suffix
     if suffix[-1:] == (tokenizer.end_of_text_id,):  # the end-of-text token ends every document anyway
         suffix = suffix[:-1]

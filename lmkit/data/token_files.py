@@ -193,11 +193,13 @@ class TokenFileWriter:
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+        # Negative ids are the largest of their unsigned type.
+        if len(ids) and int(ids.view(f"u{ids.itemsize}").max()) >= self._vocab_size:
             raise ValueError(f"ids must be 0 to {self._vocab_size - 1}")
         self._file.write(ids.astype(self._dtype).data)
         self._documents_file.write((np.asarray(documents, "<u8") + np.uint64(self._num_tokens)).data)
-        self._sizes_file.write(np.asarray(sizes, "<u8").data)
+        if len(sizes):
+            self._sizes_file.write(np.asarray(sizes, "<u8").data)
         self._num_documents += len(documents)
         self._num_tokens += len(ids)
         self._begin_write_back()

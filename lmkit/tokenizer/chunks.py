@@ -10,8 +10,8 @@ because normal forms compose the two. A special token is never cut.
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +29,6 @@ REPLACE = (
     'convert the file, or read what is invalid as U+FFFD: corpus.errors = "replace", or --errors replace'
 )
 
-_BEFORE_SPACE = re.compile(rb"[\x21-\x7e](?= )|[0-9A-Za-z](?=\n)")
 _AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _TRIES = 16  # places to try per window; some may lie in special tokens
@@ -118,7 +117,7 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
     while True:
         low = max(0, limit - window)
         for cuts in (_cuts_before_space, _cuts_after_letter):
-            for cut in cuts(data, low, limit)[: -_TRIES - 1 : -1]:
+            for cut in itertools.islice(cuts(data, low, limit), _TRIES):
                 if not specials.would_be_cut(data, cut):
                     return cut
         if low == 0:
@@ -126,17 +125,22 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
         window *= 16
 
 
-def _cuts_before_space(data: bytes, low: int, high: int) -> list[int]:
-    return [match.end() for match in _BEFORE_SPACE.finditer(data, low, max(low, high))]
+def _cuts_before_space(data: bytes, low: int, high: int) -> Iterator[int]:
+    """Yield the places between a printable character of ASCII and a space, backwards."""
+    at = max(high, 0)
+    while (at := data.rfind(b" ", low + 1, at)) > 0:
+        if 0x21 <= data[at - 1] <= 0x7E:
+            yield at
 
 
-def _cuts_after_letter(data: bytes, low: int, high: int) -> list[int]:
+def _cuts_after_letter(data: bytes, low: int, high: int) -> Iterator[int]:
+    """Yield some of the last places behind a letter or number that no letter, number or mark follows, backwards."""
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
     # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
-    last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][-2 * _TRIES :]
-    cuts = [low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few]
-    return [cut for cut in cuts if cut <= high]
+    last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][: -2 * _TRIES - 1 : -1]
+    cuts = (low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few)
+    yield from (cut for cut in cuts if cut <= high)
 
 
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:

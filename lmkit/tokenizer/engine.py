@@ -192,7 +192,19 @@ class PythonCounter:
         return WordCounts.from_mapping(counts, self._num_special)
 
 
-class PythonEncoder:
+class Encoder:
+    """Encodes chunks of text."""
+
+    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+        """Return the ids of a chunk, int32; only `specials` count as special tokens."""
+        return self.encode_and_find(data, specials)[0]
+
+    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a chunk and the indices of `specials` among them, both int32."""
+        raise NotImplementedError
+
+
+class PythonEncoder(Encoder):
     """Encodes chunks of text. Accepts bytes that are not UTF-8: each counts as a punctuation mark.
 
     >>> encoder = PythonEncoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
@@ -204,17 +216,17 @@ class PythonEncoder:
         self._known = _KnownWords(merges)
         self._find_words = word_finder(merges.pattern)
 
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
-        """Return the ids of a chunk, int32; only `specials` count as special tokens."""
+    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
         if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
             self._known.clear()
-        ids = array("i")
+        ids, places = array("i"), array("i")
         for text, special_id in specials.split(data):
             words = self._find_words(text.decode("utf-8", "surrogateescape"))
             ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
             if special_id is not None:
+                places.append(len(ids))
                 ids.append(special_id)
-        return np.array(ids, np.int32)
+        return np.array(ids, np.int32), np.array(places, np.int32)
 
 
 class _KnownWords(dict[str, list[int]]):
@@ -234,7 +246,7 @@ class _KnownWords(dict[str, list[int]]):
 # ---- in C
 
 
-class NativeEncoder:
+class NativeEncoder(Encoder):
     """Does what `PythonEncoder` does, with `words.c`, for valid UTF-8. It remembers words, and serves one thread."""
 
     def __init__(self, code: ctypes.CDLL, merges: MergeTable) -> None:
@@ -256,42 +268,51 @@ class NativeEncoder:
         )
         if not self._encoder:
             raise MemoryError("no memory for the encoder")
-        self._room = np.empty(_ROOM, np.int32)
+        self._room = np.empty((2, _ROOM), np.int32)
+        self._num_places = ctypes.c_int64()
 
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
         # A token has at least one byte. Reusing the room avoids page faults on fresh memory.
-        ids = self._room if len(data) <= len(self._room) else np.empty(len(data), np.int32)
-        count = self._code.lmkit_encode(self._encoder, data, len(data), specials.packed, ids.ctypes.data)
+        ids, places = self._room if len(data) <= _ROOM else np.empty((2, len(data)), np.int32)
+        count = self._code.lmkit_encode(
+            *(self._encoder, data, len(data), specials.packed),
+            *(ids.ctypes.data, places.ctypes.data, ctypes.byref(self._num_places)),
+        )
         if count < 0:
             raise MemoryError("no memory to encode a chunk")
-        return ids[:count].copy()
+        return ids[:count].copy(), places[: self._num_places.value].copy()
 
     def __del__(self) -> None:
         if encoder := getattr(self, "_encoder", None):
             self._code.lmkit_encoder_free(encoder)
 
 
-class NormalizingEncoder:
+class NormalizingEncoder(Encoder):
     """Encodes in Unicode's normal form C what lies between special tokens.
 
     Texts may be cut before a space, or between a letter or number and a character that is neither one of them nor a
     mark: nothing composes across such a cut.
     """
 
-    def __init__(self, encoder: NativeEncoder | PythonEncoder) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
+    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
         if unicodedata.is_normalized("NFC", data.decode("utf-8", "surrogateescape")):
-            return self._encoder.encode(data, specials)
-        parts = []
+            return self._encoder.encode_and_find(data, specials)
+        parts, places, size = [], [], 0
         for text, special_id in specials.first.split(data):
             normal = unicodedata.normalize("NFC", text.decode("utf-8", "surrogateescape"))
             found = normal.encode("utf-8", "surrogateescape")
-            parts.append(self._encoder.encode(found, specials.of_normal_form))
+            ids, inside = self._encoder.encode_and_find(found, specials.of_normal_form)
+            parts.append(ids)
+            places.append(inside + np.int32(size))
+            size += len(ids)
             if special_id is not None:
                 parts.append(np.array([special_id], np.int32))
-        return np.concatenate(parts)
+                places.append(np.array([size], np.int32))
+                size += 1
+        return np.concatenate(parts), np.concatenate(places)
 
 
 class NativeCounter:
@@ -329,7 +350,6 @@ class NativeCounter:
             self._code.lmkit_counter_free(counter)
 
 
-Encoder = NativeEncoder | PythonEncoder | NormalizingEncoder
 WordCounter = NativeCounter | PythonCounter
 
 
@@ -351,7 +371,7 @@ def library() -> ctypes.CDLL | None:
         ("lmkit_is_utf8", ctypes.c_int, *data),
         ("lmkit_encoder_new", pointer, *5 * (pointer,), size, ctypes.c_int, *data, pointer, pointer, size),
         ("lmkit_encoder_free", None, pointer),
-        ("lmkit_encode", size, pointer, *data, ctypes.c_char_p, pointer),
+        ("lmkit_encode", size, pointer, *data, ctypes.c_char_p, pointer, pointer, pointer),
         ("lmkit_counter_new", pointer, pointer),
         ("lmkit_counter_free", None, pointer),
         ("lmkit_count", ctypes.c_int, pointer, *data, ctypes.c_char_p),

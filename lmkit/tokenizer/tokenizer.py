@@ -318,11 +318,16 @@ class Tokenizer:
         except (KeyError, TypeError):
             raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
 
-    def specials_in(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+    def specials_in(self, ids: np.ndarray, places: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
-        are no text."""
+        are no text.
+
+        Args:
+            places: indices of all special tokens, perhaps of other tokens too; None: not known.
+        """
         lowest, sizes = self._special_sizes
-        places = np.flatnonzero(ids >= lowest)  # most ids are lower
+        if places is None:
+            places = np.flatnonzero(ids >= lowest)  # most ids are lower
         written = sizes[ids[places]]
         return places[written > 0], int(written.sum())
 

@@ -207,8 +207,8 @@ def _bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
     num_bytes = num_tokens = 0
     for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
         text = valid_utf8(chunk, path, "replace")
-        ids = encoder.encode(text, tokenizer.specials)
-        marks, no_text = tokenizer.specials_in(ids)
+        ids, marks = encoder.encode_and_find(text, tokenizer.specials)
+        marks, no_text = tokenizer.specials_in(ids, marks)
         num_bytes += len(text) - no_text
         num_tokens += len(ids) - len(marks)
     return num_bytes / num_tokens if num_tokens else None

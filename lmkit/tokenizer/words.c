@@ -790,23 +790,30 @@ NEVER_INLINE int32_t *encode_text(Encoder *encoder, const uint8_t *p, const uint
     return out;
 }
 
-/* Encode `size` bytes of valid UTF-8; out has room for as many ids. Return the number of ids, -1 without memory. */
-int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int32_t *out)
+/* Encode `size` bytes of valid UTF-8; out has room for as many ids, and places for as many indices: those of the
+ * special tokens among the ids. Return the number of ids, -1 without memory. */
+int64_t lmkit_encode(Encoder *encoder, const uint8_t *data, int64_t size, const uint8_t *packed_specials, int32_t *out,
+                     int32_t *places, int64_t *num_places)
 {
     const uint8_t *classes = encoder->classes, *end = data + size;
-    int32_t *const begin = out;
+    int32_t *const begin = out, *const first_place = places;
     const Specials specials = specials_from(packed_specials);
     Span span, text;
     for (Spans spans = {&specials.first, data, data, end}; next_span(&spans, classes, &span);) {
         for (Spans rest = {&specials.second, span.begin, span.begin, span.end}; next_span(&rest, classes, &text);) {
             if (!(out = encode_text(encoder, text.begin, text.end, end, out)))
                 return -1;
-            if (text.id >= 0)
+            if (text.id >= 0) {
+                *places++ = (int32_t)(out - begin);
                 *out++ = text.id;
+            }
         }
-        if (span.id >= 0)
+        if (span.id >= 0) {
+            *places++ = (int32_t)(out - begin);
             *out++ = span.id;
+        }
     }
+    *num_places = places - first_place;
     return out - begin;
 }
 

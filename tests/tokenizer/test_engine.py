@@ -23,7 +23,7 @@ from lmkit.tokenizer.engine import (
     new_encoder,
     share_out,
 )
-from lmkit.tokenizer.pretokenize import SpecialTokens
+from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 NO_SPECIALS = SpecialTokens({})
 
@@ -53,6 +53,22 @@ def test_both_engines_agree_on_a_megabyte(trained, real_text):
     encoder = trained.new_encoder()
     for _ in range(2):  # the second time from memory
         np.testing.assert_array_equal(encoder.encode(data, trained.specials), expected)
+
+
+@pytest.mark.parametrize("nfc", [False, True])
+@pytest.mark.parametrize("kind", ["python", pytest.param("native", marks=needs_compiler)])
+def test_places_of_special_tokens(kind, nfc):
+    """Also of tokens with low ids, and of text that is not in normal form (e and an accent)."""
+    specials = SpecialTokens(
+        {AddedToken("<a>"): 1, AddedToken("<n\u00e9>", normalized=True): 300, AddedToken("<b>"): 0}
+    )
+    table = MergeTable(range(2, 258), [], nfc=nfc)
+    encoder = PythonEncoder(table) if kind == "python" else engine.NativeEncoder(engine.library(), table)
+    encoder = engine.NormalizingEncoder(encoder) if nfc else encoder
+    text = "<a>one<b><n\u00e9>e\u0301 two<ne\u0301><a>"
+    ids, places = encoder.encode_and_find(text.encode(), specials)
+    assert places.tolist() == [at for at, i in enumerate(ids) if i in (0, 1, 300)]
+    assert ids[places].tolist() == ([1, 0, 300, 300, 1] if nfc else [1, 0, 300, 1])
 
 
 @pytest.mark.parametrize("seed", range(6))
