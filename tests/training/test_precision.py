@@ -8,7 +8,7 @@ import torch
 from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
-from lmkit.core.clipping import gradient_norm
+from lmkit.core.step import gradient_norm
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model import accounting
 from lmkit.parallel.data_parallel import NoSync
