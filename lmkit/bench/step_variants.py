@@ -239,7 +239,7 @@ def operations_of(variant: str, full: Operations) -> Operations:
         return PLAIN
     if (method := METHODS.get(variant)) is None:
         return full
-    found: Operations = type("Ablated", (type(full),), {method: getattr(Operations, method)})()
+    found: Operations = type("Ablated", (type(full),), {method: vars(Operations)[method]})()
     found.name = full.name
     return found
 

@@ -37,7 +37,8 @@ from lmkit.kernels.decode.rows import (
 )
 from lmkit.measure.memory import available_memory
 from lmkit.model.accounting import count_parameters
-from lmkit.model.transformer import SWITCHES, TransformerLM, is_original, join
+from lmkit.model.memory import SWITCHES
+from lmkit.model.transformer import TransformerLM, is_original, join
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:

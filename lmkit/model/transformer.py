@@ -20,15 +20,13 @@ from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
-from lmkit.model.memory import Form, Keep, kept_by_layers
+from lmkit.model.memory import SWITCHES, Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Operations, choose_operations
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
 
 Device = torch.device | str | None
 DType = torch.dtype | None
-SWITCHES = frozenset({"qkv_bias", "qk_norm", "attention_window"})
-"""The switches of [model] that blocks of fused operations implement, and the fast steps of generation."""
 
 
 class SelfAttention(core.SelfAttention):

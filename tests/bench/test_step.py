@@ -148,7 +148,7 @@ class Counted(Operations):
     def noting(method):
         def call(self, *args, **options):
             Counted.called.add(method)
-            return getattr(Operations, method)(self, *args, **options)
+            return getattr(super(), method)(*args, **options)
 
         return call
 
