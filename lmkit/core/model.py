@@ -157,7 +157,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
     Statistics are computed in float32 (float64 for float64 inputs) whatever the dtype of x.
     """
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
         # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
         # about twenty operations, which is slower than the eight of `RMSNormOnCPU`.
         return RMSNormOnCPU.apply(x, gain, eps)[0]
