@@ -15,10 +15,8 @@ EXAMPLES = [
     "core.model",
     "core.step",
     "core.loss",
-    "core.rope",
     "model.transformer",
     "core.adamw",
-    "core.clipping",
     "core.schedule",
 ]
 

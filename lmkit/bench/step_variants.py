@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from lmkit.bench.context import wrong_result
 from lmkit.bench.training_gate import Budget, after_timing, computing_with
 from lmkit.core.adamw import decay_groups
+from lmkit.core.attention import RotaryEmbedding
 from lmkit.core.batches import BatchSource
-from lmkit.core.rope import RotaryEmbedding
 from lmkit.model.operations import PLAIN, Operations
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
@@ -239,7 +239,7 @@ def operations_of(variant: str, full: Operations) -> Operations:
         return PLAIN
     if (method := METHODS.get(variant)) is None:
         return full
-    found: Operations = type("Ablated", (type(full),), {method: getattr(Operations, method)})()
+    found: Operations = type("Ablated", (type(full),), {method: vars(Operations)[method]})()
     found.name = full.name
     return found
 

@@ -26,8 +26,8 @@ from lmkit.bench.context import failure_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.measure.memory import release_memory
-from lmkit.model.names import parameter_names
 from lmkit.model.operations import PLAIN, Operations
+from lmkit.model.transformer import parameter_names
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES

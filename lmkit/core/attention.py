@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the formula, and FlashAttention-2 in plain PyTorch.
+"""Scaled dot-product attention: the formula, and FlashAttention-2 in plain PyTorch; and rotary positions (RoPE).
 
     reference(q, k, v, causal=..., scale=...)      softmax(q k^T * scale) v, with all scores in memory
     flash_torch(q, k, v, causal=..., scale=...)    the same tile by tile, with memory linear in the sequence lengths
@@ -11,11 +11,11 @@ of `kv_heads`: query head h reads key head h // group. With `causal`, query i se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmkit.core.autograd import differentiable_once
 from lmkit.core.ranges import range_
@@ -271,19 +271,6 @@ def prepare_inputs(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
     """
-    check_shapes(q, k, v)
-    device_type = q.device.type
-    if torch.is_autocast_enabled(device_type) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
-        # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale)
-
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q, k, v are (batch, heads, seq, head_dim) and fit together."""
     q_shape, k_shape = q.shape, k.shape  # read once: this runs before every call
     if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v.shape:
         raise ValueError(
@@ -297,11 +284,14 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
-
-
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Return (num_queries, num_keys) booleans: True where query i may see key j, that is, j <= i."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type) and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+        # RoPE may return float32 queries while the values are bfloat16: cast all three to one dtype.
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    return q, k, v, q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def visible_keys(
@@ -318,7 +308,9 @@ def visible_keys(
         check_first(q, k, first, causal)
         after = torch.arange(num_keys, device=q.device) >= first[:, None, :, None]
         mask = after if mask is None else mask & after  # (batch or 1, 1, num_queries, num_keys)
-    below_diagonal = causal_mask(num_queries, num_keys, q.device) if causal else None
+    below_diagonal = None
+    if causal:
+        below_diagonal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril()
     if mask is None:
         return below_diagonal
     full = (*q.shape[:2], num_queries, num_keys)
@@ -350,12 +342,6 @@ def first_in_document(begins: Tensor) -> Tensor:
     return torch.where(begins, places, 0).cummax(dim=1).values
 
 
-def latest(*firsts: Tensor | None) -> Tensor | None:
-    """Return the `first` of tokens that see only what all of `firsts` let them see; None: every earlier token."""
-    given = [first for first in firsts if first is not None]
-    return None if not given else given[0] if len(given) == 1 else torch.maximum(*given)
-
-
 def first_in_window(window: int | None, seq: int, device: torch.device) -> Tensor | None:
     """Return the first token that each token sees, itself and those before it being `window`: (1, seq) int32."""
     if window is None:
@@ -367,3 +353,158 @@ def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output where no query sees a key: zeros, with q, k and v part of the graph."""
     # Sum over empty slices, since 0 times an infinite query would be NaN; k and v, or the output, have no elements.
     return torch.zeros_like(q) + (q[..., :0].sum() + k.sum() + v.sum())
+
+
+# ---- Rotary position embedding, RoPE (Su et al. 2021, "RoFormer")
+
+AT_FIRST = 1 << 17
+"""Positions of a table before it grows: 64 MiB with 128 channels."""
+
+
+def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
+    """Slow rotations down as `rope_scaling` says; radians per position in and out, any shape.
+
+    "linear" divides all of them by `rope_factor` (Chen et al. 2023, "Extending Context Window of Large Language
+    Models via Position Interpolation"). "llama3" leaves a share of each as it is, which grows from 0 to 1 with the
+    number of turns in the original context (Llama 3.1; `apply_scaling` of its reference code).
+
+    Args:
+        config: has the keys `rope_scaling`, `rope_factor`, `rope_low_freq_factor`, `rope_high_freq_factor` and
+            `rope_original_context` of a recipe's table [model].
+
+    Raises:
+        ValueError: `rope_scaling` has another name.
+    """
+    if config.rope_scaling == "none":
+        return frequencies
+    kept = torch.zeros_like(frequencies)
+    if config.rope_scaling == "llama3":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = config.rope_original_context * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    elif config.rope_scaling != "linear":
+        raise ValueError(f"rope_scaling must be none, linear or llama3, got {config.rope_scaling}")
+    return frequencies * ((1 - kept) / config.rope_factor + kept)
+
+
+def plain_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Return radians per position of each pair of channels, (head_dim / 2) in float64 on the CPU."""
+    return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+
+
+class RotaryEmbedding(nn.Module):
+    """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
+
+    `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
+    (positions, head_dim / 2, 2), float32. `scale` changes the angles per position. The positions are those of the
+    context, of a context longer than `AT_FIRST` those that are used: `reserve` adds more.
+
+    One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
+    narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
+
+    >>> rope = RotaryEmbedding(head_dim=64, context_length=256)
+    >>> q = torch.randn(2, 10, 4, 64)  # (batch, seq, heads, head_dim)
+    >>> apply_rope(q, rope(10)).shape
+    torch.Size([2, 10, 4, 64])
+    """
+
+    cos_sin: Tensor
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        context_length: int,
+        theta: float = 10_000.0,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim {head_dim} is odd: RoPE rotates pairs of channels")
+        self.head_dim = head_dim
+        self.context_length = context_length
+        self.theta = theta
+        self.scale = scale
+        positions = min(context_length, AT_FIRST)
+        if device is not None and torch.device(device).type == "meta":
+            table = torch.empty(positions, head_dim // 2, 2, device="meta")
+        else:
+            # A default of "meta" defers the weights, and what loads them does not bring the table along.
+            default = torch.get_default_device()
+            table = self._compute(0, positions).to(device or ("cpu" if default.type == "meta" else default))
+        self.register_buffer("cos_sin", table, persistent=False)
+
+    def _compute(self, begin: int, end: int) -> Tensor:
+        # In float64: a float32 angle of 100,000 radians is off by 0.004.
+        positions = torch.arange(begin, end, dtype=torch.float64, device="cpu")
+        frequencies = plain_frequencies(self.head_dim, self.theta)
+        if self.scale is not None:
+            frequencies = self.scale(frequencies)
+        angles = torch.outer(positions, frequencies)  # (positions, head_dim / 2)
+        return torch.stack((angles.cos(), angles.sin()), dim=-1).float()  # (positions, head_dim / 2, 2)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        # nn.Module calls this in .to(), .half() and .to_empty(): follow the device, ignore the dtype.
+        super()._apply(fn, recurse)
+        self.cos_sin = self._compute(0, len(self.cos_sin)).to(self.cos_sin.device)
+        return self
+
+    def reserve(self, seq: int) -> None:
+        """Extend the table to `seq` positions. A longer table has new memory: call this with the longest sequence
+        before a CUDA graph reads the table.
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        if seq > self.context_length:
+            raise ValueError(
+                f"a sequence of {seq} tokens is longer than the context of {self.context_length}"
+            )
+        if seq <= len(self.cos_sin):
+            return
+        size = min(max(seq, 2 * len(self.cos_sin)), self.context_length)
+        starts = range(len(self.cos_sin), size, AT_FIRST)
+        with torch.inference_mode(False):  # training may read the table later
+            parts = [self._compute(start, min(start + AT_FIRST, size)) for start in starts]
+            self.cos_sin = torch.cat([self.cos_sin, *(part.to(self.cos_sin.device) for part in parts)])
+
+    def forward(self, seq: int) -> Tensor:
+        """Return cosines and sines of the positions 0 ... seq - 1, (seq, head_dim / 2, 2).
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        if seq > len(self.cos_sin):
+            self.reserve(seq)
+        return self.cos_sin[:seq]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return cosines and sines of positions that are reserved: (...) -> (..., head_dim / 2, 2)."""
+        return self.cos_sin[positions]
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring channels (2i, 2i + 1) of x by the angle of its position.
+
+    Args:
+        x: (batch, seq, heads, head_dim), any strides.
+        cos_sin: of each position and pair, (seq, head_dim / 2, 2) or (batch, seq, head_dim / 2, 2).
+
+    Returns:
+        A tensor of x's shape and dtype, computed in float32 or wider.
+    """
+    cos_sin = cos_sin.unsqueeze(-3)  # (..., seq, 1, head_dim / 2, 2)
+    # (batch, seq, heads, head_dim / 2, 2)
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    *strides, last = pairs.stride()
+    # Complex numbers begin at even elements. The compiler fuses real arithmetic and does not fuse complex products.
+    if torch.compiler.is_compiling() or last != 1 or math.gcd(pairs.storage_offset(), *strides) % 2:
+        even, odd = pairs.unbind(-1)  # (batch, seq, heads, head_dim / 2)
+        cos, sin = cos_sin.unbind(-1)  # (..., seq, 1, head_dim / 2)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:
+        # A rotation of the plane is a complex product, which passes over memory once instead of seven times.
+        product = torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin.to(pairs.dtype))
+        rotated = torch.view_as_real(product)  # (batch, seq, heads, head_dim / 2, 2)
+    return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)

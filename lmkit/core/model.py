@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.core.attention import first_in_document, first_in_window, latest, reference
+from lmkit.core.attention import (
+    RotaryEmbedding,
+    apply_rope,
+    first_in_document,
+    first_in_window,
+    reference,
+    scale_frequencies,
+)
+from lmkit.core.autograd import differentiable_once
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.loss import SliceLoss, linear_cross_entropy
-from lmkit.core.norm import rms_norm
 from lmkit.core.ranges import range_
-from lmkit.core.rope import RotaryEmbedding, apply_rope, scale_frequencies
 
 PIECE = 1 << 25
 """Elements of a weight whose first values are drawn at a time."""
@@ -145,6 +151,46 @@ class Embedding(nn.Module):
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
 
 
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * gain over the last dimension (Zhang and Sennrich 2019, eq. 4), in the dtype
+    of x: (..., d_model) -> (..., d_model).
+
+    Statistics are computed in float32 (float64 for float64 inputs) whatever the dtype of x.
+    """
+    if x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
+        # PyTorch fuses this on CUDA, and its compiler fuses it everywhere. Eager on a CPU, it runs a chain of
+        # about twenty operations, which is slower than the eight of `RMSNormOnCPU`.
+        return RMSNormOnCPU.apply(x, gain, eps)[0]
+    return F.rms_norm(x, gain.shape, gain.to(x.dtype), eps)
+
+
+class RMSNormOnCPU(torch.autograd.Function):
+    """RMSNorm with its gradient written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (..., 1)
+        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
+        unit = x * inverse_rms  # (..., d_model)
+        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
+        empty = x.new_empty(0)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
+        ctx.save_for_backward(unit, inverse_rms, gain, empty)
+        return (unit * gain).to(x.dtype), empty
+
+    @staticmethod
+    @differentiable_once("RMSNorm on a CPU", instead="torch.nn.functional.rms_norm has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
+        # y = w u with u = x r and r = (mean(x^2) + eps)^-1/2, hence du/dx = r (1 - u u^T / d).
+        unit, inverse_rms, gain = saved[:3]
+        product = grad * unit  # (..., d_model)
+        grad_gain = product.reshape(-1, product.shape[-1]).sum(dim=0)  # (d_model)
+        along_unit = (product @ gain.to(product.dtype)).unsqueeze(-1) / unit.shape[-1]  # (..., 1)
+        grad_x = torch.addcmul(grad * gain, unit, along_unit, value=-1).mul_(inverse_rms)  # (..., d_model)
+        return grad_x.to(grad.dtype), grad_gain.to(gain.dtype), None
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, see `rms_norm`."""
 
@@ -203,27 +249,27 @@ class SelfAttention(nn.Module):
             firsts: the first token that each token sees.
             cache: holds the keys and values of earlier tokens.
         """
-        # (batch, seq, heads or kv_heads, head_dim)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in self.project(x))
+        q, k, v = self.project(x)
+        heads = -1, self.head_dim
+        q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)  # (batch, seq, ...)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
         # (batch, heads or kv_heads, seq, head_dim)
-        q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos_sin), apply_rope(k, cos_sin), v))
-        return self.output_proj(self.attend(q, k, v, firsts, cache))
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), firsts, cache)
+        return self.output_proj(out)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
         """Return the attention of rotated q (batch, heads, seq, head_dim), (batch, seq, heads * head_dim)."""
+        first = firsts[self.window is not None]
         with range_("attention"):
             if cache is not None:
                 out = cache.attend(self.layer, q, k, v)
-            else:
-                out = self.attention(q, k, v, causal=True, **self.hidden_keys(firsts))
+            elif first is None:
+                out = self.attention(q, k, v, causal=True)
+            else:  # some kernels do not take it
+                out = self.attention(q, k, v, causal=True, first=first)
         return out.transpose(1, 2).flatten(2)
-
-    def hidden_keys(self, firsts: Firsts) -> dict[str, Any]:
-        """Return the argument `first`, if this layer hides earlier tokens; other kernels do not take it."""
-        first = firsts.without_window if self.window is None else firsts.with_window
-        return {} if first is None else {"first": first}
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (batch, seq, d_model), k and v (batch, seq, kv_heads * head_dim)."""
@@ -365,13 +411,16 @@ class TransformerLM(nn.Module):
         RoPE needs nothing: attention depends on the distance of two positions only, and those of a document are as
         far apart as if it stood alone.
         """
-        documents = None
+        first = in_window = None
         if self.config.separate_documents:
             begins = ids < 0
-            documents = first_in_document(begins)
+            first = in_window = first_in_document(begins)
             ids = torch.where(begins, ~ids, ids)
-        window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
-        return ids, Firsts(documents, latest(documents, window))
+        if self.config.attention_window is not None:
+            in_window = first_in_window(self.config.attention_window, ids.shape[1], ids.device)
+            if first is not None and in_window is not None:
+                in_window = torch.maximum(first, in_window)
+        return ids, Firsts(first, in_window)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the logits of the token after each position: (batch, seq) -> (batch, seq, vocab_size).

@@ -70,15 +70,17 @@ def move_matrices(
         decay: r times the weight decay; the number 0 decays nothing.
         iterations, dtype: of `orthogonalize`.
     """
-    by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-    for pair in zip(weights, directions, strict=True):
-        by_shape.setdefault(pair[0].shape, []).append(pair)
-    for shape, alike in by_shape.items():
+    by_shape: dict[torch.Size, tuple[list[Tensor], list[Tensor]]] = {}
+    for weight, direction in zip(weights, directions, strict=True):
+        moved, alike = by_shape.setdefault(weight.shape, ([], []))
+        moved.append(weight)
+        alike.append(direction)
+    for shape, (moved, alike) in by_shape.items():
         joined = directions[0].new_empty((len(alike), *shape), dtype=dtype or directions[0].dtype)
-        torch._foreach_copy_(list(joined.unbind()), [direction for _, direction in alike])
-        changes = orthogonalize(joined, iterations=iterations)
-        for (weight, _), change in zip(alike, changes, strict=True):
-            move(weight, change, rate * scale_of(*shape), decay)
+        torch._foreach_copy_(list(joined.unbind()), alike)
+        scaled = rate * scale_of(*shape)
+        for weight, change in zip(moved, orthogonalize(joined, iterations=iterations), strict=True):
+            move(weight, change, scaled, decay)
 
 
 def scale_of(rows: int, columns: int) -> float:
@@ -87,18 +89,13 @@ def scale_of(rows: int, columns: int) -> float:
 
 
 def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor) -> None:
-    """Subtract `decay` times a weight from it, and `rate` times an orthogonalised direction."""
-    if isinstance(decay, Tensor) or decay:
-        _subtract(weight, weight, decay)
-    _subtract(weight, direction, rate)
-
-
-def _subtract(weight: Tensor, change: Tensor, factor: float | Tensor) -> None:
-    """Subtract factor * change, multiplied in the weight's dtype; on a GPU in one pass over memory."""
-    if isinstance(factor, Tensor) and factor.is_cuda:
-        weight.addcmul_(change, factor, value=-1)
-    else:
-        weight.sub_(change.to(weight.dtype) * factor)
+    """Subtract `decay` times a weight from it (the number 0 costs nothing), and `rate` times an orthogonalised
+    direction, multiplied in the weight's dtype; on a GPU each in one pass over memory."""
+    for change, factor in ((weight, decay), (direction, rate)):
+        if isinstance(factor, Tensor) and factor.is_cuda:
+            weight.addcmul_(change, factor, value=-1)
+        elif isinstance(factor, Tensor) or factor:
+            weight.sub_(change.to(weight.dtype) * factor)
 
 
 class Muon(AdamW):

@@ -1,7 +1,14 @@
-"""One training step: gradients of the micro-batches, their mean over the ranks, clipping, agreement, update."""
+"""One training step: gradients of the micro-batches, their mean over the ranks, clipping, agreement, update.
+
+Gradients are clipped by their global norm (Pascanu et al. 2013, algorithm 1). `clip_gradients` clips parameters that
+one process holds. Training measures and scales separately, because ranks that hold parts of the gradients add up
+their norms in between. Our AdamW scales gradients as it reads them; for other optimizers `clip_for` scales them in
+place, in a separate pass over memory.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmkit.core.buckets import MIB, GradientBuckets
-from lmkit.core.clipping import clip_gradients
 
 
 class Sync:
@@ -121,3 +127,75 @@ class Step:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(good, op=dist.ReduceOp.MIN)
         return bool(good)
+
+
+def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients in place by one factor, so that their joint norm is at most `max_norm`.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_gradients([weight], max_norm=1.0)
+    tensor(5.)
+    >>> weight.grad
+    tensor([0.6000, 0.8000])
+
+    Args:
+        parameters: those without a gradient are skipped.
+        max_norm: inf measures without scaling.
+
+    Returns:
+        The norm before scaling, as a scalar tensor. If it is not finite, the gradients are of no use.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(grads)
+    clip_for(None, grads, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(grads: list[Tensor]) -> Tensor:
+    """Compute the joint Euclidean norm of tensors on one device, in float32 (in float64 if one of them is float64).
+
+    Returns:
+        A scalar tensor on their device; the host does not wait for it. The caller refuses a norm that is not finite.
+    """
+    if not grads:
+        return torch.zeros(())
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    wide = functools.reduce(torch.promote_types, by_dtype, torch.float32)
+    norms: list[Tensor] = []
+    for dtype in sorted(by_dtype, key=str):  # PyTorch works on a list of mixed dtypes tensor by tensor
+        norms += torch._foreach_norm(by_dtype[dtype], 2, wide)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+@torch.no_grad()
+def clip_for(
+    optimizer: torch.optim.Optimizer | None, grads: list[Tensor], norm: Tensor, max_norm: float
+) -> None:
+    """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
+
+    Args:
+        optimizer: the next reader of the gradients (None: not known). If it has a `gradient_factor`, as our AdamW
+            does, only that is set; else `grads` are scaled in place.
+        grads: all gradients of the optimizer in this process.
+        norm: joint norm of the gradients of all processes.
+        max_norm: inf leaves them as they are.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    # 1e-6: a norm of zero must not divide
+    factor = None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if optimizer is not None and hasattr(optimizer, "gradient_factor"):
+        optimizer.gradient_factor = factor
+    elif grads and factor is not None:
+        torch._foreach_mul_(grads, factor)

@@ -37,18 +37,14 @@ from lmkit.kernels.decode.rows import (
 )
 from lmkit.measure.memory import available_memory
 from lmkit.model.accounting import count_parameters
-from lmkit.model.joined import is_original, join
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.memory import SWITCHES
+from lmkit.model.transformer import TransformerLM, is_original, join
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
-    from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.schema import Recipe
     from lmkit.recipe.tables import ModelConfig
-
-FAST_SWITCHES = frozenset({"qkv_bias", "qk_norm", "attention_window"})
-"""The switches of [model] that the fast steps implement."""
 
 
 class LayerWeights(NamedTuple):
@@ -169,7 +165,7 @@ class Decoder:
             self.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.float64)
             and not self.rereads
-            and config.switches <= FAST_SWITCHES
+            and config.switches <= SWITCHES
             and is_original(model)
         ):
             self._step = CPUStep(self)
@@ -293,7 +289,7 @@ def kernels_suit(config: ModelConfig, device: torch.device) -> bool:
         and config.d_model % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
-        and config.switches <= FAST_SWITCHES
+        and config.switches <= SWITCHES
     )
 
 

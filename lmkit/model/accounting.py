@@ -1,10 +1,12 @@
-"""Count the parameters, floating-point operations and bytes of a configuration; name sizes. Does not import torch."""
+"""Count the parameters, floating-point operations and bytes of a configuration; name sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from lmkit.core.model import TransformerLM
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure import trace as classes
 from lmkit.recipe.tables import PRESETS, ModelConfig
@@ -41,15 +43,18 @@ class ParameterCounts:
         multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
             looked up, and biases, which are added.
         vectors: gains and biases, which are float32 and not decayed.
+        in_blocks: elements of the blocks' matrices; `rows`: their rows.
     """
 
     total: int
     multiplying: int
     vectors: int
+    in_blocks: int
+    rows: int
 
 
 def count_parameters(config: ModelConfig) -> ParameterCounts:
-    """Count the parameters of `TransformerLM(config)`.
+    """Count the parameters of `TransformerLM(config)`, made without memory.
 
     >>> count_parameters(preset_config("small", vocab_size=50257, context_length=1024)).total
     190460160
@@ -57,22 +62,22 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     Raises:
         ValueError: the configuration has no vocabulary size.
     """
-    if config.vocab_size is None:
-        raise ValueError("vocab_size is not set: the tokenizer decides it")
-    d = config.d_model
-    d_kv = config.kv_heads * config.head_dim
-    attention = 2 * d * d + 2 * d * d_kv  # q and output, k and v
-    feed_forward = 3 * d * config.d_ff  # w1, w2, w3
-    norms = 2 * d
-    head = config.vocab_size * d
-    multiplying = config.num_layers * (attention + feed_forward + norms) + d + head
-    others = (d + 2 * d_kv) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
-    others *= config.num_layers
-    tables = 0 if config.tie_embeddings else head
+    return _counts(config.model_copy(update={"context_length": 1}))
+
+
+@lru_cache(maxsize=64)
+def _counts(config: ModelConfig) -> ParameterCounts:
+    model = TransformerLM(config, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    biases = sum(size for name, size in sizes.items() if name.endswith(".bias"))
+    table = 0 if config.tie_embeddings else sizes["token_embeddings.weight"]
+    matrices = [parameter for parameter in model.layers.parameters() if parameter.dim() >= 2]
     return ParameterCounts(
-        total=multiplying + others + tables,
-        multiplying=multiplying,
-        vectors=config.num_layers * norms + d + others,
+        total=(total := sum(sizes.values())),
+        multiplying=total - table - biases,
+        vectors=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2),
+        in_blocks=sum(matrix.numel() for matrix in matrices),
+        rows=sum(len(matrix) for matrix in matrices),
     )
 
 
@@ -94,8 +99,7 @@ def least_bytes(
     cache = 2 * config.kv_heads * config.head_dim * seen * batch_size
     if not fp8:
         return element_bytes * (weights + cache)
-    rows = 2 * config.d_model + (config.num_heads + 2 * config.kv_heads) * config.head_dim + 2 * config.d_ff
-    scales = 4 * (config.num_layers * rows + config.vocab_size)
+    scales = 4 * (parameters.rows + config.vocab_size)
     matrices = weights - parameters.vectors
     return matrices + scales + element_bytes * (parameters.vectors + cache)
 
@@ -162,33 +166,19 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
     d_kv = config.kv_heads * config.head_dim
     counts = count_parameters(config)
     assert config.vocab_size is not None
-    gains = (2 * layers + 1) * d
     attention = 2 * d * _seen(config, config.context_length) * tokens
     element = element_bytes * tokens
     return {
-        classes.PRODUCTS: Work(flops=6 * (counts.multiplying - gains) * tokens),
+        classes.PRODUCTS: Work(flops=6 * (counts.in_blocks + config.vocab_size * d) * tokens),
         classes.ATTENTION_FORWARD: Work(flops=attention),
         classes.ATTENTION_BACKWARD: Work(flops=5 * attention // 2),  # five products, the forward pass has two
         # Forward: two read, one written; backward: three read, two written.
         classes.ACTIVATION: Work(num_bytes=8 * config.d_ff * layers * element),
         # Forward: residual and update read, sum and norm written; backward: sum and two gradients read, one written.
-        # Of heads alone: read, written; input and gradient read, one written.
-        classes.NORM: Work(num_bytes=(8 * gains + 5 * (d + 2 * d_kv) * layers * config.qk_norm) * element),
+        classes.NORM: Work(num_bytes=8 * (2 * layers + 1) * d * element),
         classes.LOSS: Work(num_bytes=2 * config.vocab_size * element),
         classes.OPTIMIZER: Work(num_bytes=update_bytes(element_bytes) * counts.total),
         # Read and written, forward and backward.
         classes.ROPE: Work(num_bytes=4 * (d + d_kv) * layers * element),
         classes.EMBEDDING: Work(num_bytes=4 * d * element),  # likewise
     }
-
-
-FP8_LEAST_WIDTH = 1024
-"""Of both sides of a matrix whose products are computed in fp8: the casts of narrower ones take as long as their
-products save."""
-FP8_MULTIPLE = 16
-"""Both sides have to be multiples of it, as cuBLAS wants."""
-
-
-def suits_fp8(rows: int, columns: int) -> bool:
-    """Return whether fp8 is faster for the products of a matrix, and possible."""
-    return min(rows, columns) >= FP8_LEAST_WIDTH and not (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE)

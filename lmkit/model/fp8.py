@@ -22,8 +22,13 @@ from torch.nn import functional as F
 from lmkit.core.autograd import differentiable_once
 from lmkit.core.model import Linear
 from lmkit.errors import UsageError
-from lmkit.model.accounting import suits_fp8
 from lmkit.model.transformer import SwiGLU
+
+FP8_LEAST_WIDTH = 1024
+"""Of both sides of a matrix whose products are computed in fp8: the casts of narrower ones take as long as their
+products save."""
+FP8_MULTIPLE = 16
+"""Both sides have to be multiples of it, as cuBLAS wants."""
 
 
 def use_fp8(blocks: nn.Module) -> int:
@@ -40,6 +45,11 @@ def use_fp8(blocks: nn.Module) -> int:
         if isinstance(module, SwiGLU):
             module.casts = module.w1.product is module.w2.product is fp8_linear
     return products
+
+
+def suits_fp8(rows: int, columns: int) -> bool:
+    """Return whether fp8 is faster for the products of a matrix, and possible."""
+    return min(rows, columns) >= FP8_LEAST_WIDTH and not (rows % FP8_MULTIPLE or columns % FP8_MULTIPLE)
 
 
 def check_fp8(device: torch.device) -> None:

@@ -33,8 +33,7 @@ class Fused(Operations):
     """Each operation reads and writes memory once. Swiglu, RoPE and the loss reuse their inputs' memory in the
     backward pass, so that it runs once."""
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return embedding(ids, weight)
+    embedding = staticmethod(embedding)
 
     def add_rms_norm(
         self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
@@ -64,7 +63,7 @@ class Fused(Operations):
         return swiglu_and_cast(joint) if casts else swiglu(joint)
 
     def linear_cross_entropy(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, slice_loss: SliceGradient
     ) -> Tensor:
         return linear_cross_entropy(hidden, weight, targets, chunk=tokens_per_slice(len(weight), "fused"))
 

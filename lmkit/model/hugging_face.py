@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from lmkit.core.model import TransformerBlock
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
@@ -27,28 +28,21 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_TOP = {
-    "token_embeddings.weight": "model.embed_tokens.weight",
-    "ln_final.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
+_THEIRS = {
+    "token_embeddings": "model.embed_tokens",
+    "layers": "model.layers",
+    "ln_final": "model.norm",
+    "ln1": "input_layernorm",
+    "ln2": "post_attention_layernorm",
+    "attn": "self_attn",
+    "output_proj": "o_proj",
+    "ffn": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
 }
-_IN_A_LAYER = {
-    "ln1.weight": "input_layernorm.weight",
-    "attn.q_proj.weight": "self_attn.q_proj.weight",
-    "attn.k_proj.weight": "self_attn.k_proj.weight",
-    "attn.v_proj.weight": "self_attn.v_proj.weight",
-    "attn.q_proj.bias": "self_attn.q_proj.bias",
-    "attn.k_proj.bias": "self_attn.k_proj.bias",
-    "attn.v_proj.bias": "self_attn.v_proj.bias",
-    "attn.q_norm.weight": "self_attn.q_norm.weight",
-    "attn.k_norm.weight": "self_attn.k_norm.weight",
-    "attn.output_proj.weight": "self_attn.o_proj.weight",
-    "ln2.weight": "post_attention_layernorm.weight",
-    "ffn.w1.weight": "mlp.gate_proj.weight",
-    "ffn.w2.weight": "mlp.down_proj.weight",
-    "ffn.w3.weight": "mlp.up_proj.weight",
-}
-EMBEDDING, HEAD = _TOP["token_embeddings.weight"], _TOP["lm_head.weight"]
+"""Parts of names that differ."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SWITCHES = frozenset({"qkv_bias", "qk_norm"})
 """Those of [model] that these architectures have: the first Qwen2 and Llama, the second Qwen3."""
 _MOST_BYTES = 1 << 22
@@ -60,15 +54,18 @@ _LONGEST_CONTEXT = 1 << 24
 
 def weight_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of every weight in lmkit and in a Hugging Face folder."""
-    yield "token_embeddings.weight", _TOP["token_embeddings.weight"]
+    for name in _own_names(config):
+        yield name, ".".join(_THEIRS.get(part, part) for part in name.split("."))
+
+
+def _own_names(config: ModelConfig) -> Iterator[str]:
+    yield "token_embeddings.weight"
     for layer in range(config.num_layers):
-        for ours, theirs in _IN_A_LAYER.items():
-            is_bias, is_norm = ours.endswith(".bias"), ours.startswith(("attn.q_norm.", "attn.k_norm."))
-            if (config.qkv_bias or not is_bias) and (config.qk_norm or not is_norm):
-                yield f"layers.{layer}.{ours}", f"model.layers.{layer}.{theirs}"
-    yield "ln_final.weight", _TOP["ln_final.weight"]
+        for name, _ in TransformerBlock(config, layer, device="meta").named_parameters():
+            yield f"layers.{layer}.{name}"
+    yield "ln_final.weight"
     if not config.tie_embeddings:
-        yield "lm_head.weight", _TOP["lm_head.weight"]
+        yield "lm_head.weight"
 
 
 def output_biases(config: ModelConfig) -> list[str]:

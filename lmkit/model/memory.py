@@ -1,7 +1,7 @@
-"""Count the bytes of a training step from its configuration alone. Does not import torch.
+"""Count the bytes of a training step from its configuration alone.
 
-`saved` is the one place that says what the operations of a block keep for the backward pass, and `step_memory` when
-what is alive. Bytes are those of tensors; an allocator, the CUDA context and libraries take more.
+`saved` lists the activations that a block keeps for its backward pass; `step_memory` adds up what is alive at the
+moments at which most may be. Bytes are those of tensors; an allocator, the CUDA context and libraries take more.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import torch
+
+from lmkit.core.model import TransformerBlock
 from lmkit.model.accounting import count_parameters
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
@@ -20,6 +23,9 @@ FLOAT = 4  # bytes of a float32
 COUNT = 8  # bytes of the number of targets
 GB = 10**9
 MIB = 2**20
+SWITCHES = frozenset({"qkv_bias", "qk_norm", "attention_window"})
+"""The switches of [model] that blocks of fused operations implement, and the fast steps of generation. With others,
+the blocks of `lmkit.core.model` run."""
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28, "fused": 1 << 30}
 """Logits of a slice. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products, and the fused loss
 holds a slice only once."""
@@ -87,7 +93,8 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     what it kept on an H200 (`compile = "block"`, plain operations).
     """
     d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
-    fused = form.blocks_reuse_memory
+    others = config.switches - SWITCHES
+    fused = form.blocks_reuse_memory and not others
     # The sum (PyTorch's operations on a CPU keep it normalised, in float32), and the inverse RMS.
     sums = max(form.stream, FLOAT) if form.device == "cpu" and not fused else form.stream
     attention = form.product * d + FLOAT * config.num_heads
@@ -100,7 +107,7 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         wide = form.device == "cpu" and not fused
         heads_normed = max(form.product, FLOAT) * (d + d_kv) if wide else form.product * (d + 2 * d_kv)
         heads_normed += 0 if fused else FLOAT * (config.num_heads + config.kv_heads)  # the inverse RMS
-    return {
+    kinds = {
         NORM: 2 * (sums * d + FLOAT),
         INPUTS: form.product * 2 * d,  # of q, k, v and of gate, up
         # In place, or the rotated q and k beside the projection, of which v is a view.
@@ -109,22 +116,46 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
         GATE_UP: form.product * 2 * d_ff,
         SWIGLU: form.product * d_ff * (1 if fused or form.compiled else 2),  # the result, and silu(gate)
     }
+    if others:
+        fields = type(config).model_fields
+        without = config.model_copy(update={key: fields[key].default for key in others})
+        kinds[", ".join(sorted(others))] = _kept_by_core(config, form) - _kept_by_core(without, form)
+    return kinds
+
+
+def _kept_by_core(config: ModelConfig, form: Form) -> int:
+    """Return the bytes that the core's block keeps of each token beside those of attention itself, as on a CPU."""
+    tokens, kept = 16, dict[int, int]()
+    dtype = torch.bfloat16 if form.product < FLOAT else torch.float32
+    block: Any = TransformerBlock(config, device="meta", dtype=dtype)
+    block.attn.attention = lambda q, k, v, **options: q
+    constants = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in constants:
+            kept[storage._cdata] = storage.nbytes()
+        return saved
+
+    x = torch.empty(1, tokens, config.d_model, dtype=dtype, device="meta", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        out = block(x, torch.empty(tokens, config.head_dim // 2, 2, device="meta"))
+    del out  # until here, no storage takes the place of another
+    return sum(kept.values()) // tokens
 
 
 @cache
-def kept(config: ModelConfig, form: Form, keep: Keep) -> int:
-    """Return the bytes that a block keeps of each token; see `Keep`."""
+def kept(config: ModelConfig, form: Form, keep: Keep) -> Mapping[str, int]:
+    """Return kind -> bytes that a block keeps of each token; see `Keep`."""
     of, x = saved(config, form), form.stream * config.d_model
+    if keep == "all":
+        return of
     qkv = of[QKV]
     if form.compiled:  # the product alone, which is normalised and rotated again
         qkv = form.product * (config.d_model + 2 * config.kv_heads * config.head_dim)
-    return {
-        "input": x,
-        "attention": x + of[OUT],
-        "qkv": x + of[OUT] + qkv,
-        "products": 2 * x + of[OUT] + qkv + of[GATE_UP],  # x after attention, too
-        "all": sum(of.values()),
-    }[keep]
+    # What one level keeps more than the level before; beside the products the sum after attention.
+    levels = {"inputs of blocks": x, OUT: of[OUT], QKV: qkv, GATE_UP: of[GATE_UP] + x}
+    return dict(list(levels.items())[: KEEPS.index(keep) + 1])
 
 
 def kept_by_layers(config: ModelConfig, form: Form, *, tokens: int) -> list[Keep]:
@@ -139,7 +170,7 @@ def kept_by_layers(config: ModelConfig, form: Form, *, tokens: int) -> list[Keep
         keep: dict[str, Keep] = {"none": "all", "block": "input", "attention": "attention"}
         return [keep[config.activation_checkpointing]] * layers
     assert config.activation_gb is not None
-    cost = {keep: tokens * kept(config, form, keep) for keep in KEEPS}
+    cost = {keep: tokens * sum(kept(config, form, keep).values()) for keep in KEEPS}
     chosen: list[Keep] = ["input"] * layers
     left = config.activation_gb * GB - layers * cost["input"]
     for before, after in pairwise(KEEPS):
@@ -197,11 +228,9 @@ class TrainingMemory:
 def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
     """Return the bytes of weights, their gradients and optimizer state; by default in float32, with AdamW's moments,
     on one rank."""
-    counts, gains = count_parameters(config), (2 * config.num_layers + 1) * config.d_model
-    assert config.vocab_size is not None
+    counts = count_parameters(config)
     vectors, matrices = counts.vectors, counts.total - counts.vectors
-    in_blocks = counts.multiplying - gains - config.vocab_size * config.d_model
-    state = held.moments * in_blocks + held.other_moments * (counts.total - in_blocks)
+    state = held.moments * counts.in_blocks + held.other_moments * (counts.total - counts.in_blocks)
     return TrainingMemory(
         weights=int((held.weight * matrices + FLOAT * vectors) * held.of_weights),
         gradients=int((held.gradient * matrices + FLOAT * vectors) * (held.of_gradients + held.packed)),
@@ -261,9 +290,9 @@ def step_memory(
     counts = count_parameters(config)
     assert config.vocab_size is not None
     table = config.vocab_size * d
-    block = (counts.multiplying - table - d) // layers  # weights
+    block = (counts.total - table * (1 if config.tie_embeddings else 2) - d) // layers  # weights
     # Kept from forward to backward.
-    casts = product * layers * (block - 2 * d) if form.product < form.stream else 0
+    casts = product * counts.in_blocks if form.product < form.stream else 0
 
     model = training_memory(config, held)
 
@@ -279,7 +308,10 @@ def step_memory(
         base += model.gradients * (2 if accumulation > 2 and held.gradient < FLOAT else 1)
 
     keeps = kept_by_layers(config, form, tokens=tokens)
-    activations = _kinds(config, form, keeps, tokens)
+    activations = dict.fromkeys(("inputs of blocks", *saved(config, form)), 0)
+    for keep in keeps:
+        for kind, size in kept(config, form, keep).items():
+            activations[kind] += tokens * size
     last_norm = tokens * (saved(config, form)[NORM] // 2)  # in front of the head
     activations[NORM] += last_norm
     if casts:
@@ -323,7 +355,7 @@ def step_memory(
                 LAST: blocks - last_norm + head + in_last,
                 FIRST: without_embedding
                 - gradients(block)
-                + tokens * kept(config, form, keeps[0])
+                + tokens * sum(kept(config, form, keeps[0]).values())
                 + in_first,
                 EMBEDDING: without_embedding + embedding + stream,
             }.items()
@@ -363,23 +395,6 @@ def _gathered(config: ModelConfig, form: Form, held: Held, *, table: int, block:
     small = form.product * (every + tables) <= PEER_LAYER_BYTES * (config.num_layers + 4)
     slots = segment(2 * slot) if held.is_shared and small else 0
     return {moment: slots + form.product * (weights[moment] + gradients[moment]) for moment in MOMENTS}
-
-
-def _kinds(config: ModelConfig, form: Form, keeps: list[Keep], tokens: int) -> dict[str, int]:
-    """Return kind -> bytes that the blocks keep."""
-    of, x = saved(config, form), form.stream * config.d_model
-    kinds = {"inputs of blocks": 0, **dict.fromkeys(of, 0)}
-    for keep in keeps:
-        if keep == "all":
-            for kind, size in of.items():
-                kinds[kind] += tokens * size
-            continue
-        level = KEEPS.index(keep)
-        kinds["inputs of blocks"] += tokens * x
-        kinds[OUT] += tokens * of[OUT] * (level >= KEEPS.index("attention"))
-        kinds[QKV] += tokens * of[QKV] * (level >= KEEPS.index("qkv"))
-        kinds[GATE_UP] += tokens * (of[GATE_UP] + x) * (level >= KEEPS.index("products"))
-    return kinds
 
 
 def _recomputed(config: ModelConfig, form: Form, keep: Keep) -> int:

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.core.loss import SliceGradient, linear_cross_entropy
-from lmkit.core.norm import rms_norm
-from lmkit.core.rope import apply_rope
+from lmkit.core.attention import apply_rope
+from lmkit.core.loss import linear_cross_entropy
+from lmkit.core.model import rms_norm
 from lmkit.errors import UsageError
 from lmkit.registry import OPERATIONS
 
@@ -28,9 +29,10 @@ class Operations:
 
     name = "plain"
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model)."""
-        return F.embedding(ids, weight)
+    embedding: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
+    """Return the rows of weight (vocab_size, d_model) for ids (...): (..., d_model)."""
+    linear_cross_entropy: Callable[..., Tensor] = staticmethod(linear_cross_entropy)
+    """Return the mean cross-entropy of hidden weight^T, see `lmkit.core.loss`."""
 
     def add_rms_norm(
         self, x: Tensor, delta: Tensor | None, gain: Tensor, eps: float
@@ -80,12 +82,6 @@ class Operations:
         """
         gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
         return F.silu(gate) * up
-
-    def linear_cross_entropy(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, slice_loss: SliceGradient
-    ) -> Tensor:
-        """Return the mean cross-entropy of hidden weight^T, see `lmkit.core.loss`."""
-        return linear_cross_entropy(hidden, weight, targets, slice_loss=slice_loss)
 
 
 PLAIN = Operations()

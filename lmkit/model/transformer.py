@@ -1,12 +1,13 @@
 """The model of `lmkit.core.model` as it trains: the attention kernel of the recipe, joined matrix products, fused
 operations, and blocks that are computed again in the backward pass.
 
-With PyTorch's operations and nothing computed again, what runs is the core's forward pass.
+With PyTorch's operations and nothing computed again, what runs is the core's forward pass. It also runs, on every
+device, in blocks with a switch that is not in `SWITCHES`, or with a layer that somebody replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +20,7 @@ from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
-from lmkit.model.joined import are_plain, joined_product, place_side_by_side
-from lmkit.model.memory import Form, Keep, kept_by_layers
+from lmkit.model.memory import SWITCHES, Form, Keep, kept_by_layers
 from lmkit.model.operations import PLAIN, Operations, choose_operations
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import OPERATIONS
@@ -41,10 +41,10 @@ class SelfAttention(core.SelfAttention):
         return self.q_proj, self.k_proj, self.v_proj
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        layers = self.joined_layers()
-        if not are_plain(*layers):
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        if not are_plain(q, k, v):
             return super().project(x)
-        return joined_product(x, *layers).split([layer.out_features for layer in layers], dim=-1)
+        return joined_product(x, q, k, v).split((q.out_features, k.out_features, v.out_features), dim=-1)
 
     # The parts of a block that computes some of them again, or by fused operations
 
@@ -63,7 +63,8 @@ class SelfAttention(core.SelfAttention):
             q, k, v = heads
             return self.attend(q, k, v, firsts, cache)
         assert self.joined_attention is not None
-        hidden = self.hidden_keys(firsts)
+        first = firsts[self.window is not None]
+        hidden = {} if first is None else {"first": first}  # some kernels do not take it
         with range_("attention"):
             return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hidden)
 
@@ -97,6 +98,10 @@ class TransformerBlock(core.TransformerBlock):
     attn: SelfAttention
     ffn: SwiGLU
 
+    def __init__(self, config: ModelConfig, layer: int = 0, **factory_kwargs: Any) -> None:
+        super().__init__(config, layer, **factory_kwargs)
+        self.is_known = config.switches <= SWITCHES
+
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -114,16 +119,14 @@ class TransformerBlock(core.TransformerBlock):
             operations: of the block.
             keep: for the backward pass; the rest is computed again.
         """
-        plain_forward = super().forward
-        is_plain = type(operations) is Operations
+        is_core = type(operations) is Operations and keep == "all"
+        if is_core or not (self.is_known and are_plain(self.ln1, self.attn, self.ln2, self.ffn)):
+            x = x if delta is None else x + delta
+            if keep == "all":
+                return super().forward(x, cos_sin, firsts, cache), None
+            return again(partial(super().forward, cos_sin=cos_sin, firsts=firsts, cache=cache), x), None
         if delta is not None and keep != "all":
             x, delta = x + delta, None
-        if is_plain and keep == "all":
-            return plain_forward(x if delta is None else x + delta, cos_sin, firsts, cache), None
-        if not are_plain(self.ln1, self.attn, self.ln2, self.ffn):
-            x = x if delta is None else x + delta
-            whole = partial(plain_forward, cos_sin=cos_sin, firsts=firsts, cache=cache)
-            return (whole(x) if keep == "all" else again(whole, x)), None
         if keep == "input":
             return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
         if keep != "all":
@@ -236,6 +239,8 @@ class LastNorm(core.RMSNorm):
 
     def forward(self, x: Tensor, delta: Tensor | None = None, operations: Operations = PLAIN) -> Tensor:
         """Return the norm of x + delta, (..., d_model)."""
+        if delta is None and type(operations) is Operations:
+            return super().forward(x)
         return operations.add_rms_norm(x, delta, self.weight, self.eps)[1]
 
 
@@ -247,7 +252,7 @@ class Head(core.Head):
     ) -> Tensor:
         if targets is None:
             return super().forward(hidden)
-        return operations.linear_cross_entropy(hidden, self.weight, targets, self.slice_loss)
+        return operations.linear_cross_entropy(hidden, self.weight, targets, slice_loss=self.slice_loss)
 
 
 class TransformerLM(core.TransformerLM):
@@ -309,9 +314,11 @@ class TransformerLM(core.TransformerLM):
         ids, firsts = self.visible(ids)
         x = self.token_embeddings(ids, operations)  # (batch, seq, d_model)
         if cache is None:
-            x, delta = self.layers(
-                x, self.rope(ids.shape[1]), firsts, operations=operations, keeps=self._keeps(x)
-            )
+            keeps = None
+            if self.config.activation_checkpointing != "none" and torch.is_grad_enabled():
+                keeps = self._keeps(x)
+            cos_sin = self.rope(ids.shape[1])  # (seq, head_dim / 2, 2)
+            x, delta = self.layers(x, cos_sin, firsts, operations=operations, keeps=keeps)
         else:
             cos_sin = self.rope.at(cache.positions(ids.shape[1]))  # (batch, seq, head_dim / 2, 2)
             x, delta = as_written(self.layers)(x, cos_sin, firsts, cache, operations=operations)
@@ -319,10 +326,8 @@ class TransformerLM(core.TransformerLM):
             return self.ln_final(x, delta, operations)
         return self.ln_final(x if delta is None else x + delta)  # somebody replaced it
 
-    def _keeps(self, x: Tensor) -> Sequence[Keep] | None:
-        """Return what each block keeps of x (batch, seq, d_model) for the backward pass; None: everything."""
-        if self.config.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return None
+    def _keeps(self, x: Tensor) -> Sequence[Keep]:
+        """Return what each block keeps of x (batch, seq, d_model) for the backward pass."""
         device, operations = x.device.type, self.layers.operations or self.operations
         autocast = torch.is_autocast_enabled(device)
         form = Form(
@@ -361,3 +366,135 @@ def compile_model(
     else:
         model.layers.compile(backend=backend)
     model.lm_head.slice_loss.compile(backend=backend)
+
+
+# ---- Several linear layers of one input as one matrix product: q, k and v; gate and up
+#
+# The layers stay modules with weights of their own. Where their weights lie side by side in memory, the joined matrix
+# is a view; elsewhere it is a copy. A layer that somebody replaced or hooked into is called by itself.
+
+
+def are_plain(*modules: nn.Module) -> bool:
+    """Whether nobody replaced these modules or a part of them, or hooked into their calls."""
+    for module in modules:
+        if (
+            module._forward_pre_hooks
+            or module._forward_hooks
+            or module._backward_pre_hooks
+            or module._backward_hooks
+            or "forward" in module.__dict__
+            or not type(module).__module__.startswith("lmkit.")
+        ):
+            return False
+        for part in module._modules.values():
+            if part is not None and not are_plain(part):
+                return False
+    return True
+
+
+def is_original(model: Any) -> bool:
+    """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, or hooked into a
+    part of a block.
+
+    Strategies hook into blocks, embedding, last norm and head, and change none of what they compute.
+    """
+    ends = model.token_embeddings, model.ln_final, model.lm_head
+    return all(type(layer).__module__.startswith("lmkit.") for layer in ends) and all(
+        are_plain(*block.children()) for block in model.layers
+    )
+
+
+def joined_product(x: Tensor, *layers: Linear) -> Tensor:
+    """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
+    weight = join([layer.weight for layer in layers])
+    bias = None if layers[0].bias is None else join([layer.bias for layer in layers])
+    return layers[0].product(x, weight, None if bias is None else bias.to(weight.dtype))
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Return torch.cat(parts), without a copy if they lie side by side in memory. Differentiable."""
+    if torch.compiler.is_compiling() or not lie_side_by_side(parts):
+        return torch.cat(list(parts))
+    return SideBySide.apply(*parts)
+
+
+def lie_side_by_side(parts: Sequence[Tensor]) -> bool:
+    """Whether each contiguous tensor begins where the one before it ends, in the same memory."""
+    first = parts[0]
+    end = begin = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.dtype != first.dtype or not part.is_contiguous():
+            return False
+        end += part.nbytes
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+    return begin != 0 and end - begin <= room
+
+
+class SideBySide(torch.autograd.Function):
+    """`apply(*parts)`: the joined tensor as a view; the gradient is cut into views."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = list(map(len, parts))
+        first = parts[0].detach()
+        return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.rows)
+
+
+def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters that are best placed side by side, in order."""
+    for module in model.modules():
+        layers = getattr(module, "joined_layers", None)
+        if layers is not None and all(type(layer) is Linear for layer in layers()):
+            yield [layer.weight for layer in layers()]
+            if layers()[0].bias is not None:
+                yield [layer.bias for layer in layers()]
+
+
+@torch.no_grad()
+def place_side_by_side(model: nn.Module) -> None:
+    """Move parameters so that `join` needs no copy. Parameters without memory of their own stay."""
+    for parameters in joined_sets(model):
+        first = parameters[0]
+        alike = all(x.dtype == first.dtype and x.device == first.device for x in parameters)
+        if first.is_meta or not alike or not all(x.is_contiguous() for x in parameters):
+            continue
+        if not lie_side_by_side(parameters):
+            rows = [len(x) for x in parameters]
+            together = torch.cat([x.detach() for x in parameters])
+            for parameter, part in zip(parameters, together.split(rows), strict=True):
+                parameter.data = part
+
+
+def in_order_of_memory(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters in the order in which a flat tensor should hold them: sets of `joined_sets` together."""
+    set_of = {parameter: members for members in joined_sets(model) for parameter in members}
+    given, placed = set(parameters), dict[nn.Parameter, None]()
+    for parameter in parameters:
+        placed.update((x, None) for x in set_of.get(parameter, [parameter]) if x in given)
+    return list(placed)
+
+
+# ---- The names of parameters in checkpoints
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of torch.compile and DDP: the name in checkpoints.
+
+    >>> plain_name("module._orig_mod.layers.0.ln1.weight")
+    'layers.0.ln1.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the plain name of every parameter, of a tied one the first.
+
+    >>> from lmkit.model import SwiGLU
+    >>> list(parameter_names(SwiGLU(2, 3)).values())
+    ['w1.weight', 'w2.weight', 'w3.weight']
+    """
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}

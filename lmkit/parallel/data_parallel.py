@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lmkit.core.buckets import MIB, fill_buckets
-from lmkit.core.clipping import clip_for, gradient_norm
+from lmkit.core.step import clip_for, gradient_norm
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients, trainable_parameters
@@ -211,15 +211,14 @@ class LateStep:
 class NoSync(Strategy):
     """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
 
+    averages = False
+
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self.parameters = trainable_parameters(model)
         return model
 
     def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
         """Do nothing, as `attach`."""
-
-    def finish(self, *, wait: bool = True) -> None:
-        """Do nothing: gradients stay this rank's own."""
 
 
 @STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))

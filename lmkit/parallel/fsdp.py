@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.core.buckets import on_gradient
-from lmkit.core.clipping import clip_for, gradient_norm
 from lmkit.core.model import pieces
+from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
-from lmkit.model.joined import in_order_of_memory
-from lmkit.model.names import parameter_names, plain_name
+from lmkit.model.transformer import in_order_of_memory, parameter_names, plain_name
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
 from lmkit.parallel.collectives import Averager, norm_over_ranks, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import Links, link, reads_peers

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lmkit.core.clipping import clip_for, gradient_norm
-from lmkit.core.step import Sync
+from lmkit.core.step import Sync, clip_for, gradient_norm
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, Traffic
@@ -83,6 +82,8 @@ class Strategy(Sync):
 
     buckets: WatchedBuckets | None = None
     """The buckets of strategies that communicate inside the backward pass."""
+    averages = True
+    """Whether `finish` averages gradients over the ranks."""
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         self.ranks = ranks
@@ -160,7 +161,7 @@ class Strategy(Sync):
             wait: if False, the last gradients may still be in flight; `clip_gradients` and the optimizer's step wait
                 for them. Use False only if nothing else reads the gradients.
         """
-        if self.ranks.world_size == 1:
+        if self.ranks.world_size == 1 or not self.averages:
             return
         unused = self._without_gradient()
         for index in unused:

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from lmkit.core.buckets import MIB, fill_buckets
-from lmkit.core.clipping import clip_for, gradient_norm
-from lmkit.model.joined import in_order_of_memory
-from lmkit.model.names import parameter_names
+from lmkit.core.step import clip_for, gradient_norm
+from lmkit.model.transformer import in_order_of_memory, parameter_names
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere

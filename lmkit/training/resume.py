@@ -38,7 +38,7 @@ from torch import nn
 
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError, reason, some_of
-from lmkit.model.names import parameter_names
+from lmkit.model.transformer import parameter_names
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.ranks import RankLost, Ranks

@@ -24,9 +24,8 @@ from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
 from lmkit.model.fp8 import check_fp8, use_fp8
-from lmkit.model.joined import place_side_by_side
 from lmkit.model.operations import choose_operations
-from lmkit.model.transformer import TransformerLM, compile_model
+from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_side
 from lmkit.parallel.place import read_place
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.parallel.strategy import MakeOptimizer, build_strategy

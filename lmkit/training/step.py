@@ -51,6 +51,9 @@ class Flags(NamedTuple):
     save: bool = False
 
 
+NO_FLAGS = Flags()
+
+
 class Outcome:
     """The result of one step. On GPUs, reading anything but `loss` waits for the step.
 
@@ -166,7 +169,7 @@ class Step(core.Step):
         self.decider: Any = getattr(optimizer, "inner", optimizer)  # of a sharded optimizer
         if not hasattr(self.decider, "decision"):
             self.decider = None
-        self._sent = Flags()
+        self._sent = NO_FLAGS
         self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self.precision = precision
         self._autocast = autocast(ranks.device, precision)
@@ -187,29 +190,32 @@ class Step(core.Step):
         targets: torch.Tensor,
         *,
         lr: float,
-        ask: Callable[[], Flags] = lambda: Flags(),
+        flags: Flags = NO_FLAGS,
         before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Make one whole step: `accumulate`, then `update`.
 
         Args:
             inputs, targets: int64, (accumulation, rows, seq); moved to the device.
-            ask, before_update: of `update`.
+            flags: of this rank.
+            before_update: of `update`.
         """
         device = self.ranks.device
         inputs, targets = inputs.to(device), targets.to(device)
-
+        if flags != self._sent:
+            for on_device, flag in zip(self._flags, flags, strict=True):
+                on_device.fill_(flag)
+            self._sent = flags
         if self.graph is None:
-            loss = self.accumulate(inputs, targets)
-            return self.update(loss, lr=lr, ask=ask, before_update=before_update)
+            return self.update(self.accumulate(inputs, targets), lr=lr, before_update=before_update)
         if not self.graph.fits(inputs):
-
-            def make() -> Outcome:
-                loss = self.accumulate(inputs, targets)
-                return self.update(loss, lr=lr, ask=ask, before_update=before_update)
-
-            return self.graph.prepare(make, inputs, targets)
-        self._send(ask, before_update)
+            return self.graph.prepare(
+                lambda: self.update(self.accumulate(inputs, targets), lr=lr, before_update=before_update),
+                inputs,
+                targets,
+            )
+        if before_update is not None:
+            before_update()
         self.sync.end_step()  # the graph does not wait for what a step without it has left in flight
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
 
@@ -263,7 +269,6 @@ class Step(core.Step):
         loss: torch.Tensor,
         *,
         lr: float,
-        ask: Callable[[], Flags] = lambda: Flags(),
         before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Reduce and clip the gradients, agree with the other ranks, and step the optimizer.
@@ -271,11 +276,11 @@ class Step(core.Step):
         If a loss or gradient is not finite on any rank, weights and optimizer state stay untouched on all ranks.
 
         Args:
-            ask: called after the backward pass; returns this rank's flags.
             before_update: called before the weights change.
         """
         norm = self.reduce()
-        self._send(ask, before_update)
+        if before_update is not None:
+            before_update()
         return Outcome(self._update(loss, norm, lr), self.ranks)
 
     def reduce(self) -> torch.Tensor:
@@ -287,16 +292,6 @@ class Step(core.Step):
                 # The optimizer's tensors: parameters, or this rank's flat shards.
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
             return self.sync.clip_gradients(self.max_norm)
-
-    def _send(self, ask: Callable[[], Flags], before_update: Callable[[], None] | None) -> None:
-        """Copy this rank's flags to the device; call `before_update`."""
-        flags = ask()
-        if flags != self._sent:
-            for on_device, flag in zip(self._flags, flags, strict=True):
-                on_device.fill_(flag)
-            self._sent = flags
-        if before_update is not None:
-            before_update()
 
     def _update(self, loss: torch.Tensor, norm: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
         """Step the optimizer if the ranks agree that the gradients are good. The host waits for nothing.

@@ -228,7 +228,7 @@ class Trainer:
         """Make the next step; return the batch after it."""
         lr = self._learning_rate(self._launched, self._fraction)
         release = None if self._writer.writing is None else self._writer.release_weights
-        outcome = self.step(inputs, targets, lr=lr, ask=self._flags, before_update=release)
+        outcome = self.step(inputs, targets, lr=lr, flags=self._flags(), before_update=release)
         self._launched += 1
         if (graph := self.step.graph) is not None and graph.note != self._said:
             self._said = graph.note

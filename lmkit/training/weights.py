@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lmkit.core.rope import plain_frequencies, scale_frequencies
+from lmkit.core.attention import plain_frequencies, scale_frequencies
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import (
@@ -29,8 +29,7 @@ from lmkit.model.hugging_face import (
     to_pairs,
     weight_names,
 )
-from lmkit.model.names import plain_name
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.transformer import TransformerLM, plain_name
 from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig

@@ -15,9 +15,8 @@ from lmkit.bench.step_variants import METHODS, Ablated, NanoGPT, Plain, RivalSte
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.trace import CLASSES
 from lmkit.model.accounting import count_parameters, flops_per_token
-from lmkit.model.joined import join
 from lmkit.model.operations import Operations
-from lmkit.model.transformer import TransformerLM
+from lmkit.model.transformer import TransformerLM, join
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TrainConfig
@@ -149,7 +148,7 @@ class Counted(Operations):
     def noting(method):
         def call(self, *args, **options):
             Counted.called.add(method)
-            return getattr(Operations, method)(self, *args, **options)
+            return getattr(super(), method)(*args, **options)
 
         return call
 

@@ -10,8 +10,9 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoders
 from lmkit.generation.cpu_step import CPUStep
-from lmkit.generation.decoder import FAST_SWITCHES, ModelStep, can_run_kernels, decoder_needs
+from lmkit.generation.decoder import ModelStep, can_run_kernels, decoder_needs
 from lmkit.generation.prefill import Prefill
+from lmkit.model.memory import SWITCHES as KNOWN
 
 GREEDY, ENDLESS = Sampling(temperature=0.0), 1000
 
@@ -72,7 +73,7 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     assert make_model(**SWITCHES).config.switches == set(SWITCHES)
     for key, value in SWITCHES.items():
         decoder = Decoder(make_model(**{key: value}), 2, sampling=GREEDY, most=ENDLESS)
-        assert isinstance(decoder._step, CPUStep if key in FAST_SWITCHES else ModelStep)
+        assert isinstance(decoder._step, CPUStep if key in KNOWN else ModelStep)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -40,7 +40,7 @@ def params_of(optimizer):
 def test_a_step_never_waits_for_the_gpu(optimizer):
     """Not when gradients have moved and the table is sent again, either; and not with a clipping factor or a
     decision."""
-    from lmkit.core.clipping import clip_for, gradient_norm
+    from lmkit.core.step import clip_for, gradient_norm
 
     before = [param.detach().clone() for param in params_of(optimizer)]
     kept = [param.grad for param in params_of(optimizer)]

@@ -10,7 +10,7 @@ from lmkit.kernels.swiglu import swiglu
 from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 from lmkit.model import SwiGLU, accounting, fp8
 from lmkit.model.fused import Fused
-from lmkit.model.joined import joined_product
+from lmkit.model.transformer import joined_product
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step

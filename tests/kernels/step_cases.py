@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lmkit.core.attention import apply_rope
 from lmkit.core.loss import linear_cross_entropy
-from lmkit.core.rope import apply_rope
 from lmkit.kernels import cross_entropy, embedding, heads_norm, norm, rope, swiglu
 from lmkit.model.operations import PLAIN
 

@@ -7,9 +7,8 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="the casts need Triton")
 
 from lmkit.kernels.fp8 import E4M3, plain_cast_rows, plain_cast_transposed
-from lmkit.model import accounting
-from lmkit.model.accounting import suits_fp8
-from lmkit.model.fp8 import fp8_linear, use_fp8
+from lmkit.model import fp8
+from lmkit.model.fp8 import fp8_linear, suits_fp8, use_fp8
 
 
 def draw(*shape, seed=0):
@@ -87,7 +86,7 @@ def test_layers_of_blocks_that_are_large_enough(make_model, monkeypatch):
     assert suits_fp8(2048, 1024)
     assert not suits_fp8(2048, 1008)
     assert not suits_fp8(2056, 2048)
-    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 32)
+    monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 32)
     model = make_model(dtype=torch.bfloat16, d_ff=64)
     ids = torch.randint(61, (2, 16))
     exact = model.loss(ids, ids)
@@ -105,7 +104,7 @@ def test_layers_of_blocks_that_are_large_enough(make_model, monkeypatch):
 
 
 def test_what_is_computed_again_is_the_same(make_model, monkeypatch):
-    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 32)
+    monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 32)
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
     gradients = []
     for keep in ("none", "block", "attention"):
@@ -118,7 +117,7 @@ def test_what_is_computed_again_is_the_same(make_model, monkeypatch):
 
 
 def test_casts_are_kept_only_between_products_in_fp8(make_model, monkeypatch):
-    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 32)
+    monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 32)
     model = make_model(dtype=torch.bfloat16, d_ff=72)  # no multiple of 16
     assert use_fp8(model.layers) == 2 * 2 + 2  # gate and up have 144 rows
     for block in model.layers:

@@ -9,7 +9,7 @@ from torch import nn
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.model import TransformerLM
-from lmkit.model.joined import in_order_of_memory, is_original, join, joined_sets, lie_side_by_side
+from lmkit.model.transformer import in_order_of_memory, is_original, join, joined_sets, lie_side_by_side
 from lmkit.training.precision import hold_weights
 from lmkit.training.setup import build_step
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, TransformerLM, parameter_names
-from lmkit.model.joined import lie_side_by_side
+from lmkit.model.transformer import lie_side_by_side
 
 
 @pytest.mark.parametrize(

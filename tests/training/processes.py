@@ -335,11 +335,11 @@ def _draw_in_every_step(rank: int) -> None:
 
 def _simulate_fp8(rank: int) -> None:
     """Let a CPU simulate fp8 products, of the matrices of a tiny model."""
-    from lmkit.model import accounting
+    from lmkit.model import fp8
     from lmkit.training import setup
 
     setup.check_fp8 = lambda device: None
-    accounting.FP8_LEAST_WIDTH = 16
+    fp8.FP8_LEAST_WIDTH = 16
 
 
 def _in_a_collective_of_step_3(rank: int, happen: Happening, name: str) -> None:

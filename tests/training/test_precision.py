@@ -8,9 +8,9 @@ import torch
 from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
-from lmkit.core.clipping import gradient_norm
+from lmkit.core.step import gradient_norm
 from lmkit.errors import LmkitError, UsageError
-from lmkit.model import accounting
+from lmkit.model import fp8
 from lmkit.parallel.data_parallel import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
@@ -227,7 +227,7 @@ FP8 = ("run.device=auto", "train.precision=fp8")
 
 def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
     monkeypatch.setattr(setup, "check_fp8", lambda device: None)
-    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 16)
+    monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 16)
     whole, parts = tiny(*FP8, "run.name=whole"), tiny(*FP8, "run.name=parts")
     result = train_here(whole)
     train_here(parts, stop_at_step=5)

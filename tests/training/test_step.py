@@ -150,13 +150,12 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
 
 def test_a_flag_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)), ask=lambda: Flags(stop=True))
-    assert outcome.stop
-    assert outcome.applied
-    outcome, _ = update(job, job.step.accumulate(*make_batch(2)) * math.nan, ask=lambda: Flags(stop=True))
-    assert outcome.stop
-    assert not outcome.applied
-    assert not update(job, job.step.accumulate(*make_batch(2)))[0].stop
+    outcome = job.step(*make_batch(2), lr=0.01, flags=Flags(stop=True))
+    assert (outcome.stop, outcome.applied) == (True, True)
+    loss, job.step.loss = job.step.loss, lambda *batch: loss(*batch) * math.nan
+    outcome = job.step(*make_batch(2), lr=0.01, flags=Flags(stop=True))
+    assert (outcome.stop, outcome.applied) == (True, False)
+    assert not job.step(*make_batch(2), lr=0.01).stop
 
 
 @pytest.mark.parametrize(

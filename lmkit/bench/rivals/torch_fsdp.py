@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lmkit.core.clipping import clip_for, gradient_norm
+from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.fsdp import draw, leave_meta
