@@ -16,9 +16,8 @@ from lmkit.kernels.decode.products import NOTHING, SLOTS, Matrix, Stream, prepar
 from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
 from lmkit.kernels.decode.tiles import parts_of, tile_of
-from lmkit.kernels.heads_norm import prepare_heads_norm
 from lmkit.kernels.launch import capability, recording, selected
-from lmkit.kernels.norm import add_rms_norm, rms_norm
+from lmkit.kernels.norm import add_rms_norm, prepare_heads_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
-from lmkit.kernels.operators import as_rows
+from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)

@@ -209,3 +209,9 @@ def empty_in_order_of(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return torch.empty_like(x)
     return x.new_empty_strided(x.shape, strides_in_order_of(x.shape, x.stride()))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., channels) -> (rows, channels) with stride 1 along the channels; a copy only if no view can be that."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
