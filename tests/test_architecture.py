@@ -186,7 +186,7 @@ OPENS_BY_ITSELF = {
             "registry.py",
             "recipe/keys.py",
             "data/synth.py",
-            "kernels/cuda/build.py",
+            "kernels/cuda/flash.py",
             "tokenizer/engine.py",
             "bench/report.py",
         ),

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lmkit.core.attention import prepare_inputs, zeros_like_queries
 from lmkit.errors import UsageError
-from lmkit.kernels.cuda.build import nvcc
-from lmkit.kernels.cuda.flash import flash_backward, flash_forward
+from lmkit.kernels.cuda.flash import flash_backward, flash_forward, nvcc
 from lmkit.kernels.operators import define_attention
 from lmkit.registry import ATTENTION
 

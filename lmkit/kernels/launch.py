@@ -10,7 +10,7 @@ Triton's profiler do not see these calls.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,6 +89,27 @@ def prepare_launch(
         launch(current_stream(device), arguments)
 
     return start
+
+
+def prepare_call(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: Sequence[Tensor],
+    numbers: tuple,
+    constants: dict[str, Any],
+    *,
+    pdl: bool | None = None,
+) -> Callable[[], None]:
+    """Prepare a launch on these very tensors, whose memory stays where it is.
+
+    Args:
+        pdl: whether the kernel begins before the previous kernel has ended (programmatic dependent launch), which its
+            parameter PDL says, too; None: it has none.
+    """
+    if pdl is not None:
+        constants = {**constants, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    start = prepare_launch(kernel, grid, tensors, numbers, constants)
+    return partial(start, *[x.data_ptr() for x in tensors])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ the same bits on every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
-from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_sms, count_tiles, prepare_launch
+from lmkit.kernels.launch import (
+    LaunchCache,
+    Start,
+    as_rows,
+    count_sms,
+    count_tiles,
+    prepare_call,
+    prepare_launch,
+)
 
 
 def add_rms_norm(
@@ -313,32 +322,35 @@ def _heads_constants(width: int, head_dim: int, kv_heads: int) -> dict[str, int]
     return {**heads, "ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": 4}
 
 
-def prepare_heads_norm(
+def _heads_launch(
     qkv: Tensor, gains: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor,
     *, head_dim: int, kv_heads: int, eps: float,
-) -> tuple[Start, list[int]]:  # fmt: skip
-    """Prepare the launch that adds the bias, if there is one, and normalises queries and keys, if there are gains.
-
-    Args:
-        qkv, out: (tokens, (heads + 2 kv_heads) * head_dim), contiguous; may be the same tensor.
-
-    Returns:
-        What launches, and the pointers to launch it on.
-    """
+) -> tuple[Any, tuple[int, int], tuple[Tensor, ...], tuple, dict[str, Any]]:  # fmt: skip
     tensors = (qkv, *(gains or (qkv, qkv)), qkv if bias is None else bias, out)
     constants = _heads_constants(qkv.shape[-1], head_dim, kv_heads)
     constants |= {"NORM": gains is not None, "BIAS": bias is not None}
     count = qkv.numel() // head_dim
-    grid = (count_tiles(count, constants["ROWS"]), 1)
-    start = prepare_launch(heads_norm_kernel, grid, tensors, (count, eps), constants)
-    return start, [x.data_ptr() for x in tensors]
+    return heads_norm_kernel, (count_tiles(count, constants["ROWS"]), 1), tensors, (count, eps), constants
+
+
+def prepare_heads_norm(
+    qkv: Tensor, gains: tuple[Tensor, Tensor] | None, bias: Tensor | None, **sizes: Any
+) -> Callable[[], None]:
+    """Prepare the launch that adds the bias, if there is one, and normalises queries and keys, if there are gains; in
+    place.
+
+    Args:
+        qkv: (tokens, (heads + 2 kv_heads) * head_dim), contiguous.
+        sizes: head_dim, kv_heads, eps.
+    """
+    return prepare_call(*_heads_launch(qkv, gains, bias, qkv, **sizes))
 
 
 def _prepare_heads_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     qkv, q_gain, k_gain, out = tensors
     kv_heads, eps = options
     sizes = {"head_dim": len(q_gain), "kv_heads": kv_heads, "eps": eps}
-    start, _ = prepare_heads_norm(qkv, (q_gain, k_gain), None, out, **sizes)
+    start = prepare_launch(*_heads_launch(qkv, (q_gain, k_gain), None, out, **sizes))
     return lambda qkv, q_gain, k_gain, out: start(qkv, q_gain, k_gain, qkv, out)
 
 

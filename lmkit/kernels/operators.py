@@ -22,8 +22,7 @@ def define_attention(
 ) -> Callable[..., Any]:
     """Define `NAME_forward` and `NAME_backward` in the library "lmkit", with autograd; return the first.
 
-    The schemas are given, because `torch.library.custom_op` would look for aliases in every call, which takes the host
-    microseconds.
+    The schemas are given, because `torch.library.custom_op` would look for aliases in every call, which takes time.
 
     Args:
         library: of the file that calls this, so that the operators are freed with it: it may be loaded again.

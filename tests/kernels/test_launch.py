@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.kernels import cross_entropy, launch
 from lmkit.kernels.flash import backward as flash_backward
-from lmkit.kernels.flash import backward_dkdv, backward_dq, tuning
 from lmkit.kernels.flash import forward as flash_forward
+from lmkit.kernels.flash import tuning
 from lmkit.kernels.flash.tuning import Tiling
 from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 
@@ -24,8 +24,8 @@ POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
 KERNELS = (
     flash_forward.forward_kernel,
-    backward_dq.dq_kernel,
-    backward_dkdv.dkdv_kernel,
+    flash_backward.dq_kernel,
+    flash_backward.dkdv_kernel,
     cross_entropy.scale_kernel,
 )
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)

@@ -32,8 +32,7 @@ from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
 from lmkit.kernels.hopper.backward_dq import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
-from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream
-from lmkit.kernels.hopper.support import used_of, width_of
+from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream, used_of, width_of
 from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
 from lmkit.kernels.launch import Start, count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
 from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
@@ -358,7 +357,7 @@ def _prepare_keys(
 
 # The two small kernels around the fast backward. Strides come in units of 8 elements, so that 16-byte accesses are
 # known to be aligned. Heads go along the grid's first axis, the only one that takes more than 65,535. D is the
-# width that heads take in the kernels and in the sum of dQ, HEAD_DIM what of it is theirs (`support.width_of`).
+# width that heads take in the kernels and in the sum of dQ, HEAD_DIM what of it is theirs (`forward.width_of`).
 
 
 @triton.jit
@@ -401,7 +400,7 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
 def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
                   dq_row: tl.int64, D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Round dQ from its float32 sum, which lies in patches of 16 x 8 as `fragments.in_thread_order` stores them."""
+    """Round dQ from its float32 sum, which lies in patches of 16 x 8 as `wgmma.in_thread_order` stores them."""
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)
