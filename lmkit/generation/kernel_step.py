@@ -147,7 +147,6 @@ class KernelStep:
         """Prepare the launches of a step of up to 16 rows."""
         stream, (rows, width) = self.stream, self.attended.shape
         output_parts = parts_of(width, self.tile("output", rows, width))
-
         product = partial(prepare_product, stream=stream, eps=self.eps, pdl=self.pdl)
         launches: list[Callable[[], None]] = []
         for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):
@@ -161,7 +160,7 @@ class KernelStep:
                 ),
                 product("down", self.hidden, down, stream.total, then="residual", gain=next_norm),
             ]
-        rules = {"rules": self.decoder.rules, "best": self.best}
+        rules: dict[str, Any] = {"rules": self.decoder.rules, "best": self.best}
         head = product(
             "head", stream.normed, self.head, self.logits, then="logits", num_parts=self.parts, **rules
         )

@@ -67,13 +67,10 @@ def cross_entropy_kernel(
     logits_pointer,  # (rows, stride); each receives its gradient
     targets_pointer,
     scale_pointer,  # one float32 that multiplies the gradient
-    losses_pointer,
-    stride,
-    vocab_size,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    losses_pointer, stride, vocab_size,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,  # logits that share a maximum, so that it changes once for all of them
-):
+):  # fmt: skip
     """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, so that the
     second pass begins where the row is still in the cache. A row is padding from vocab_size to stride: that may be
     overwritten."""
@@ -136,11 +133,8 @@ calls = LaunchCache(_prepare)
 def scale_kernel(
     x_pointer,
     scale_pointer,  # one float32
-    out_pointer,
-    total,
-    IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_pointer, total, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK elements a program. In place, a scale of 1 moves no memory: that of a step with one micro-batch."""
     scale = tl.load(scale_pointer)
     if IN_PLACE and scale == 1.0:

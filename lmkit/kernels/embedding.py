@@ -46,15 +46,9 @@ def scatter_add_kernel(grad_pointer, ids_pointer, table_pointer, grad_stride, wi
 @triton.jit
 def sorted_sum_kernel(
     grad_pointer,
-    ids_pointer,  # sorted
-    order_pointer,  # the place of each
-    table_pointer,
-    grad_stride,
-    places,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    ids_pointer, order_pointer,  # sorted; the place of each
+    table_pointer, grad_stride, places, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A program for each place and tile of columns; that of an id's first place adds up all of its places."""
     first = tl.program_id(0)
     row = tl.load(ids_pointer + first)

@@ -56,19 +56,11 @@ def rms_norm(x: Tensor, gain: Tensor, *, eps: float = 1e-5, dtype: torch.dtype |
 
 @triton.jit
 def add_norm_kernel(
-    x_pointer,
-    delta_pointer,
-    gain_pointer,
-    total_pointer,
-    normed_pointer,
-    inverse_rms_pointer,
-    x_stride,
-    delta_stride,
-    width,
-    eps,
+    x_pointer, delta_pointer, gain_pointer, total_pointer, normed_pointer, inverse_rms_pointer,
+    x_stride, delta_stride, width, eps,
     ADD: tl.constexpr,  # there is a delta, and the sum is stored
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -88,22 +80,14 @@ def add_norm_kernel(
 
 @triton.jit
 def norm_gradient_kernel(
-    grad_pointer,  # of the norm
-    past_pointer,  # of the sum
-    total_pointer,
-    gain_pointer,
-    inverse_rms_pointer,
-    grad_x_pointer,
+    grad_pointer, past_pointer,  # of the norm; of the sum
+    total_pointer, gain_pointer, inverse_rms_pointer, grad_x_pointer,
     grad_gain_pointer,  # (width), or (programs, width): the sums of each program
-    grad_stride,
-    past_stride,
-    total_stride,
-    rows,
-    width,
+    grad_stride, past_stride, total_stride, rows, width,
     PAST: tl.constexpr,  # the sum has a gradient
     ATOMIC: tl.constexpr,  # the gain's gradient is added up here, in any order
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program takes every num_programs-th row."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -237,21 +221,14 @@ def heads_norm(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, *, ep
 
 @triton.jit
 def heads_norm_kernel(
-    x_pointer,
-    q_gain_pointer,
-    k_gain_pointer,
+    x_pointer, q_gain_pointer, k_gain_pointer,
     bias_pointer,  # ((heads + 2 kv_heads) * head_dim)
     out_pointer,  # perhaps x
     count,  # heads of all tokens
     eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program takes the next ROWS heads."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -273,20 +250,11 @@ def heads_norm_kernel(
 
 @triton.jit
 def heads_norm_gradient_kernel(
-    grad_pointer,
-    x_pointer,
-    q_gain_pointer,
-    k_gain_pointer,
-    grad_x_pointer,
+    grad_pointer, x_pointer, q_gain_pointer, k_gain_pointer, grad_x_pointer,
     sums_pointer,  # (programs, 2, HEAD_DIM): the gains' gradients
-    count,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    count, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program takes every num_programs-th group of ROWS heads."""
     columns = tl.arange(0, BLOCK)
     inside = columns < HEAD_DIM

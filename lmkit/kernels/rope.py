@@ -49,19 +49,14 @@ def rope_kernel(
     source_pointer,
     table_pointer,  # cosine and sine of each pair in turn
     out_pointer,  # perhaps the source
-    source_stride_batch,
-    source_stride_row,
-    out_stride_batch,
-    out_stride_row,
+    source_stride_batch, source_stride_row, out_stride_batch, out_stride_row,
     table_stride_batch,  # 0: one table for all rows of the batch
     seq,
     HEAD_DIM: tl.constexpr,
-    TURNED: tl.constexpr,  # channels of q and k
-    KEPT: tl.constexpr,  # channels after them to copy
+    TURNED: tl.constexpr, KEPT: tl.constexpr,  # channels of q and k; channels after them to copy
     INVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,  # covers TURNED
-    REST: tl.constexpr,  # covers KEPT
-):
+    BLOCK: tl.constexpr, REST: tl.constexpr,  # cover TURNED; KEPT
+):  # fmt: skip
     """One position a program."""
     batch = (tl.program_id(0) // seq).to(tl.int64)
     position = (tl.program_id(0) % seq).to(tl.int64)

@@ -57,13 +57,10 @@ def swiglu_kernel(joint_pointer, out_pointer, total, D_FF: tl.constexpr, BLOCK: 
 
 @triton.jit
 def swiglu_gradient_kernel(
-    joint_pointer,
-    grad_pointer,
+    joint_pointer, grad_pointer,
     grad_joint_pointer,  # perhaps the joint's
-    total,
-    D_FF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    total, D_FF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index, gate_at, inside = _places(total, D_FF, BLOCK)
     gate = tl.load(joint_pointer + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(joint_pointer + gate_at + D_FF, mask=inside, other=0.0).to(tl.float32)
@@ -85,13 +82,9 @@ def _places(total, D_FF: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_cast_kernel(
-    joint_pointer,
-    out_pointer,
-    words_pointer,
-    scale_pointer,
-    D_FF: tl.constexpr,
-    BLOCK: tl.constexpr,  # covers D_FF
-):
+    joint_pointer, out_pointer, words_pointer, scale_pointer,
+    D_FF: tl.constexpr, BLOCK: tl.constexpr,  # covers D_FF
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -110,14 +103,10 @@ def swiglu_cast_kernel(
 
 @triton.jit
 def swiglu_gradient_cast_kernel(
-    joint_pointer,
-    grad_pointer,
+    joint_pointer, grad_pointer,
     grad_joint_pointer,  # perhaps the joint's
-    words_pointer,
-    scale_pointer,
-    D_FF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    words_pointer, scale_pointer, D_FF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]

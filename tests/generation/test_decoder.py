@@ -9,8 +9,7 @@ from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoders
-from lmkit.generation.cpu_step import CPUStep
-from lmkit.generation.decoder import FAST_SWITCHES, ModelStep, can_run_kernels, decoder_needs
+from lmkit.generation.decoder import FAST_SWITCHES, CPUStep, ModelStep, can_run_kernels, decoder_needs
 from lmkit.generation.prefill import Prefill
 
 GREEDY, ENDLESS = Sampling(temperature=0.0), 1000

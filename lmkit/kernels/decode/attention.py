@@ -29,8 +29,7 @@ from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_call, 
 @triton.jit(do_not_specialize=["capacity"])
 def attend_kernel(
     qkv_pointer,  # (rows, (HEADS + 2 KV_HEADS) * DIM)
-    keys_pointer,  # (rows, KV_HEADS, capacity, DIM)
-    values_pointer,
+    keys_pointer, values_pointer,  # (rows, KV_HEADS, capacity, DIM)
     place_pointer,  # (rows) int64
     cos_sin_pointer,  # (capacity, DIM / 2, 2) float32
     out_pointer,  # (rows, HEADS * DIM)
@@ -39,18 +38,11 @@ def attend_kernel(
     arrived_pointer,  # (rows * KV_HEADS) int32, how many splits are done; zero between steps
     capacity,
     scale,  # factor of scores, times log2 e
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head, padded to a power of 2
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MOST_SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens that a token sees, itself among them; 0: all
-):
+):  # fmt: skip
     """Attend to one split of the old keys of one row and key head per program."""
     row_head, split = tl.program_id(0), tl.program_id(1)
     row, head = row_head // KV_HEADS, row_head % KV_HEADS

@@ -26,35 +26,17 @@ def advance_kernel(
     logits_pointer,  # (rows, vocab_size) float32, with the rules applied
     best_pointer,  # (rows, SLOTS) int64, largest keys of logits, see `keys_of`; NOTHING between steps
     settings_pointer,  # see `settings_of`
-    place_pointer,
-    text_pointer,
-    number_pointer,
-    done_pointer,
-    seeds_pointer,
-    drawn_pointer,
-    logprobs_pointer,
+    place_pointer, text_pointer, number_pointer, done_pointer, seeds_pointer, drawn_pointer, logprobs_pointer,
     seen_pointer,  # (rows, vocab_size)
     stops_pointer,  # (vocab_size) if STOPS
     table_pointer,  # (vocab_size, d_model), embeddings
     gain_pointer,  # (d_model), the first norm's gain
-    stream_pointer,  # (rows, d_model)
-    normed_pointer,
-    parts_pointer,
-    vocab_size,
-    text_stride,
-    stop,
-    most,
-    num_parts,
-    KIND: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    PENALTY: tl.constexpr,
-    STOPS: tl.constexpr,
+    stream_pointer, normed_pointer, parts_pointer,  # (rows, d_model), twice
+    vocab_size, text_stride, stop, most, num_parts,
+    KIND: tl.constexpr, LOGPROBS: tl.constexpr, PENALTY: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr,  # d_model
-    MOST_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    MOST_PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Draw the next token of one row per program, and start the next step's stream with its embedding.
 
     KIND is a compile-time constant: code that does not run would still take space in the instruction cache.
@@ -118,14 +100,9 @@ def advance_kernel(
 @triton.jit
 def rules_kernel(
     logits_pointer,  # (rows, vocab_size) float32
-    best_pointer,
-    banned_pointer,
-    seen_pointer,
-    settings_pointer,
-    vocab_size,
-    PENALTY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    best_pointer, banned_pointer, seen_pointer, settings_pointer, vocab_size,
+    PENALTY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Apply the rules to BLOCK logits of a row that a library has computed; put the largest key into `best`."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
