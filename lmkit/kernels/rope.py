@@ -86,12 +86,7 @@ def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     kept = kv_heads * head_dim
     turned = width - kept
     block = triton.next_power_of_2(turned)
-    numbers = (
-        *source.stride()[:2],
-        *out_strides,
-        table.stride(0) if table.dim() == 4 else 0,
-        seq,
-    )
+    numbers = (*source.stride()[:2], *out_strides, table.stride(0) if table.dim() == 4 else 0, seq)
     constants = {
         "HEAD_DIM": head_dim,
         "TURNED": turned,

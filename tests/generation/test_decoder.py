@@ -31,10 +31,7 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
     check_next_logits(decoder, model)
 
 
-SWITCHES = {
-    "qk_norm": True,
-    "attention_window": 4,
-}
+SWITCHES = {"qk_norm": True, "attention_window": 4}
 
 
 def check_next_logits(decoder, model):
