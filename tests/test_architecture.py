@@ -257,13 +257,13 @@ def test_files_are_named_after_ideas(word):
 # that needs more changes the number, and says why.
 BUDGETS = {
     "": 570,
-    "attention": 610,
+    "attention": 578,
     "bench": 6120,
     "cli": 2930,
     "core": 2200,
     "data": 1600,
-    "generation": 1010,
-    "kernels": 6310,
+    "generation": 1005,
+    "kernels": 5790,
     "measure": 1685,
     "model": 1500,
     "optim": 460,

@@ -4,12 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
-from lmkit.kernels.swiglu_fp8 import swiglu_and_cast
 
 from lmkit.errors import UsageError
 from lmkit.kernels import fp8 as kernels
 from lmkit.kernels.launch import LaunchCache
-from lmkit.kernels.swiglu import swiglu
+from lmkit.kernels.swiglu import swiglu, swiglu_and_cast
 from lmkit.model import SwiGLU, accounting, fp8
 from lmkit.model.fused import Fused
 from lmkit.model.joined import joined_product

@@ -192,8 +192,8 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
 
 @pytest.fixture
 def record(monkeypatch):
-    """Records a block in a graph whose recording PyTorch can end, or not: it then stays on the stream of the graph, as
-    the real one does. Returns (the stream afterwards, what the allocator was told to end and to release)."""
+    """Records a block in a graph whose recording PyTorch can end, or not. `current` is the stream, `told` what the
+    allocator was told to end and to release."""
     current, told = ["before"], []
 
     @contextmanager
