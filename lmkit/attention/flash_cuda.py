@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmkit.core.attention import SECOND_DERIVATIVES, prepare_inputs, zeros_like_queries
-from lmkit.core.autograd import differentiable_once
+from lmkit.core.attention import prepare_inputs, zeros_like_queries
 from lmkit.errors import UsageError
-from lmkit.kernels.cuda.build import nvcc
-from lmkit.kernels.cuda.flash import flash_backward, flash_forward
-from lmkit.kernels.operators import attention_gradient_shapes, attention_shapes, define
+from lmkit.kernels.cuda.flash import flash_backward, flash_forward, nvcc
+from lmkit.kernels.operators import define_attention
 from lmkit.registry import ATTENTION
 
 LARGEST_HEAD_DIM = 128
@@ -71,7 +69,7 @@ def flash_cuda(
         return zeros_like_queries(q, k, v)
     if scale <= 0:
         q, scale = q * scale, 1.0  # the kernels take the maximum before they scale
-    out: Tensor = forward_operator(q, k, v, causal, scale, naive, build)[0]
+    out: Tensor = operator(q, k, v, causal, scale, naive, build)[0]
     return out
 
 
@@ -108,44 +106,11 @@ def forward(
     return flash_forward(q, k, v, causal=causal, scale=scale, naive=naive, build=build)
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    causal, scale, naive, build = options
-    return flash_backward(dout, q, k, v, out, lse, causal=causal, scale=scale, naive=naive, build=build)
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, causal, scale, naive, build = arguments
+    return flash_backward(*tensors, causal=causal, scale=scale, naive=naive, build=build)
 
 
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
 _OPTIONS = "bool causal, float scale, bool naive, str build"
-forward_operator = define(
-    _LIBRARY,
-    f"flash_cuda_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-    forward,
-    attention_shapes,
-)
-backward_operator = define(
-    _LIBRARY,
-    "flash_cuda_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    backward,
-    attention_gradient_shapes,
-)
-
-
-def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep q, k, v, out, the log-sum-exp and the options."""
-    q, k, v, *ctx.options = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
-    ctx.save_for_backward(q, k, v, out, lse)
-
-
-@differentiable_once("flash_cuda", instead=SECOND_DERIVATIVES)
-def backward_of_operator(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    return *backward_operator(grads[0], *saved, *ctx.options), *[None] * len(ctx.options)
-
-
-torch.library.register_autograd(
-    "lmkit::flash_cuda_forward", backward_of_operator, setup_context=save_for_backward, lib=_LIBRARY
-)
+operator = define_attention(_LIBRARY, "flash_cuda", _OPTIONS, forward, backward)

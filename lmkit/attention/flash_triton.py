@@ -8,6 +8,7 @@ Eager calls use an `autograd.Function`. Under torch.compile, forward and backwar
 compiler, so that they do not break the graph.
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ from lmkit.errors import UsageError
 from lmkit.kernels.flash.backward import flash_backward
 from lmkit.kernels.flash.forward import flash_forward
 from lmkit.kernels.launch import capability
-from lmkit.kernels.operators import attention_gradient_shapes, attention_shapes, define
+from lmkit.kernels.operators import define_attention
 from lmkit.kernels.versions import INTERPRETED
 from lmkit.registry import ATTENTION
 
@@ -91,7 +92,7 @@ def flash_triton(
         first = first_as_read(q, k, first, causal)
     given = (causal, scale, implementation, deterministic, fp32_precision, first)
     if torch.compiler.is_compiling():
-        return forward_operator(q, k, v, *given)[0]
+        return operator(q, k, v, *given)[0]
     options = Options(*given)._replace(implementation=resolve(implementation, q, k, v))
     return FlashAttentionTriton.apply(q, k, v, options)[0]
 
@@ -218,16 +219,6 @@ def backward(
     return run(dout, *saved, causal=causal, scale=scale, into=into, first=first)
 
 
-def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep q, k, v, out, the log-sum-exp and the options."""
-    q, k, v, *options = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
-    ctx.save_for_backward(q, k, v, out, lse)
-    ctx.options = Options(*options)
-
-
 class FlashAttentionTriton(torch.autograd.Function):
     """`FlashAttentionTriton.apply(q, k, v, causal)` returns (out, log-sum-exp): the kernels with their gradient.
 
@@ -243,9 +234,12 @@ class FlashAttentionTriton(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if isinstance(options, bool):
             options = Options(options, q.shape[3] ** -0.5, resolve("auto", q, k, v), False, "bf16x6")
-        output = forward(q, k, v, options)
-        save_for_backward(ctx, (q, k, v, *options), output)
-        return output
+        ctx.options = options
+        out, lse = forward(q, k, v, options)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of lse
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
 
     @staticmethod
     @differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
@@ -253,10 +247,10 @@ class FlashAttentionTriton(torch.autograd.Function):
         return *backward(rows_in_place(grads[0]), *saved, options=ctx.options), None
 
 
-# The operators for torch.compile resolve the implementation when they run.
+# The operator for torch.compile resolves the implementation when it runs.
 
 
-def resolved(q: Tensor, k: Tensor, v: Tensor, options: tuple) -> Options:
+def resolved(q: Tensor, k: Tensor, v: Tensor, options: Sequence[Any]) -> Options:
     """Return the options of an operator with the name of the implementation that runs."""
     given = Options(*options)
     return given._replace(implementation=resolve(given.implementation, q, k, v))
@@ -269,34 +263,14 @@ def resolve_and_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple
 def resolve_and_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(dout, q, k, v, out, lse, options=resolved(q, k, v, options))
+    return backward(rows_in_place(dout), q, k, v, out, lse, options=resolved(q, k, v, options))
 
 
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
-_OPTIONS = (
-    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None"
-)
-forward_operator = define(
+operator = define_attention(
     _LIBRARY,
-    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    "flash_attention",
+    "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None",
     resolve_and_forward,
-    attention_shapes,
-)
-backward_operator = define(
-    _LIBRARY,
-    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     resolve_and_backward,
-    attention_gradient_shapes,
-)
-
-
-@differentiable_once("flash_triton", instead=SECOND_DERIVATIVES)
-def backward_of_operator(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = backward_operator(rows_in_place(grads[0]), *saved, *ctx.options)
-    return *gradients, *[None] * len(ctx.options)
-
-
-torch.library.register_autograd(
-    "lmkit::flash_attention_forward", backward_of_operator, setup_context=save_for_backward, lib=_LIBRARY
 )

@@ -127,7 +127,7 @@ def atomic_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """`dkdv_kernel` with dQ: see lmkit/kernels/flash/backward_dkdv.py. Needs REST = 0."""
+    """`dkdv_kernel` with dQ: see lmkit/kernels/flash/backward.py. Needs REST = 0."""
     num_tiles = tl.cdiv(num_keys, COLUMNS)
     column = tl.program_id(0) % num_tiles * COLUMNS
     batch_head = tl.program_id(0) // num_tiles

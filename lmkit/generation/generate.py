@@ -6,7 +6,7 @@ import codecs
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -202,10 +202,8 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     options: GenerateConfig,
     *,
-    vocab_size: int | None = None,
-    never: Sequence[int] = (),
-    stops: Collection[int] = (),
     kernels: bool | None = None,
+    **limits: Any,
 ) -> Iterator[Drawn]:
     """Yield tokens as they are drawn; `generate` says what happens at the end of the context.
 
@@ -215,10 +213,8 @@ def generate_tokens(
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
-        vocab_size: draw only ids below it (the embedding may have more rows than the tokenizer has tokens).
-        never: ids that are not drawn (a vocabulary may have gaps).
-        stops: ids that end a row, after they were yielded; `options.max_new_tokens` ends the others.
-        kernels: see `Decoder`.
+        kernels, limits: `kernels`, `vocab_size`, `never` and `stops` of `Decoder`. An id of `stops` is yielded before
+            it ends a row; `options.max_new_tokens` ends the others.
 
     Raises:
         LmkitError: the logits are not finite, or memory does not suffice.
@@ -228,7 +224,6 @@ def generate_tokens(
     # Only a graph has a fixed width: without one, make no row that stays empty.
     in_graph = can_run_kernels(model) if kernels is None else kernels
     rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
-    limits: dict[str, Any] = {"vocab_size": vocab_size, "never": never, "stops": stops}
     try:
         decoder = decoder_for(model, options, rows, kernels=kernels, **limits)
         yield from draw_tokens(decoder, prompts, options.seed)
@@ -237,29 +232,15 @@ def generate_tokens(
         raise does_not_fit(f"{rows} texts do not fit: {why}", rows // 2) from error
 
 
-def decoder_for(
-    model: TransformerLM,
-    options: GenerateConfig,
-    rows: int,
-    *,
-    vocab_size: int | None,
-    never: Sequence[int],
-    stops: Collection[int],
-    kernels: bool | None = None,
-) -> Decoder:
-    """Return a decoder that samples as the table `[generate]` says. Arguments: see `generate_tokens`."""
-    return Decoder(
-        model,
-        rows,
-        sampling=Sampling(**{key: getattr(options, key) for key in Sampling._fields}),
-        most=options.max_new_tokens,
-        stops=stops,
-        vocab_size=vocab_size,
-        never=never,
-        logprobs=options.logprobs,
-        kernels=kernels,
-        weights=options.weights,
-    )
+def decoder_for(model: TransformerLM, options: GenerateConfig, rows: int, **limits: Any) -> Decoder:
+    """Return a decoder that samples as the table `[generate]` says. limits: see `generate_tokens`."""
+    sampling = Sampling(**{key: getattr(options, key) for key in Sampling._fields})
+    fixed: dict[str, Any] = {
+        "most": options.max_new_tokens,
+        "logprobs": options.logprobs,
+        "weights": options.weights,
+    }
+    return Decoder(model, rows, sampling=sampling, **fixed, **limits)
 
 
 def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:

@@ -12,17 +12,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.kernels.decode.attention import attend_space, prepare_attend
-from lmkit.kernels.decode.products import NOTHING, SLOTS, Matrix, Stream, prepare_product, to_fp8
+from lmkit.kernels.decode.products import (
+    NOTHING,
+    SLOTS,
+    Matrix,
+    Stream,
+    parts_of,
+    prepare_product,
+    tile_of,
+    to_fp8,
+)
 from lmkit.kernels.decode.rows import MOST_ROWS
 from lmkit.kernels.decode.sampling import prepare_advance, prepare_rules
-from lmkit.kernels.decode.tiles import parts_of, tile_of
-from lmkit.kernels.heads_norm import prepare_heads_norm
 from lmkit.kernels.launch import capability, recording, selected
-from lmkit.kernels.norm import add_rms_norm, rms_norm
+from lmkit.kernels.norm import add_rms_norm, prepare_heads_norm, rms_norm
 from lmkit.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from lmkit.generation.decoder import Decoder, LayerWeights
+    from lmkit.generation.decoder import Decoder
 
 SMALLEST_BUCKET = 256
 
@@ -97,10 +104,15 @@ class KernelStep:
             x.copy_(before)
         return graph.replay
 
-    def _attend(self, layer: int, bucket: int) -> Callable[[], None]:
-        decoder = self.decoder
-        after_product = not self._adjust(decoder.layers[layer])
-        start, pointers = prepare_attend(
+    def _attend(self, layer: int, bucket: int) -> list[Callable[[], None]]:
+        """Prepare what comes between the projection q|k|v and the next product: bias and norms of heads, if the model
+        has them, and attention."""
+        decoder, weights = self.decoder, self.decoder.layers[layer]
+        config, launches = decoder.model.config, []
+        if weights.qk_gains is not None or weights.qkv_bias is not None:
+            sizes = {"head_dim": config.head_dim, "kv_heads": config.kv_heads, "eps": self.eps}
+            launches.append(prepare_heads_norm(self.qkv, weights.qk_gains, weights.qkv_bias, **sizes))
+        attend = prepare_attend(
             self.qkv,
             decoder.cache.keys[layer],
             decoder.cache.values[layer],
@@ -110,24 +122,13 @@ class KernelStep:
             self.space,
             longest=bucket,
             window=decoder.cache.windows[layer],
-            pdl=self.pdl and self.few and after_product,
+            pdl=self.pdl and self.few and not launches,
         )
-        return partial(start, *pointers)
-
-    def _adjust(self, layer: LayerWeights) -> list[Callable[[], None]]:
-        """Prepare what stands between the projection q|k|v and RoPE: a bias, norms of heads, or nothing."""
-        config = self.decoder.model.config
-        if layer.qk_gains is None and layer.qkv_bias is None:
-            return []
-        inputs = self.qkv, layer.qk_gains, layer.qkv_bias
-        start, pointers = prepare_heads_norm(
-            *inputs, self.qkv, head_dim=config.head_dim, kv_heads=config.kv_heads, eps=self.eps
-        )
-        return [partial(start, *pointers)]
+        return [*launches, attend]
 
     def _advance(self) -> Callable[[], None]:
         decoder = self.decoder
-        start, pointers = prepare_advance(
+        return prepare_advance(
             self.logits,
             self.best,
             decoder.state,
@@ -141,34 +142,25 @@ class KernelStep:
             logprobs=decoder.logprobs,
             pdl=self.pdl and self.few,
         )
-        return partial(start, *pointers)
 
     def _few(self, bucket: int) -> Callable[[], None]:
         """Prepare the launches of a step of up to 16 rows."""
         stream, (rows, width) = self.stream, self.attended.shape
         output_parts = parts_of(width, self.tile("output", rows, width))
-
-        def product(name: str, x: Tensor, weight: Matrix, out: Tensor, **options: Any) -> Callable[[], None]:
-            start, pointers = prepare_product(
-                name, x, weight, out, stream, eps=self.eps, pdl=self.pdl, **options
-            )
-            return partial(start, *pointers)
-
+        product = partial(prepare_product, stream=stream, eps=self.eps, pdl=self.pdl)
         launches: list[Callable[[], None]] = []
         for layer, (qkv, output, gate_up, down) in enumerate(self.matrices):
-            adjust = self._adjust(self.decoder.layers[layer])
             norm2, next_norm = self.gains[2 * layer + 1 : 2 * layer + 3]
             launches += [
                 product("qkv", stream.normed, qkv, self.qkv, num_parts=self.parts),
-                *adjust,
-                self._attend(layer, bucket),
+                *self._attend(layer, bucket),
                 product("output", self.attended, output, stream.total, then="residual", gain=norm2),
                 product(
                     "gate_up", stream.normed, gate_up, self.hidden, then="swiglu", num_parts=output_parts
                 ),
                 product("down", self.hidden, down, stream.total, then="residual", gain=next_norm),
             ]
-        rules = {"rules": self.decoder.rules, "best": self.best}
+        rules: dict[str, Any] = {"rules": self.decoder.rules, "best": self.best}
         head = product(
             "head", stream.normed, self.head, self.logits, then="logits", num_parts=self.parts, **rules
         )
@@ -183,11 +175,8 @@ class KernelStep:
     def _many(self, bucket: int) -> Callable[[], None]:
         """Prepare a step of more rows: from 64 rows on, a library's products reach the memory's bandwidth."""
         decoder, gains = self.decoder, self.gains
-        attends = [
-            [*self._adjust(weights), self._attend(layer, bucket)]
-            for layer, weights in enumerate(decoder.layers)
-        ]
-        start, pointers = prepare_rules(self.logits, self.best, decoder.rules)
+        attends = [self._attend(layer, bucket) for layer in range(len(decoder.layers))]
+        apply_rules = prepare_rules(self.logits, self.best, decoder.rules)
         advance = self._advance()
         head = decoder.model.lm_head.weight
         # Logits in float32, as the kernels of few rows leave them.
@@ -205,7 +194,7 @@ class KernelStep:
                 delta = F.linear(swiglu(F.linear(normed, weights.gate_up)), weights.down)
                 x, normed = add_rms_norm(x, delta, gains[2 * layer + 2], eps=self.eps)
             torch.mm(normed, head.T, out=self.logits, **wide)
-            start(*pointers)
+            apply_rules()
             advance()
 
         return run

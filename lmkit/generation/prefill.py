@@ -109,7 +109,7 @@ class Prefill:
         self.together = max(1, decoder.rows // 16) if padded else 1
         self.store: Callable[..., None] | None = None
         if padded and decoder.device.type == "cuda":
-            from lmkit.kernels.decode.cache import store
+            from lmkit.kernels.decode.attention import store
 
             self.store = store
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}

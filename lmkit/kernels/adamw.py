@@ -36,18 +36,13 @@ def adamw_kernel(
     owner_pointer,  # (CTAs,) int32: the tensor that a CTA works on
     factor_pointer,  # one float32 by which gradients are multiplied, or None
     decided_pointer,  # what `decide` wrote, read in place of kept, eps and rate; or None
-    beta1,
-    rest1,  # 1 - beta1
-    beta2,
-    rest2,  # 1 - beta2
-    kept,
-    eps,
-    rate,
+    beta1, rest1, beta2, rest2,  # rest1 = 1 - beta1
+    kept, eps, rate,
     WEIGHT: tl.constexpr,  # dtype of weights and moments
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,  # None: there is none
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     row = table_pointer + tl.load(owner_pointer + program).to(tl.int64) * COLUMNS
     block = program - tl.load(row + 6)  # of this tensor; 64 bits, as the table
@@ -71,14 +66,10 @@ def adamw_kernel(
 def update_block(
     row,
     start,  # the first element
-    factor,
-    numbers,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    COPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    factor, numbers,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # addresses are multiples of VECTOR_BYTES, and the tensor does not end in this block
-):
+):  # fmt: skip
     """Update BLOCK elements of one tensor, or as many as it has left."""
     beta1, rest1, beta2, rest2, kept, eps, rate = numbers
     left = tl.minimum(tl.load(row + 5) - start, BLOCK).to(tl.int32)

@@ -21,7 +21,6 @@ from torch import Tensor
 from lmkit.core.autograd import differentiable_once
 from lmkit.core.loss import check_targets
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
-from lmkit.kernels.operators import define
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -38,8 +37,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the mean over the tokens that count of -log softmax(hidden weight^T)[target], in nats, in float32.
 
-    Differentiable once, in hidden and weight. The forward pass computes the gradients. The backward pass of an eager
-    call scales them in place, so that it runs once.
+    Differentiable once, in hidden and weight. The forward pass computes the gradients; the backward pass scales them
+    in place, so that it runs once.
 
     Args:
         hidden: (..., d_model)
@@ -60,8 +59,6 @@ def linear_cross_entropy(
     chunk = chunk or max(1, len(hidden))
     with_grad = torch.is_grad_enabled()
     of_hidden, of_weight = with_grad and hidden.requires_grad, with_grad and weight.requires_grad
-    if torch.compiler.is_compiling():
-        return operator(hidden, weight, targets, chunk, of_hidden, of_weight)[0]
     return LinearCrossEntropy.apply(hidden, weight, targets, (chunk, of_hidden, of_weight))[0]
 
 
@@ -70,13 +67,10 @@ def cross_entropy_kernel(
     logits_pointer,  # (rows, stride); each receives its gradient
     targets_pointer,
     scale_pointer,  # one float32 that multiplies the gradient
-    losses_pointer,
-    stride,
-    vocab_size,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    losses_pointer, stride, vocab_size,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,  # logits that share a maximum, so that it changes once for all of them
-):
+):  # fmt: skip
     """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, so that the
     second pass begins where the row is still in the cache. A row is padding from vocab_size to stride: that may be
     overwritten."""
@@ -139,11 +133,8 @@ calls = LaunchCache(_prepare)
 def scale_kernel(
     x_pointer,
     scale_pointer,  # one float32
-    out_pointer,
-    total,
-    IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_pointer, total, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK elements a program. In place, a scale of 1 moves no memory: that of a step with one micro-batch."""
     scale = tl.load(scale_pointer)
     if IN_PLACE and scale == 1.0:
@@ -183,44 +174,6 @@ def cross_entropy_(
         calls((logits, targets, scale), (losses,), (gradient,))
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunk: int,
-    of_hidden: bool,
-    of_weight: bool,
-    *,
-    sums_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, gradient of hidden, gradient of weight in `sums_dtype`, a factor that the gradients still lack).
-
-    The factor is 1, or for float16 the division by the number of tokens: that would underflow before the loss scale
-    multiplies the gradients. A gradient that is not wanted is empty.
-    """
-    hidden, targets = hidden.contiguous(), targets.contiguous()
-    tokens = len(hidden)
-    share = (targets >= 0).sum().clamp(min=1).float().reciprocal()
-    one = torch.ones_like(share)
-    late = weight.dtype == torch.float16
-    losses = hidden.new_empty(tokens, dtype=torch.float32)
-    grad_hidden = hidden.new_empty(hidden.shape if of_hidden else 0)
-    make = weight.new_empty if tokens else weight.new_zeros
-    sums = make(weight.shape if of_weight else 0, dtype=sums_dtype)
-    buffer = empty_logits(min(chunk, tokens), weight)
-    for start in range(0, tokens, chunk):
-        part = slice(start, start + chunk)
-        h = hidden[part]
-        logits = torch.mm(h, weight.t(), out=buffer[: len(h)])  # (chunk, vocab_size)
-        scale = one if late else share
-        cross_entropy_(logits, targets[part], scale, losses[part], gradient=of_hidden or of_weight)
-        if of_hidden:
-            torch.mm(logits, weight, out=grad_hidden[part])
-        if of_weight:
-            _add_product(sums, logits.t(), h, begin=start == 0)
-    return losses.sum() * share, grad_hidden, sums, share if late else one
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, begin: bool) -> None:
     """Add a b to `total`, which may be wider than the factors; `begin` with nothing in it."""
     if begin and total.dtype == a.dtype:
@@ -244,16 +197,35 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        ctx.wants = options[1:]
-        one_chunk = options[0] >= len(hidden)
-        # A float16 sum over the tokens might overflow: its division by their number comes later.
-        in_half = one_chunk and weight.dtype == torch.bfloat16
-        sums_dtype = torch.bfloat16 if in_half else torch.float32
-        loss, *gradients = forward(hidden, weight, targets, *options, sums_dtype=sums_dtype)
+        chunk, of_hidden, of_weight = options
+        hidden, targets = hidden.contiguous(), targets.contiguous()
+        tokens = len(hidden)
+        share = (targets >= 0).sum().clamp(min=1).float().reciprocal()
+        one = torch.ones_like(share)
+        # In float16 the division by the number of tokens would underflow before the loss scale multiplies the
+        # gradients, and a sum over the tokens might overflow.
+        late = weight.dtype == torch.float16
+        in_half = chunk >= tokens and weight.dtype == torch.bfloat16
+        losses = hidden.new_empty(tokens, dtype=torch.float32)
+        grad_hidden = hidden.new_empty(hidden.shape if of_hidden else 0)
+        make = weight.new_empty if tokens else weight.new_zeros
+        sums = make(weight.shape if of_weight else 0, dtype=torch.bfloat16 if in_half else torch.float32)
+        buffer = empty_logits(min(chunk, tokens), weight)
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
+            h = hidden[part]
+            logits = torch.mm(h, weight.t(), out=buffer[: len(h)])  # (chunk, vocab_size)
+            scale = one if late else share
+            cross_entropy_(logits, targets[part], scale, losses[part], gradient=of_hidden or of_weight)
+            if of_hidden:
+                torch.mm(logits, weight, out=grad_hidden[part])
+            if of_weight:
+                _add_product(sums, logits.t(), h, begin=start == 0)
+        loss = losses.sum() * share
         # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
         empty = loss.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(*gradients, empty)
+        ctx.save_for_backward(grad_hidden, sums, share if late else one, empty)
         return loss, empty
 
     @staticmethod
@@ -261,59 +233,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         "linear_cross_entropy", instead="F.cross_entropy of all logits has a second derivative"
     )
     def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, factor, _ = saved
-        return *_scaled(grad_hidden, grad_weight, grad * factor, ctx.wants, in_place=True), None, None
+        grad_hidden, sums, factor, _ = saved
+        scale, dtype = grad * factor, grad_hidden.dtype
+        return scaled_(grad_hidden, scale, dtype), scaled_(sums, scale, dtype), None, None
 
 
-def _scaled(
-    grad_hidden: Tensor, grad_weight: Tensor, scale: Tensor, wants: tuple[bool, bool], *, in_place: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Multiply the gradients by a float32 scalar on the device; the weight's gets the dtype of the hidden's."""
-    of_hidden, of_weight = wants
-    if not in_place:
-        grad_weight = (grad_weight * scale).to(grad_hidden.dtype)
-        return grad_hidden * scale if of_hidden else None, grad_weight if of_weight else None
-    place = (
-        grad_weight
-        if grad_weight.dtype == grad_hidden.dtype
-        else torch.empty_like(grad_weight, dtype=grad_hidden.dtype)
-    )
-    for wanted, x, out in ((of_hidden, grad_hidden, grad_hidden), (of_weight, grad_weight, place)):
-        if wanted and x.numel():
-            scale_calls((x, scale), (out,), (x is out, out.dtype))
-            torch.autograd.graph.increment_version(out)  # a second backward pass finds out
-    return grad_hidden if of_hidden else None, place if of_weight else None
-
-
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
-operator = define(
-    _LIBRARY,
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, SymInt chunk, bool of_hidden, "
-    "bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
-    forward,
-    lambda hidden, weight, targets, chunk, of_hidden, of_weight: (
-        hidden.new_empty((), dtype=torch.float32),
-        hidden.new_empty(hidden.shape if of_hidden else 0),
-        weight.new_empty(weight.shape if of_weight else 0, dtype=torch.float32),
-        hidden.new_empty((), dtype=torch.float32),
-    ),
-)
-
-
-def _save_for_operator(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.wants = inputs[4:]
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*gradients)
-
-
-def _backward_of_operator(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    grad_hidden, grad_weight, factor = ctx.saved_tensors
-    gradients = _scaled(grad_hidden, grad_weight, grad * factor, ctx.wants, in_place=False)
-    return *gradients, None, None, None, None
-
-
-torch.library.register_autograd(
-    "lmkit::linear_cross_entropy", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
-)
+def scaled_(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x times a float32 scalar on the device, in its own memory if that is of the dtype."""
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        scale_calls((x, scale), (out,), (x is out, dtype))
+        torch.autograd.graph.increment_version(out)  # a second backward pass finds out
+    return out

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lmkit.core.autograd import differentiable_once
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
-from lmkit.kernels.operators import as_rows, define
+from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
 
 ROWS, COLUMNS = 32, 256  # of a tile that a program of the sorted way adds up at a time
 
@@ -30,8 +29,6 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
     The gradient has the dtype that the weight's `grad_dtype` asks for: float32, where it may have any.
     """
-    if torch.compiler.is_compiling():
-        return forward_operator(ids, weight)
     return Embedding.apply(ids, weight)[0]
 
 
@@ -49,15 +46,9 @@ def scatter_add_kernel(grad_pointer, ids_pointer, table_pointer, grad_stride, wi
 @triton.jit
 def sorted_sum_kernel(
     grad_pointer,
-    ids_pointer,  # sorted
-    order_pointer,  # the place of each
-    table_pointer,
-    grad_stride,
-    places,
-    width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    ids_pointer, order_pointer,  # sorted; the place of each
+    table_pointer, grad_stride, places, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A program for each place and tile of columns; that of an id's first place adds up all of its places."""
     first = tl.program_id(0)
     row = tl.load(ids_pointer + first)
@@ -142,35 +133,3 @@ class Embedding(torch.autograd.Function):
     def backward(ctx: Any, saved: Any, grad: Tensor, _: None) -> tuple[None, Tensor]:
         vocab_size, dtype = ctx.options
         return None, gradient(grad, saved[0], vocab_size, torch.are_deterministic_algorithms_enabled(), dtype)
-
-
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
-forward_operator = define(
-    _LIBRARY,
-    "embedding(Tensor ids, Tensor weight) -> Tensor",
-    lambda ids, weight: F.embedding(ids, weight),
-    lambda ids, weight: weight.new_empty(*ids.shape, weight.shape[1]),
-)
-backward_operator = define(
-    _LIBRARY,
-    "embedding_gradient(Tensor grad, Tensor ids, SymInt vocab_size, bool deterministic, ScalarType dtype) -> Tensor",
-    gradient,
-    lambda grad, ids, vocab_size, deterministic, dtype: grad.new_empty(
-        vocab_size, grad.shape[-1], dtype=dtype
-    ),
-)
-
-
-def _save_for_operator(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ids, weight = inputs
-    ctx.save_for_backward(ids)
-    ctx.options = (len(weight), torch.are_deterministic_algorithms_enabled(), weight.dtype)
-
-
-def _backward_of_operator(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-    return None, backward_operator(grad, *ctx.saved_tensors, *ctx.options)
-
-
-torch.library.register_autograd(
-    "lmkit::embedding", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
-)

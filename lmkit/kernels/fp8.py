@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
-from lmkit.kernels.operators import as_rows
+from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
@@ -119,13 +118,10 @@ def scale_of_rows(largest):
 def cast_rows_kernel(
     x_pointer,
     out_pointer,  # words of four numbers
-    scale_pointer,
-    stride,
-    rows,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,  # covers COLUMNS
+    scale_pointer, stride, rows,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,  # covers COLUMNS
     ROWS: tl.constexpr,  # of a program
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (columns < COLUMNS)[None, :]
@@ -141,16 +137,10 @@ def cast_rows_kernel(
 
 @triton.jit
 def cast_transposed_kernel(
-    x_pointer,
-    scale_pointer,
+    x_pointer, scale_pointer,
     out_pointer,  # words of four numbers
-    scales_pointer,
-    stride,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    scales_pointer, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A tile of (ROWS, COLUMNS) a program; tiles that lie below one another have neighbouring numbers."""
     tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)

@@ -10,7 +10,7 @@ Triton's profiler do not see these calls.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,6 +89,27 @@ def prepare_launch(
         launch(current_stream(device), arguments)
 
     return start
+
+
+def prepare_call(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: Sequence[Tensor],
+    numbers: tuple,
+    constants: dict[str, Any],
+    *,
+    pdl: bool | None = None,
+) -> Callable[[], None]:
+    """Prepare a launch on these very tensors, whose memory stays where it is.
+
+    Args:
+        pdl: whether the kernel begins before the previous kernel has ended (programmatic dependent launch), which its
+            parameter PDL says, too; None: it has none.
+    """
+    if pdl is not None:
+        constants = {**constants, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    start = prepare_launch(kernel, grid, tensors, numbers, constants)
+    return partial(start, *[x.data_ptr() for x in tensors])
 
 
 @contextmanager
@@ -209,3 +230,9 @@ def empty_in_order_of(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return torch.empty_like(x)
     return x.new_empty_strided(x.shape, strides_in_order_of(x.shape, x.stride()))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., channels) -> (rows, channels) with stride 1 along the channels; a copy only if no view can be that."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,8 +1,8 @@
-"""Add a layer's output to the residual stream and normalise the sum, in one pass over memory.
+"""RMSNorm: of the sum of the residual stream and a layer's output, and of heads; in one pass over memory.
 
     h = x + delta        y = h r gain        r = 1 / sqrt(mean(h^2) + eps)
 
-(RMSNorm: Zhang and Sennrich 2019, eq. 4.) The function returns h, to which the next layer adds, and y, which this
+(RMSNorm: Zhang and Sennrich 2019, eq. 4.) `add_rms_norm` returns h, to which the next layer adds, and y, which this
 layer reads. So the backward pass gets two gradients: dy, through the norm, and dh, past it. With u = h r:
 
     dx = ddelta = dh + r (g - u mean(g u)),   g = dy gain        dgain = sum over rows of dy u
@@ -22,10 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.core.autograd import differentiable_once
-from lmkit.kernels.launch import LaunchCache, Start, count_sms, prepare_launch
-from lmkit.kernels.operators import as_rows, define
-
-SECOND = "torch.nn.functional.rms_norm has a second derivative"
+from lmkit.kernels.launch import (
+    LaunchCache,
+    Start,
+    as_rows,
+    count_sms,
+    count_tiles,
+    prepare_call,
+    prepare_launch,
+)
 
 
 def add_rms_norm(
@@ -40,35 +45,22 @@ def add_rms_norm(
         eps: added to the mean square.
         dtype: of the norm; None takes x's.
     """
-    if torch.compiler.is_compiling():
-        total, normed, _ = forward_operator(x, delta, gain, eps, dtype or x.dtype)
-    else:
-        normed, total = AddRMSNorm.apply(x, delta, gain, (eps, dtype or x.dtype))
+    normed, total = AddRMSNorm.apply(x, delta, gain, (eps, dtype or x.dtype))
     return total, normed
 
 
 def rms_norm(x: Tensor, gain: Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> Tensor:
     """Return the RMSNorm of x alone, times gain. See `add_rms_norm`."""
-    if torch.compiler.is_compiling():
-        return forward_operator(x, None, gain, eps, dtype or x.dtype)[1]
     return AddRMSNorm.apply(x, None, gain, (eps, dtype or x.dtype))[0]
 
 
 @triton.jit
 def add_norm_kernel(
-    x_pointer,
-    delta_pointer,
-    gain_pointer,
-    total_pointer,
-    normed_pointer,
-    inverse_rms_pointer,
-    x_stride,
-    delta_stride,
-    width,
-    eps,
+    x_pointer, delta_pointer, gain_pointer, total_pointer, normed_pointer, inverse_rms_pointer,
+    x_stride, delta_stride, width, eps,
     ADD: tl.constexpr,  # there is a delta, and the sum is stored
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -88,22 +80,14 @@ def add_norm_kernel(
 
 @triton.jit
 def norm_gradient_kernel(
-    grad_pointer,  # of the norm
-    past_pointer,  # of the sum
-    total_pointer,
-    gain_pointer,
-    inverse_rms_pointer,
-    grad_x_pointer,
+    grad_pointer, past_pointer,  # of the norm; of the sum
+    total_pointer, gain_pointer, inverse_rms_pointer, grad_x_pointer,
     grad_gain_pointer,  # (width), or (programs, width): the sums of each program
-    grad_stride,
-    past_stride,
-    total_stride,
-    rows,
-    width,
+    grad_stride, past_stride, total_stride, rows, width,
     PAST: tl.constexpr,  # the sum has a gradient
     ATOMIC: tl.constexpr,  # the gain's gradient is added up here, in any order
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A program takes every num_programs-th row."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -158,21 +142,40 @@ forward_calls = LaunchCache(_prepare_forward)
 backward_calls = LaunchCache(_prepare_backward)
 
 
-def forward(
-    x: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sum, norm, inverse RMS in float32 (rows)); without delta the sum is empty, because it is x."""
-    shape, x = x.shape, as_rows(x)
-    total = x.new_empty(shape if delta is not None else 0)
-    normed = x.new_empty(shape, dtype=dtype)
-    inverse_rms = x.new_empty(len(x), dtype=torch.float32)
-    if len(x):
-        inputs = (x, x if delta is None else as_rows(delta), gain.contiguous())
-        forward_calls(inputs, (total, normed, inverse_rms), (eps, delta is not None, dtype))
-    return total, normed, inverse_rms
+class AddRMSNorm(torch.autograd.Function):
+    """`apply(x, delta, gain, (eps, dtype))` returns (norm, sum). Without delta the sum is empty, because it is x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, options: tuple[float, torch.dtype]
+    ) -> tuple[Tensor, Tensor]:
+        eps, dtype = options
+        rows = as_rows(x)
+        total = x.new_empty(x.shape if delta is not None else 0)
+        normed = x.new_empty(x.shape, dtype=dtype)
+        inverse_rms = x.new_empty(len(rows), dtype=torch.float32)
+        if len(rows):
+            inputs = (rows, rows if delta is None else as_rows(delta), gain.contiguous())
+            forward_calls(inputs, (total, normed, inverse_rms), (eps, delta is not None, dtype))
+        ctx.set_materialize_grads(False)  # the sum often has no gradient
+        ctx.save_for_backward(x if delta is None else None, total, gain, inverse_rms)
+        ctx.delta_dtype = None if delta is None else delta.dtype
+        return normed, total
+
+    @staticmethod
+    @differentiable_once("RMSNorm", instead="torch.nn.functional.rms_norm has a second derivative")
+    def backward(ctx: Any, saved: Any, grad: Tensor | None, past: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, total, *others = saved
+        grad_x, grad_gain = past, None
+        if grad is not None:
+            grad_x, grad_gain = _gradients(grad, past, total if x is None else x, *others)
+        grad_delta = (
+            grad_x.to(ctx.delta_dtype) if grad_x is not None and ctx.delta_dtype is not None else None
+        )
+        return grad_x, grad_delta, grad_gain, None
 
 
-def backward(
+def _gradients(
     grad: Tensor, past: Tensor | None, total: Tensor, gain: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (which is delta's too) and of gain, in their dtypes.
@@ -182,98 +185,179 @@ def backward(
     Args:
         grad, past: of the norm and of the sum (None: it has none).
     """
-    shape, dtype = total.shape, total.dtype
-    grad, total = as_rows(grad), as_rows(total)
-    rows, width = total.shape
+    grad, rows = as_rows(grad), as_rows(total)
+    count, width = rows.shape
     per_sm = 8 if width <= 1024 else 4  # too few programs cannot keep the memory busy
-    programs = min(rows, per_sm * (count_sms(grad.device) if grad.is_cuda else 1))
-    grad_x = grad.new_empty(shape, dtype=dtype)
+    programs = min(count, per_sm * (count_sms(grad.device) if grad.is_cuda else 1))
+    grad_x = grad.new_empty(total.shape, dtype=total.dtype)
     atomic = not torch.are_deterministic_algorithms_enabled()
     make = grad.new_zeros if atomic else grad.new_empty
     sums = make((width,) if atomic else (programs, width), dtype=torch.float32)
-    if rows:
-        inputs = (grad, grad if past is None else as_rows(past), total, gain.contiguous(), inverse_rms)
+    if count:
+        inputs = (grad, grad if past is None else as_rows(past), rows, gain.contiguous(), inverse_rms)
         backward_calls(inputs, (grad_x, sums), (past is not None, programs, atomic))
     return grad_x, (sums if atomic else sums.sum(dim=0)).to(gain.dtype)
 
 
-class AddRMSNorm(torch.autograd.Function):
-    """`apply(x, delta, gain, (eps, dtype))` returns (norm, sum). Without delta the sum is empty."""
+# The norm of every query and key in the joined projection q|k|v (Henry et al. 2020, "Query-Key Normalization for
+# Transformers"; as in Qwen3):
+#
+#     q' = q gain_q / sqrt(mean(q^2) + eps)        k' likewise, with its own gain
+#
+# v is copied. A decode step adds the bias of the projection in the same pass. The gains' gradients are the same bits
+# on every run.
+
+
+def heads_norm(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, *, eps: float = 1e-5) -> Tensor:
+    """Return q|k|v with normalised queries and keys, a new tensor. Differentiable once in qkv and the gains.
+
+    Args:
+        qkv: (..., (heads + 2 kv_heads) * head_dim)
+        q_gain, k_gain: (head_dim)
+        eps: added to the mean square.
+    """
+    return HeadsNorm.apply(qkv, q_gain, k_gain, kv_heads, eps)[0]
+
+
+@triton.jit
+def heads_norm_kernel(
+    x_pointer, q_gain_pointer, k_gain_pointer,
+    bias_pointer,  # ((heads + 2 kv_heads) * head_dim)
+    out_pointer,  # perhaps x
+    count,  # heads of all tokens
+    eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes the next ROWS heads."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HEAD_DIM
+    head = (row % (HEADS + 2 * KV_HEADS)).to(tl.int32)
+    at = row[:, None] * HEAD_DIM + columns
+    mask = (row < count)[:, None] & inside
+    x = tl.load(x_pointer + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_pointer + head[:, None] * HEAD_DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        q_gain = tl.load(q_gain_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_gain_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+        gain = tl.where((head < HEADS)[:, None], q_gain, k_gain)
+        x = tl.where((head < HEADS + KV_HEADS)[:, None], x * inverse_rms[:, None] * gain, x)
+    tl.store(out_pointer + at, x.to(out_pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def heads_norm_gradient_kernel(
+    grad_pointer, x_pointer, q_gain_pointer, k_gain_pointer, grad_x_pointer,
+    sums_pointer,  # (programs, 2, HEAD_DIM): the gains' gradients
+    count, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes every num_programs-th group of ROWS heads."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HEAD_DIM
+    q_gain = tl.load(q_gain_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+    k_gain = tl.load(k_gain_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+    q_sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    k_sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        row = tl.cast(group, tl.int64) * ROWS + tl.arange(0, ROWS)
+        head = (row % (HEADS + 2 * KV_HEADS)).to(tl.int32)
+        at = row[:, None] * HEAD_DIM + columns
+        mask = (row < count)[:, None] & inside
+        is_q, is_v = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
+        grad = tl.load(grad_pointer + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_pointer + at, mask=mask & ~is_v, other=0.0).to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        unit = x * inverse_rms  # 0 in v
+        q_sums += tl.where(is_q, grad * unit, 0.0)
+        k_sums += tl.where(is_q, 0.0, grad * unit)
+        scaled = grad * tl.where(is_q, q_gain, k_gain)
+        mean = tl.sum(scaled * unit, axis=1)[:, None] / HEAD_DIM
+        grad_x = tl.where(is_v, grad, (scaled - unit * mean) * inverse_rms)
+        tl.store(grad_x_pointer + at, grad_x.to(grad_x_pointer.dtype.element_ty), mask=mask)
+    sums = sums_pointer + tl.program_id(0) * 2 * HEAD_DIM + columns
+    tl.store(sums, tl.sum(q_sums, axis=0), mask=inside)
+    tl.store(sums + HEAD_DIM, tl.sum(k_sums, axis=0), mask=inside)
+
+
+def _heads_constants(width: int, head_dim: int, kv_heads: int) -> dict[str, int]:
+    """Return the heads and the tile of a program: 1024 elements or one head, 8 elements a thread."""
+    block = triton.next_power_of_2(head_dim)
+    heads = {"HEADS": width // head_dim - 2 * kv_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
+    return {**heads, "ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": 4}
+
+
+def _heads_launch(
+    qkv: Tensor, gains: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor,
+    *, head_dim: int, kv_heads: int, eps: float,
+) -> tuple[Any, tuple[int, int], tuple[Tensor, ...], tuple, dict[str, Any]]:  # fmt: skip
+    tensors = (qkv, *(gains or (qkv, qkv)), qkv if bias is None else bias, out)
+    constants = _heads_constants(qkv.shape[-1], head_dim, kv_heads)
+    constants |= {"NORM": gains is not None, "BIAS": bias is not None}
+    count = qkv.numel() // head_dim
+    return heads_norm_kernel, (count_tiles(count, constants["ROWS"]), 1), tensors, (count, eps), constants
+
+
+def prepare_heads_norm(
+    qkv: Tensor, gains: tuple[Tensor, Tensor] | None, bias: Tensor | None, **sizes: Any
+) -> Callable[[], None]:
+    """Prepare the launch that adds the bias, if there is one, and normalises queries and keys, if there are gains; in
+    place.
+
+    Args:
+        qkv: (tokens, (heads + 2 kv_heads) * head_dim), contiguous.
+        sizes: head_dim, kv_heads, eps.
+    """
+    return prepare_call(*_heads_launch(qkv, gains, bias, qkv, **sizes))
+
+
+def _prepare_heads_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    qkv, q_gain, k_gain, out = tensors
+    kv_heads, eps = options
+    sizes = {"head_dim": len(q_gain), "kv_heads": kv_heads, "eps": eps}
+    start = prepare_launch(*_heads_launch(qkv, (q_gain, k_gain), None, out, **sizes))
+    return lambda qkv, q_gain, k_gain, out: start(qkv, q_gain, k_gain, qkv, out)
+
+
+def _prepare_heads_backward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    qkv, q_gain, sums = tensors[1], tensors[2], tensors[-1]
+    kv_heads, eps = options
+    numbers = (qkv.numel() // len(q_gain), eps)
+    constants = _heads_constants(qkv.shape[-1], len(q_gain), kv_heads)
+    return prepare_launch(heads_norm_gradient_kernel, (len(sums), 1), tensors, numbers, constants)
+
+
+heads_forward_calls = LaunchCache(_prepare_heads_forward)
+heads_backward_calls = LaunchCache(_prepare_heads_backward)
+
+
+class HeadsNorm(torch.autograd.Function):
+    """`apply(qkv, q_gain, k_gain, kv_heads, eps)` returns (normalised, empty); RoPE may overwrite the first."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, gain: Tensor, options: tuple[float, torch.dtype]
+        ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, eps: float
     ) -> tuple[Tensor, Tensor]:
-        total, normed, inverse_rms = forward(x, delta, gain, *options)
-        ctx.set_materialize_grads(False)  # the sum often has no gradient
-        ctx.save_for_backward(x if delta is None else None, total, gain, inverse_rms)
-        ctx.delta_dtype = None if delta is None else delta.dtype
-        return normed, total
+        inputs = qkv.contiguous(), q_gain.contiguous(), k_gain.contiguous()
+        out, empty = torch.empty_like(inputs[0]), qkv.new_empty(0)
+        if qkv.numel():
+            heads_forward_calls(inputs, (out,), (kv_heads, eps))
+        ctx.save_for_backward(*inputs, empty)
+        ctx.options = kv_heads, eps
+        return out, empty
 
     @staticmethod
-    @differentiable_once("RMSNorm", instead=SECOND)
-    def backward(ctx: Any, saved: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, total, *others = saved
-        return *_gradients(backward, grads, (total if x is None else x, *others), ctx.delta_dtype), None
-
-
-def _gradients(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    grads: tuple[Tensor | None, ...],
-    saved: tuple[Tensor, ...],
-    delta_dtype: torch.dtype | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, delta and gain; `run` computes them.
-
-    Args:
-        grads: of the norm and of the sum.
-        saved: sum, gain and inverse RMS.
-        delta_dtype: None: there is no delta.
-    """
-    grad, past = grads
-    grad_x, grad_gain = (past, None) if grad is None else run(grad, past, *saved)
-    if grad_x is None or delta_dtype is None:
-        return grad_x, None, grad_gain
-    return grad_x, grad_x.to(delta_dtype), grad_gain
-
-
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
-forward_operator = define(
-    _LIBRARY,
-    "add_rms_norm(Tensor x, Tensor? delta, Tensor gain, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    forward,
-    lambda x, delta, gain, eps, dtype: (
-        x.new_empty(0 if delta is None else x.shape),
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(x.shape[:-1].numel(), dtype=torch.float32),
-    ),
-)
-backward_operator = define(
-    _LIBRARY,
-    "add_rms_norm_backward(Tensor grad, Tensor? past, Tensor total, Tensor gain, Tensor inverse_rms) "
-    "-> (Tensor, Tensor)",
-    backward,
-    lambda grad, past, total, gain, inverse_rms: (
-        grad.new_empty(total.shape, dtype=total.dtype),
-        gain.new_empty(gain.shape),
-    ),
-)
-
-
-def _save_for_operator(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, delta, gain, *_ = inputs
-    total, _, inverse_rms = output
-    ctx.mark_non_differentiable(inverse_rms)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if delta is None else total, gain, inverse_rms)
-    ctx.delta_dtype = None if delta is None else delta.dtype
-
-
-def _backward_of_operator(ctx: Any, past: Tensor | None, grad: Tensor | None, _: None) -> tuple:
-    gradients = _gradients(backward_operator, (grad, past), ctx.saved_tensors, ctx.delta_dtype)
-    return *gradients, None, None
-
-
-torch.library.register_autograd(
-    "lmkit::add_rms_norm", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
-)
+    @differentiable_once("the norm of heads", instead='model.operations = "plain" has second derivatives')
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        qkv, q_gain, k_gain, _ = saved
+        grad_x = torch.empty_like(qkv)
+        groups = -(-qkv.numel() // 1024)
+        programs = min(groups, 8 * count_sms(grad.device) if grad.is_cuda else 2)
+        sums = grad.new_empty((programs, 2, len(q_gain)), dtype=torch.float32)
+        if qkv.numel():
+            heads_backward_calls((grad.contiguous(), qkv, q_gain, k_gain), (grad_x, sums), ctx.options)
+        grad_q, grad_k = sums.sum(dim=0)
+        return grad_x, grad_q.to(q_gain.dtype), grad_k.to(k_gain.dtype), None, None

@@ -1,4 +1,4 @@
-"""Define custom operators: torch.compile takes a call of one as it is and does not look into it."""
+"""Define attention kernels as custom operators: torch.compile takes a call as it is and does not look into it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmkit.core.attention import SECOND_DERIVATIVES
+from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.launch import empty_in_order_of
 
 
-def define(
-    library: torch.library.Library, schema: str, function: Callable[..., Any], shapes: Callable[..., Any]
+def define_attention(
+    library: torch.library.Library,
+    name: str,
+    options: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
 ) -> Callable[..., Any]:
-    """Define an operator in the library "lmkit" and return it.
+    """Define `NAME_forward` and `NAME_backward` in the library "lmkit", with autograd; return the first.
 
-    The schema is given, because `torch.library.custom_op` would look for aliases in every call, which takes the host
-    microseconds.
+    The schemas are given, because `torch.library.custom_op` would look for aliases in every call, which takes time.
 
     Args:
         library: of the file that calls this, so that the operators are freed with it: it may be loaded again.
-        schema: "name(Tensor x, ...) -> Tensor". No output may share memory with an input.
-        function: what the operator does.
-        shapes: returns tensors shaped as the outputs (a fake kernel).
+        options: schema of the arguments after the tensors.
+        forward: (q, k, v, *options) -> (out, log-sum-exp)
+        backward: (dout, q, k, v, out, log-sum-exp, *options) -> (dq, dk, dv)
     """
-    name = schema.partition("(")[0]
-    library.define(schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lmkit::{name}", shapes, lib=library)
-    return getattr(torch.ops.lmkit, name).default
 
+    def shapes(q: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-def as_rows(x: Tensor) -> Tensor:
-    """(..., channels) -> (rows, channels) with stride 1 along the channels; a copy only if no view can be that."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    def gradient_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
+        return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
 
+    def define(part: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        library.define(f"{name}_{part}{schema}")
+        library.impl(f"{name}_{part}", function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lmkit::{name}_{part}", fake, lib=library)
+        return getattr(torch.ops.lmkit, f"{name}_{part}").default
 
-def attention_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return the shapes of the output and the log-sum-exp of attention."""
-    return empty_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    inputs = "Tensor q, Tensor k, Tensor v"
+    operator = define("forward", f"({inputs}, {options}) -> (Tensor, Tensor)", forward, shapes)
+    schema = f"(Tensor dout, {inputs}, Tensor out, Tensor lse, {options}) -> (Tensor, Tensor, Tensor)"
+    gradient = define("backward", schema, backward, gradient_shapes)
 
+    def save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *ctx.options = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(
+            False
+        )  # or autograd would allocate zeros as the gradient of the log-sum-exp
+        ctx.save_for_backward(q, k, v, *output)
 
-def attention_gradient_shapes(
-    _: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shapes of the gradients of q, k and v."""
-    return empty_in_order_of(q), empty_in_order_of(k), empty_in_order_of(v)
+    @differentiable_once(name, instead=SECOND_DERIVATIVES)
+    def differentiate(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradient(grads[0], *saved, *ctx.options), *[None] * len(ctx.options)
+
+    torch.library.register_autograd(f"lmkit::{name}_forward", differentiate, setup_context=save, lib=library)
+    return operator

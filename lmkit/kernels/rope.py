@@ -17,13 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lmkit.kernels.launch import LaunchCache, Start, prepare_launch
-from lmkit.kernels.operators import define
 
 
 def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = False) -> Tensor:
     """Rotate q and k in place and return qkv. Differentiable in qkv.
-
-    Under torch.compile the result is a new tensor.
 
     Args:
         qkv: (batch, seq, (heads + 2 kv_heads) * head_dim), as a linear layer returns it. Of a view, autograd
@@ -34,8 +31,6 @@ def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = Fal
         reuse_grad: turn the gradient that arrives in place, too. Use only if nothing else reads this gradient; a sum
             hands one gradient to all its terms.
     """
-    if torch.compiler.is_compiling():
-        return operator(qkv, cos_sin, kv_heads, False)
     in_place = qkv.stride(-1) == 1
     return Rope.apply(qkv, cos_sin, (kv_heads, False, in_place, reuse_grad))
 
@@ -54,19 +49,14 @@ def rope_kernel(
     source_pointer,
     table_pointer,  # cosine and sine of each pair in turn
     out_pointer,  # perhaps the source
-    source_stride_batch,
-    source_stride_row,
-    out_stride_batch,
-    out_stride_row,
+    source_stride_batch, source_stride_row, out_stride_batch, out_stride_row,
     table_stride_batch,  # 0: one table for all rows of the batch
     seq,
     HEAD_DIM: tl.constexpr,
-    TURNED: tl.constexpr,  # channels of q and k
-    KEPT: tl.constexpr,  # channels after them to copy
+    TURNED: tl.constexpr, KEPT: tl.constexpr,  # channels of q and k; channels after them to copy
     INVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,  # covers TURNED
-    REST: tl.constexpr,  # covers KEPT
-):
+    BLOCK: tl.constexpr, REST: tl.constexpr,  # cover TURNED; KEPT
+):  # fmt: skip
     """One position a program."""
     batch = (tl.program_id(0) // seq).to(tl.int64)
     position = (tl.program_id(0) % seq).to(tl.int64)
@@ -96,12 +86,7 @@ def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     kept = kv_heads * head_dim
     turned = width - kept
     block = triton.next_power_of_2(turned)
-    numbers = (
-        *source.stride()[:2],
-        *out_strides,
-        table.stride(0) if table.dim() == 4 else 0,
-        seq,
-    )
+    numbers = (*source.stride()[:2], *out_strides, table.stride(0) if table.dim() == 4 else 0, seq)
     constants = {
         "HEAD_DIM": head_dim,
         "TURNED": turned,
@@ -124,14 +109,6 @@ def _rotate(source: Tensor, out: Tensor, cos_sin: Tensor, kv_heads: int, inverse
         calls((source, cos_sin.contiguous()), (out,), options)
 
 
-def rotated(source: Tensor, cos_sin: Tensor, kv_heads: int, inverse: bool) -> Tensor:
-    """Return a new, dense tensor with q and k rotated."""
-    source = source if source.stride(-1) == 1 else source.contiguous()
-    out = source.new_empty(source.shape)
-    _rotate(source, out, cos_sin, kv_heads, inverse)
-    return out
-
-
 class Rope(torch.autograd.Function):
     """`apply(qkv, cos_sin, (kv_heads, inverse, in_place, reuse_grad))`. The gradient is one more call of it."""
 
@@ -139,11 +116,14 @@ class Rope(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, cos_sin: Tensor, options: tuple[int, bool, bool, bool]) -> Tensor:
         kv_heads, inverse, in_place, _ = ctx.options = options
         ctx.save_for_backward(cos_sin)
-        if not in_place:
-            return rotated(qkv, cos_sin, kv_heads, inverse)
-        _rotate(qkv, qkv, cos_sin, kv_heads, inverse)
-        ctx.mark_dirty(qkv)
-        return qkv
+        if in_place:
+            _rotate(qkv, qkv, cos_sin, kv_heads, inverse)
+            ctx.mark_dirty(qkv)
+            return qkv
+        source = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+        out = source.new_empty(source.shape)
+        _rotate(source, out, cos_sin, kv_heads, inverse)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -153,27 +133,3 @@ class Rope(torch.autograd.Function):
             rotate_(grad, cos_sin, kv_heads, inverse=not inverse)
             return grad, None, None
         return Rope.apply(grad, cos_sin, (kv_heads, not inverse, False, False)), None, None
-
-
-_LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
-operator = define(
-    _LIBRARY,
-    "rope(Tensor qkv, Tensor cos_sin, int kv_heads, bool inverse) -> Tensor",
-    rotated,
-    lambda qkv, cos_sin, kv_heads, inverse: qkv.new_empty(qkv.shape),
-)
-
-
-def _save_for_operator(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, cos_sin, *ctx.options = inputs
-    ctx.save_for_backward(cos_sin)
-
-
-def _backward_of_operator(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    kv_heads, inverse = ctx.options
-    return operator(grad, *ctx.saved_tensors, kv_heads, not inverse), None, None, None
-
-
-torch.library.register_autograd(
-    "lmkit::rope", _backward_of_operator, setup_context=_save_for_operator, lib=_LIBRARY
-)

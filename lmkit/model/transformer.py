@@ -171,7 +171,7 @@ class TransformerBlock(core.TransformerBlock):
 
         if keep == "attention":
             out = attend_again(heads, lambda heads: attn.attend_heads(heads, firsts), x)
-        elif torch.compiler.is_compiling() and operations.name != "fused":
+        elif torch.compiler.is_compiling():
             # Outside, the compiler would keep rotated heads beside the projection.
             out = attn.attend_heads(again_but_products(heads, x), firsts)
         else:
@@ -335,7 +335,7 @@ class TransformerLM(core.TransformerLM):
             device,
             stream=x.element_size(),
             product=torch.get_autocast_dtype(device).itemsize if autocast else x.element_size(),
-            compiled=self.config.compile != "none" and operations.name != "fused",
+            compiled=self.config.compile != "none",
         )
         return kept_by_layers(self.config, form, tokens=x.shape[0] * x.shape[1])
 
@@ -357,7 +357,7 @@ def compile_model(
     """
     if how == "none":
         return
-    if model.config.operations == "auto":
+    if model.config.operations in ("auto", "fused"):
         model.layers.operations = PLAIN  # the compiler fuses them itself
     if how == "block":
         model.layers.sums = True

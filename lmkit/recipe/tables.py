@@ -109,7 +109,7 @@ class ModelConfig(Table):
     """The attention kernel; `lmkit env` lists the kernels that run here."""
     operations: OperationsName = "auto"
     """What runs around the matrix products: kernels ("fused") or PyTorch's operations ("plain"). "auto" takes "fused"
-    where they run, but "plain" in compiled blocks."""
+    where they run. Compiled blocks are left to the compiler."""
     activation_checkpointing: Literal["none", "block", "attention", "selective"] = "none"
     """Recompute activations in the backward pass: less memory, more time. `block` keeps the inputs of blocks,
     `attention` the outputs of attention, too; `selective` as much as `activation_gb` allows, the dearest first."""

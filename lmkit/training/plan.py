@@ -154,8 +154,8 @@ def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
 def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
     """Return how a model computes, and whether fused operations compute its blocks."""
     operations = config.operations
-    # With "auto", blocks are compiled from PyTorch's operations, and fused operations run around them.
-    compiled = config.compile != "none" and operations != "fused"
+    # Blocks are compiled from PyTorch's operations, and fused operations run around them.
+    compiled = config.compile != "none"
     if operations == "auto":
         operations = next(name for name in OPERATIONS.names if device in OPERATIONS.facts(name).devices)
     stream, product = _WIDTHS[precision]

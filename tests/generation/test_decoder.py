@@ -9,8 +9,7 @@ from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoders
-from lmkit.generation.cpu_step import CPUStep
-from lmkit.generation.decoder import ModelStep, can_run_kernels, decoder_needs
+from lmkit.generation.decoder import CPUStep, ModelStep, can_run_kernels, decoder_needs
 from lmkit.generation.prefill import Prefill
 from lmkit.model.memory import SWITCHES as KNOWN
 
@@ -33,10 +32,7 @@ def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attentio
     check_next_logits(decoder, model)
 
 
-SWITCHES = {
-    "qk_norm": True,
-    "attention_window": 4,
-}
+SWITCHES = {"qk_norm": True, "attention_window": 4}
 
 
 def check_next_logits(decoder, model):

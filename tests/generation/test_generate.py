@@ -12,7 +12,7 @@ from lmkit.core import sampling as core
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
-from lmkit.generation.cpu_step import CPUStep
+from lmkit.generation.decoder import CPUStep
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer

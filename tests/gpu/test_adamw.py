@@ -35,6 +35,14 @@ def params_of(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def twin_of(optimizer):
+    """Copies of the parameters, and an optimizer of these in the same state."""
+    copies = [nn.Parameter(param.detach().clone()) for param in params_of(optimizer)]
+    twin = checks.AdamW(copies, **checks.SETTINGS)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return copies, twin
+
+
 # The mode is a prototype, PyTorch says.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_waits_for_the_gpu(optimizer):
@@ -42,16 +50,15 @@ def test_a_step_never_waits_for_the_gpu(optimizer):
     decision."""
     from lmkit.core.step import clip_for, gradient_norm
 
-    before = [param.detach().clone() for param in params_of(optimizer)]
-    kept = [param.grad for param in params_of(optimizer)]
+    params = params_of(optimizer)
+    before, kept = [param.detach().clone() for param in params], [param.grad for param in params]
     optimizer.decision = torch.ones((), device="cuda")
     optimizer.step()  # from here on the device counts the steps
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            grads = [torch.ones_like(param) for param in params_of(optimizer)]
-            for param, grad in zip(params_of(optimizer), grads, strict=True):
-                param.grad = grad
+            grads = [torch.ones_like(param) for param in params]
+            checks.give(params, grads)
             kept += grads
             clip_for(optimizer, grads, gradient_norm(grads), 1.0)
             optimizer.decision = torch.ones((), device="cuda")
@@ -59,7 +66,7 @@ def test_a_step_never_waits_for_the_gpu(optimizer):
             optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all((a != b).any() for a, b in zip(before, params_of(optimizer), strict=True))
+    assert all((a != b).any() for a, b in zip(before, params, strict=True))
 
 
 def test_the_learning_rate_compiles_nothing(optimizer):
@@ -75,10 +82,7 @@ def test_the_learning_rate_compiles_nothing(optimizer):
 
 def test_the_current_stream_is_obeyed(optimizer):
     """A step on a side stream waits for what is before it there, and for nothing else."""
-    params = params_of(optimizer)
-    expected = [nn.Parameter(param.detach().clone()) for param in params]
-    twin = checks.AdamW(expected, **checks.SETTINGS)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    params, (expected, twin) = params_of(optimizer), twin_of(optimizer)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -118,10 +122,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
 
 def test_a_step_in_a_cuda_graph(optimizer):
     """Replayed with other gradients, learning rates and decisions."""
-    params = params_of(optimizer)
-    expected = [nn.Parameter(param.detach().clone()) for param in params]
-    twin = checks.AdamW(expected, **checks.SETTINGS)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    params, (expected, twin) = params_of(optimizer), twin_of(optimizer)
     decision, lr = torch.zeros((), device="cuda"), torch.zeros((), dtype=torch.float64, device="cuda")
     optimizer.param_groups[0]["lr"] = lr
     side = torch.cuda.Stream()
@@ -159,8 +160,8 @@ def test_state_on_the_host_makes_the_same_steps():
         checks.steps(optimizer, range(3), sizes)
         made.append(params_of(optimizer))
     state = optimizer.state_dict()
-    assert {value.device.type for values in state["state"].values() for value in values.values()} == {"cpu"}
     optimizer.load_state_dict(copy.deepcopy(state))
-    assert {value.device.type for values in optimizer.state.values() for value in values.values()} == {"cpu"}
+    for of_params in (state["state"], optimizer.state):
+        assert {value.device.type for values in of_params.values() for value in values.values()} == {"cpu"}
     for ours, theirs in zip(*made, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # a few roundings of float32

@@ -1,5 +1,8 @@
-"""Attention on a GPU, every implementation of flash_triton against the float64 oracle: values and gradients."""
+"""Attention on a GPU against the float64 oracle: values and gradients of flash_triton's two implementations and of
+flash_cuda, which may be no further from it than 1.2 times PyTorch's FlashAttention-2."""
 
+import itertools
+import shutil
 from functools import partial
 
 import pytest
@@ -15,8 +18,14 @@ from lmkit.kernels.flash import tuning
 
 pytestmark = pytest.mark.gpu
 
-# No length but the last is a multiple of 16 or 1, for which kernels are compiled anew: compiling is what takes time.
-LENGTHS = [(127, 127), (129, 129), (1000, 300), (300, 1000)]
+# No length of the first four is a multiple of 16 or 1, for which kernels are compiled anew: compiling takes time.
+LENGTHS = [(127, 127), (129, 129), (1000, 300), (300, 1000), (1, 1), (1024, 1024)]
+TRITON = ["portable", "auto"]  # with the portable kernels, and with whatever it picks on this chip
+needs_nvcc = pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="nvcc compiles the kernels, and is not installed"
+)
+CUDA = pytest.param("cuda", marks=needs_nvcc)
+both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 @pytest.fixture(autouse=True)
@@ -25,72 +34,100 @@ def _default_tilings(monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda case, candidates, *rest: candidates[0])
 
 
-@pytest.fixture(params=["portable", "auto"])
+def kernel_of(name):
+    if name == "cuda":
+        return attention_function("flash_cuda")
+    return partial(attention_function("flash_triton"), implementation=name)
+
+
+@pytest.fixture(params=TRITON)
 def kernel(request):
-    """flash_triton with the portable kernels, and with whatever it picks on this chip."""
-    return partial(attention_function("flash_triton"), implementation=request.param)
+    return kernel_of(request.param)
 
 
 @pytest.fixture
 def portable():
-    return partial(attention_function("flash_triton"), implementation="portable")
+    return kernel_of("portable")
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def faults(name, inputs, causal, **options):
+    """What is further from the oracle than is allowed beside `reference`, of flash_cuda beside FlashAttention-2.
+
+    That reads 16 bytes at once of any address, and aligns the mask of a rectangle with its last row.
+    """
+    kernel, (q, k, *_) = partial(kernel_of(name), **options), inputs
+    if name != "cuda":
+        return faults_of(kernel, reference, *inputs, causal=causal)
+    runs = q.data_ptr() % 16 == 0 and not (causal and q.shape[2] != k.shape[2])
+    rival = partial(attention_function("sdpa"), backend="flash") if runs else reference
+    return faults_of(kernel, rival, *inputs, causal=causal, allowance=1.2)
+
+
+@both_masks
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_bfloat16_equals_the_oracle(kernel, queries, keys, head_dim, causal, random_inputs):
-    inputs = random_inputs(queries=queries, keys=keys, head_dim=head_dim)
-    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+@pytest.mark.parametrize("name", [*TRITON, CUDA])
+def test_bfloat16_equals_the_oracle(name, queries, keys, head_dim, causal, random_inputs):
+    assert faults(name, random_inputs(queries=queries, keys=keys, head_dim=head_dim), causal) == []
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1024, 1024)])
-def test_lengths_that_are_compiled_apart(kernel, queries, keys, random_inputs):
-    inputs = random_inputs(queries=queries, keys=keys)
-    assert faults_of(kernel, reference, *inputs, causal=True) == []
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HEADS = [("auto", size, BF16) for size in (16, 32, 40, 80, 96, 256)]
+HEADS += [("auto", 80, FP16), ("auto", 64, FP32), ("auto", 80, FP32), ("portable", 256, BF16)]
+HEADS_OF_CUDA = [*((size, BF16) for size in (8, 32, 40, 80, 96)), (64, FP16), (128, FP16)]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [
-        *((head_dim, torch.bfloat16) for head_dim in (16, 32, 40, 80, 96, 256)),
-        (80, torch.float16),
-        (64, torch.float32),
-        (80, torch.float32),
-    ],
-    ids=str,
-)
-def test_every_head_dim_and_dtype(head_dim, dtype, random_inputs):
-    inputs = random_inputs(queries=129, keys=200, head_dim=head_dim, dtype=dtype)
-    assert faults_of(attention_function("flash_triton"), reference, *inputs, causal=True) == []
+@pytest.mark.parametrize(("name", "head_dim", "dtype"), HEADS, ids=str)
+def test_every_head_dim_and_dtype(name, head_dim, dtype, random_inputs):
+    assert faults(name, random_inputs(queries=129, keys=200, head_dim=head_dim, dtype=dtype), True) == []
 
 
-def test_portable_kernels_where_hopper_has_its_own(portable, random_inputs):
-    inputs = random_inputs(queries=129, keys=200, head_dim=256)
-    assert faults_of(portable, reference, *inputs, causal=True) == []
+@needs_nvcc
+@both_masks
+@pytest.mark.parametrize(("head_dim", "dtype"), HEADS_OF_CUDA, ids=str)
+def test_every_head_dim_and_dtype_of_flash_cuda(head_dim, dtype, causal, random_inputs):
+    for queries, keys in ((300, 300), (129, 200)):
+        inputs = random_inputs(queries=queries, keys=keys, head_dim=head_dim, dtype=dtype)
+        assert faults("cuda", inputs, causal) == []
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "causal"), [(1, True), (2, False), (2, True)], ids=["1 causal", "2 full", "2 causal"]
-)
-def test_grouped_heads(kernel, kv_heads, causal, random_inputs):
-    inputs = random_inputs(batch=2, heads=8, kv_heads=kv_heads, queries=300, head_dim=128)
-    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+@needs_nvcc
+@both_masks
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_the_form_for_sm_75(head_dim, causal, random_inputs):
+    inputs = random_inputs(queries=300, keys=200, head_dim=head_dim, dtype=torch.float16)
+    assert faults("cuda", inputs, causal, build="PTX=75") == []
 
 
-def test_views_of_one_projection(kernel):
+@needs_nvcc
+@both_masks
+def test_the_naive_kernel(causal, random_inputs):
+    inputs = random_inputs(heads=4, kv_heads=2, queries=129, keys=200, head_dim=80)
+    assert faults("cuda", inputs, causal, naive=True) == []
+
+
+@pytest.mark.parametrize(("kv_heads", "causal"), [(1, True), (2, False), (2, True)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", [*TRITON, CUDA])
+def test_grouped_heads(name, head_dim, kv_heads, causal, random_inputs):
+    inputs = random_inputs(batch=2, heads=8, kv_heads=kv_heads, queries=300, head_dim=head_dim)
+    assert faults(name, inputs, causal) == []
+
+
+@pytest.mark.parametrize("name", [*TRITON, CUDA])
+def test_views_of_one_projection(name):
     projection = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = (projection[:, :, i].transpose(1, 2) for i in range(3))
     dout = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
+    assert faults(name, (q, k, v, dout), True) == []
 
 
-def test_unaligned_views():
-    kernel = attention_function("flash_triton")
+@pytest.mark.parametrize("name", ["auto", CUDA])
+def test_unaligned_views(name):
+    """At an odd address, with odd strides: no tensor descriptor can reach it, no 16 bytes can be copied at once."""
     storage = torch.randn(2 * 2 * 200 * 67 + 1, device="cuda", dtype=torch.bfloat16)
-    # Odd address, odd strides: no tensor descriptor can reach it.
     x = storage[1:].view(2, 2, 200, 67)[..., :64]
-    assert faults_of(kernel, reference, x, x.flip(2), x.flip(0), x.flip(1), causal=True) == []
+    assert faults(name, (x, x.flip(2), x.flip(0), x.flip(1)), True) == []
 
 
 def test_tf32_is_as_exact_as_tf32_can_be(portable, random_inputs):
@@ -104,18 +141,42 @@ def test_tf32_is_as_exact_as_tf32_can_be(portable, random_inputs):
         assert (mine.double() - truth).norm() < 0.5 * (theirs.double() - truth).norm()
 
 
-@pytest.mark.parametrize("fault", ["logits x 8", "sink", "ramp"])
-def test_data_like_a_trained_models(kernel, fault, random_inputs):
-    q, k, v, dout = random_inputs(queries=1000, dtype=torch.bfloat16)
-    if fault == "logits x 8":
-        q = q * 8
-    elif fault == "sink":  # one key 60 nats above the rest
-        k[:, :, 3] = q.mean(dim=2) * 0 + 60.0 / 8.0
-        q = q.abs()
-    else:  # growing maxima: the running maximum changes in every tile
-        k = k + torch.linspace(0, 40, 1000, device="cuda", dtype=k.dtype)[:, None] / 64**0.5
-        q = q.abs()
-    assert faults_of(kernel, reference, q, k, v, dout, causal=True) == []
+def like_a_trained_models(data, q, k, places):
+    """(q, k) with large logits; with keys at these places 60 nats above the rest; with maxima that change in every
+    tile, or never; with scores so low that 2^-score of a row that masked keys have no part in would be infinite."""
+    size = q.shape[3] ** 0.5
+    ramp = torch.linspace(0, 40, k.shape[2], device="cuda", dtype=k.dtype)[:, None] / size
+    if data == "logits x 8":
+        return q * 8, k
+    if data == "very low":
+        return q.abs() * 8, -k.abs() * 8
+    if data.startswith("ramp"):
+        return q.abs(), k + (ramp if data == "ramp up" else ramp.flip(0))
+    k[:, :, places] = 60.0 / size
+    return q.abs(), k
+
+
+DATA = ["logits x 8", "sink", "late sink", "ramp up", "ramp down", "very low"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "head_dim"),
+    [
+        *itertools.product(TRITON, ["logits x 8", "sink", "ramp up"], [64]),
+        *(pytest.param("cuda", *case, marks=needs_nvcc) for case in itertools.product(DATA, [64, 128])),
+    ],
+)
+def test_data_like_a_trained_models(name, data, head_dim, random_inputs):
+    q, k, v, dout = random_inputs(queries=1000, head_dim=head_dim)
+    q, k = like_a_trained_models(data, q, k, 500 if data == "late sink" else 3)
+    assert faults(name, (q, k, v, dout), True) == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("scale", [0.7, -0.5, 0.0])
+def test_a_scale_of_any_sign(scale, random_inputs):
+    inputs = random_inputs(queries=200)
+    assert faults_of(kernel_of("cuda"), reference, *inputs, causal=True, scale=scale) == []
 
 
 def first_keys(kind, batch, length):
@@ -157,38 +218,38 @@ def test_first_with_grouped_heads(head_dim, options, kind, random_inputs):
 
 
 @pytest.mark.parametrize("kind", ["documents", "window"])
-@pytest.mark.parametrize("fault", ["logits x 8", "sink", "hidden sinks", "ramp"])
-def test_first_with_data_like_a_trained_models(kernel, kind, fault, random_inputs):
+@pytest.mark.parametrize("data", ["logits x 8", "sink", "hidden sinks", "ramp up"])
+def test_first_with_data_like_a_trained_models(kernel, kind, data, random_inputs):
     q, k, v, dout = random_inputs(queries=1000)
     first = first_keys(kind, 1, 1000)
-    if fault == "logits x 8":
-        q = q * 8
-    elif fault == "ramp":  # growing maxima
-        k = k + torch.linspace(0, 40, 1000, device="cuda", dtype=k.dtype)[:, None] / 64**0.5
-        q = q.abs()
-    else:  # keys far above the rest: of each text the first, or the last, which the next query no longer sees
-        places = first[0].long().unique()
-        # Not key 0, too: with two such keys a query's gradient is what rounding leaves of their difference.
-        k[:, :, places[1:] - 1 if fault == "hidden sinks" else places] = 60.0 / 8.0
-        q = q.abs()
+    # Of each text the first key, or the last, which the next query no longer sees. Not key 0, too: with two such keys
+    # a query's gradient is what rounding leaves of their difference.
+    places = first[0].long().unique()
+    q, k = like_a_trained_models(data, q, k, places[1:] - 1 if data == "hidden sinks" else places)
     assert faults_of(kernel, reference, q, k, v, dout, causal=True, first=first) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"implementation": "portable"}, torch.float32),
-        ({"implementation": "portable"}, torch.bfloat16),
-        ({"deterministic": True}, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_portable_and_deterministic_backward_give_the_same_bits(options, dtype, random_inputs):
-    kernel = partial(attention_function("flash_triton"), **options)
+SAME_BITS = [("portable", {}, FP32), ("portable", {}, BF16), ("auto", {"deterministic": True}, BF16)]
+
+
+@pytest.mark.parametrize(("name", "options", "dtype"), SAME_BITS, ids=str)
+def test_portable_and_deterministic_backward_give_the_same_bits(name, options, dtype, random_inputs):
     inputs = random_inputs(heads=8, kv_heads=2, queries=1000, dtype=dtype)
-    first = run_attention(kernel, *inputs, causal=True)
+    check_same_bits(partial(kernel_of(name), **options), inputs, True)
+
+
+@needs_nvcc
+@both_masks
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_cuda_gives_the_same_bits(head_dim, causal, random_inputs):
+    inputs = random_inputs(batch=4, heads=8, kv_heads=2, queries=3000, head_dim=head_dim)
+    check_same_bits(kernel_of("cuda"), inputs, causal)
+
+
+def check_same_bits(kernel, inputs, causal):
+    first = run_attention(kernel, *inputs, causal=causal)
     for _ in range(20):
-        again = run_attention(kernel, *inputs, causal=True)
+        again = run_attention(kernel, *inputs, causal=causal)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -204,37 +265,49 @@ def test_addresses_past_two_to_the_31(portable):
     assert torch.equal(out, portable(near, k, v, causal=True))
 
 
-def test_compile_sees_no_graph_break(random_inputs):
-    function = attention_function("flash_triton")
-    inputs = random_inputs(queries=300)
-    compiled = torch.compile(function, fullgraph=True)
-    eager = run_attention(partial(function, deterministic=True), *inputs, causal=True)
-    traced = run_attention(partial(compiled, deterministic=True), *inputs, causal=True)
+@pytest.mark.parametrize("name", ["auto", CUDA])
+def test_compile_sees_no_graph_break(name, random_inputs):
+    function = attention_function("flash_cuda" if name == "cuda" else "flash_triton")
+    options = {} if name == "cuda" else {"deterministic": True}
+    inputs, compiled = random_inputs(queries=300), torch.compile(function, fullgraph=True)
+    eager, traced = (run_attention(partial(f, **options), *inputs, causal=True) for f in (function, compiled))
     assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
-def test_runs_inside_a_cuda_graph(portable, random_inputs):
-    q, k, v, _ = random_inputs(queries=300)
-    expected = portable(q, k, v, causal=True)
+@pytest.mark.parametrize("name", ["portable", CUDA])
+def test_runs_inside_a_cuda_graph(name, random_inputs):
+    kernel, (*inputs, dout) = kernel_of(name), random_inputs(queries=300)
+    expected = run_attention(kernel, *inputs, dout, causal=True)
+    leaves = [x.detach().requires_grad_() for x in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = portable(q, k, v, causal=True)
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, expected)
+        out = kernel(*leaves, causal=True)
+        results = (out, *torch.autograd.grad(out, leaves, dout))
+    for _ in range(2):
+        for x in results:
+            x.detach().zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def test_memory_is_linear_in_the_length(portable, random_inputs):
+@pytest.mark.parametrize("name", ["portable", CUDA])
+def test_memory_is_linear_in_the_length(name, random_inputs):
     q, k, v, dout = random_inputs(batch=1, heads=1, queries=65_536)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run_attention(portable, q, k, v, dout, causal=True)
+    run_attention(kernel_of(name), q, k, v, dout, causal=True)
     one_tensor = q.numel() * q.element_size()
-    # out, three gradients, log-sum-exp and delta, and a few temporaries; the scores would be 8 GiB.
+    # out, three gradients, log-sum-exp and delta, flash_cuda's float32 sum of dq (two), and a few temporaries; the
+    # scores would be 8 GiB.
     assert torch.cuda.max_memory_allocated() - before < 12 * one_tensor
 
 
-@pytest.mark.parametrize(("head_dim", "options"), [(512, {}), (20, {"implementation": "hopper"})])
-def test_refusals_name_what_is_supported(head_dim, options, random_inputs):
-    with raises(UsageError, "attention.unsupported", head_dim):
-        attention_function("flash_triton")(*random_inputs(head_dim=head_dim)[:3], causal=True, **options)
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype"),
+    [("auto", 512, BF16), ("hopper", 20, BF16),
+     *(pytest.param("cuda", *case, marks=needs_nvcc) for case in [(136, BF16), (20, FP16), (64, FP32)])],
+)  # fmt: skip
+def test_refusals_name_what_is_supported(name, head_dim, dtype, random_inputs):
+    said = (FP32 if dtype == FP32 else head_dim,)
+    with raises(UsageError, "attention.unsupported", *said):
+        kernel_of(name)(*random_inputs(head_dim=head_dim, dtype=dtype)[:3], causal=True)

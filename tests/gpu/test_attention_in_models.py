@@ -101,22 +101,6 @@ def test_a_compiled_model_has_one_graph_and_the_same_gradients():
         assert (mine - theirs).norm() < 0.03 * theirs.norm(), name
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
-    ids, targets = next(batches(1))
-    model = build("flash_triton")
-
-    def gradients():
-        with torch.autocast("cuda", torch.bfloat16):
-            return torch.autograd.grad(model.loss(ids, targets), list(model.parameters()))
-
-    plain = gradients()
-    model.config = model.config.model_copy(update={"activation_checkpointing": "block"})
-    again = gradients()
-    # The faster backward pass adds up dQ in an order that changes from run to run: float32 sums, rounded to bfloat16.
-    for mine, theirs in zip(again, plain, strict=True):
-        assert (mine - theirs).norm() < 0.01 * theirs.norm()
-
-
 @pytest.mark.parametrize("window", [None, 60])
 def test_documents_of_a_row_are_as_each_alone(window):
     """By the kernels on the joined projection, and by sdpa with a mask; losses and gradients."""

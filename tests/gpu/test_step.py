@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def make_step(**options):
     return build_step(CONFIG, Ranks(device=torch.device("cuda")), **options)
 
 
+@contextmanager
+def no_waiting():
+    """Check that the host does not wait for the GPU, which sleeps first."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)
+        yield
+        assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # The mode is a prototype, PyTorch says.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("options", [*({"precision": name} for name in PRECISIONS), MUON])
@@ -53,14 +67,8 @@ def test_a_step_never_waits_for_the_gpu(options):
     batches = [batch(number) for number in range(5)]
     for number in range(3):
         step(*batches[number], lr=1e-3)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(2_000_000_000)
+    with no_waiting():
         outcomes = [step(*batches[number], lr=1e-3 / (number + 1)) for number in range(3, 5)]
-        assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(outcome.applied for outcome in outcomes)
     assert all(outcome.loss.item() == outcome.losses.item() for outcome in outcomes)
     assert len({outcome.loss.item() for outcome in outcomes}) == 2
@@ -97,30 +105,14 @@ def test_a_masked_step_weighs_its_slices_in_a_graph_too():
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+SIZES = ("vocab_size=256", "context_length=64", "d_model=128", "d_ff=256", "num_layers=2", "num_heads=2")
+
+
 def recipe(folder, name, *more):
-    return load_recipe(
-        None,
-        [
-            f'run.folder="{folder}"',
-            f"run.name={name}",
-            "run.device=cuda",
-            "run.deterministic=true",
-            "data.source=random",
-            "model.vocab_size=256",
-            "model.context_length=64",
-            "model.d_model=128",
-            "model.d_ff=256",
-            "model.num_layers=2",
-            "model.num_heads=2",
-            "train.steps=10",
-            "train.batch_size=8",
-            "train.accumulation=2",
-            "train.log_interval=1",
-            'train.nonfinite="skip"',
-            "optimizer.warmup_steps=2",
-            *more,
-        ],
-    )
+    keys = [f'run.folder="{folder}"', f"run.name={name}", "run.device=cuda", "run.deterministic=true"]
+    keys += ["data.source=random", *(f"model.{size}" for size in SIZES), "optimizer.warmup_steps=2"]
+    keys += ["train.steps=10", "train.batch_size=8", "train.accumulation=2", "train.log_interval=1"]
+    return load_recipe(None, [*keys, 'train.nonfinite="skip"', *more])
 
 
 def spoil(monkeypatch, steps):
@@ -144,13 +136,8 @@ def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_
     monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
 
     def run(name, graph, **options):
-        chosen = recipe(
-            tmp_path,
-            name,
-            f"train.precision={precision}",
-            f"train.cuda_graph={graph}",
-            "checkpoint.interval=4",
-        )
+        keys = [f"train.precision={precision}", f"train.cuda_graph={graph}", "checkpoint.interval=4"]
+        chosen = recipe(tmp_path, name, *keys)
         run_folders.train_here(chosen, **options)
         return chosen
 
@@ -181,15 +168,13 @@ def test_with_and_without_graph_or_waiting_runs_are_the_same_and_resume_bit_for_
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_whose_state_is_on_the_host_is_resumed_bit_for_bit(precision, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "draw_losses", lambda *arguments, **options: None)
-
-    def run(name, **options):
-        chosen = recipe(tmp_path, name, "optimizer.name=adamw_host", f"train.precision={precision}")
-        run_folders.train_here(chosen, **options)
-        return chosen
-
-    whole = run("whole")
-    run("parts", stop_at_step=5)
-    parts = run("parts")
+    whole, parts = (
+        recipe(tmp_path, name, "optimizer.name=adamw_host", f"train.precision={precision}")
+        for name in ("whole", "parts")
+    )
+    run_folders.train_here(whole)
+    run_folders.train_here(parts, stop_at_step=5)
+    run_folders.train_here(parts)
     assert run_folders.losses(whole) == run_folders.losses(parts)
     run_folders.assert_same_state(run_folders.newest(whole), run_folders.newest(parts))
 
@@ -218,14 +203,8 @@ def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
             step(*batch(number), lr=1e-3)
     assert graph.graph._graph is not None
     batches = [batch(number) for number in range(4, 7)]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(2_000_000_000)
+    with no_waiting():
         outcomes = [graph(*of_step, lr=1e-3) for of_step in batches]
-        assert not torch.cuda.current_stream().query(), "the host has waited for the sleep"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     losses = [outcome.loss.item() for outcome in outcomes]
     assert losses == [eager(*of_step, lr=1e-3).loss.item() for of_step in batches]
     assert_same_weights(graph, eager)
@@ -285,13 +264,9 @@ def test_a_step_that_cannot_be_captured_goes_on_without():
 @pytest.mark.parametrize(
     ("strategy", "wish", "keys"),
     [
-        *(("flat", "on", {}), ("bucketed", "on", {}), ("bucketed", "auto", {}), ("naive", "auto", {})),
-        *(("overlap", "auto", {}), ("zero1", "on", {}), ("zero1", "auto", {}), ("fsdp", "on", {})),
-        *(
-            ("fsdp", "auto", {}),
-            ("zero1", "on", {"gather": "collective"}),
-            ("fsdp", "on", {"gather": "collective"}),
-        ),
+        *((name, "on", {}) for name in ("flat", "bucketed", "zero1", "fsdp")),
+        *((name, "auto", {}) for name in ("bucketed", "naive", "overlap", "zero1", "fsdp")),
+        *((name, "on", {"gather": "collective"}) for name in ("zero1", "fsdp")),
     ],
 )
 def test_a_graph_holds_the_collectives_of_two_ranks(strategy, wish, keys, monkeypatch):

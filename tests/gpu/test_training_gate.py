@@ -1,5 +1,8 @@
 """The gate of trainings on a GPU: what lmkit runs there is within its budget, and a wrong kernel is not."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -26,6 +29,15 @@ SHAPE = {
     "num_layers": 4,
     "num_heads": 4,
 }
+
+
+@contextmanager
+def registered(name: str, kernel) -> Iterator[str]:
+    ATTENTION.register(name)(kernel)
+    try:
+        yield name
+    finally:
+        ATTENTION.unregister(name)
 
 
 def judged(precision: str, **model) -> dict:
@@ -70,17 +82,14 @@ def test_what_a_graph_computes_is_checked_after_timing():
     def wrong_at_first(q, k, v, *, causal, scale=None):
         return attention_function("sdpa")(q, k, v, causal=causal and not is_wrong[0], scale=scale)
 
-    ATTENTION.register("wrong_at_first")(wrong_at_first)
-    try:
-        model = ModelConfig(**SHAPE, attention="wrong_at_first")
+    with registered("wrong_at_first", wrong_at_first) as name:
+        model = ModelConfig(**SHAPE, attention=name)
         train = TrainConfig(batch_size=8, precision="fp32", cuda_graph="on")
         training = TrainingStep(Recipe(model=model, train=train), Ranks(device=device))
         for _ in range(10):
             training.run()
         is_wrong[0] = False
         assert after_timing(training, budget_of("fp32"))["status"] == "wrong result"
-    finally:
-        ATTENTION.unregister("wrong_at_first")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,11 +97,8 @@ def test_a_mask_that_is_missing_is_found(precision):
     def sees_all(q, k, v, *, causal, scale=None):
         return attention_function("sdpa")(q, k, v, causal=False, scale=scale)
 
-    ATTENTION.register("sees_everything")(sees_all)
-    try:
-        assert judged(precision, attention="sees_everything")["status"] == "wrong result"
-    finally:
-        ATTENTION.unregister("sees_everything")
+    with registered("sees_everything", sees_all) as name:
+        assert judged(precision, attention=name)["status"] == "wrong result"
 
 
 def test_a_step_from_python_is_built_on_the_gpu():

@@ -54,6 +54,17 @@ def counted_launches():
     )
 
 
+def twins(device: str, kind: type = AdamW, **options):
+    """The same parameters twice, each with its optimizer, the second of another kind perhaps."""
+    ours, theirs = parameters(device, **options), parameters(device, **options)
+    return ours, theirs, AdamW(ours, **SETTINGS), kind(theirs, **SETTINGS)
+
+
+def assert_equal(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 0.0) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance and 1e-6, atol=tolerance)
+
+
 def check_equals_the_formula(device: str) -> None:
     """In float64: m, v and w, each to the float32 rounding of a few operations a step."""
     params = parameters(device)
@@ -85,19 +96,18 @@ def check_equals_the_formula(device: str) -> None:
 def check_equals_torch_and_the_operations(device: str) -> None:
     """1e-6 over a thousand steps, as promised, from PyTorch's AdamW and from our own in several operations."""
     sizes = [(7, 5), (40,), (3, 4, 2), (1,)]
-    ours, theirs, operations = (parameters(device, sizes) for _ in range(3))
+    ours, theirs, operations, start = (parameters(device, sizes) for _ in range(4))
     with counted_launches() as launches:
         steps(AdamW(ours, **SETTINGS), range(1000), sizes)
         steps(torch.optim.AdamW(theirs, **SETTINGS), range(1000), sizes)
         with mock.patch.object(adamw, "ONE_PASS_DEVICES", set()):
             steps(AdamW(operations, **SETTINGS), range(1000), sizes)
     assert launches.call_count == 1000
-    for others in (theirs, operations):
-        for mine, other, start in zip(ours, others, parameters(device, sizes), strict=True):
-            assert (mine - start).abs().max() > 0.1  # they have moved
-            # Not the same bits: the operations fuse multiply-adds, where the device has them, and PyTorch's first
-            # moment is m + (1 - beta1) (g - m).
-            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+    assert all((mine - before).abs().max() > 0.1 for mine, before in zip(ours, start, strict=True))
+    # Not the same bits: the operations fuse multiply-adds, where the device has them, and PyTorch's first moment is
+    # m + (1 - beta1) (g - m).
+    assert_equal(ours, theirs, 1e-6)
+    assert_equal(ours, operations, 1e-6)
 
 
 def check_any_cut_gives_the_same_bits(device: str) -> None:
@@ -110,10 +120,9 @@ def check_any_cut_gives_the_same_bits(device: str) -> None:
     shards = [parts[a:b] for a, b in pairwise(cuts)]
     at_once, in_shards = AdamW([whole], **SETTINGS), AdamW(shards, **SETTINGS)
     for step in range(4):
-        grad = gradients(step, [(size,)])[0].to(device)
-        whole.grad = grad
+        whole.grad = gradients(step, [(size,)])[0].to(device)
         for shard, (a, b) in zip(shards, pairwise(cuts), strict=True):
-            shard.grad = grad[a:b]
+            shard.grad = whole.grad[a:b]
         at_once.step()
         in_shards.step()
     assert not torch.equal(whole.cpu(), start)
@@ -124,8 +133,7 @@ def check_nothing_else_is_touched(device: str) -> None:
     buffers = [torch.full((kernel.BLOCK + 50,), 7.0, device=device) for _ in range(2)]
     param, grad = (buffer[16:-17] for buffer in buffers)
     param.grad = grad
-    optimizer = AdamW([param], **SETTINGS)
-    optimizer.step()
+    AdamW([param], **SETTINGS).step()
     assert (param != 7).all()
     assert (buffers[0][:16] == 7).all()
     assert (buffers[0][-17:] == 7).all()
@@ -134,8 +142,7 @@ def check_nothing_else_is_touched(device: str) -> None:
 
 def check_gradients_and_copies_of_another_dtype(device: str) -> None:
     """bf16 gradients count as their value in float32; copies are the new weights, rounded."""
-    ours, theirs = parameters(device), parameters(device)
-    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    ours, theirs, mine, other = twins(device)
     mine.copies = {param: torch.zeros_like(param, dtype=torch.bfloat16) for param in ours[1:]}
     for step in range(3):
         for param, twin, grad in zip(ours, theirs, gradients(step), strict=True):
@@ -144,8 +151,7 @@ def check_gradients_and_copies_of_another_dtype(device: str) -> None:
             twin.grad = param.grad.float()
         mine.step()
         other.step()
-    for param, twin in zip(ours, theirs, strict=True):
-        assert torch.equal(param, twin)
+    assert_equal(ours, theirs)
     for param, rounded in mine.copies.items():
         if device == "cpu":  # the interpreter cuts off what it should round
             torch.testing.assert_close(rounded.float(), param.detach(), rtol=2**-7, atol=0)
@@ -158,38 +164,30 @@ def check_narrow_parameters(device: str) -> None:
     for dtype, resolution in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
         params = parameters(device, dtype=dtype)
         wide = [nn.Parameter(param.detach().float()) for param in params]
-        narrow_optimizer, wide_optimizer = AdamW(params, **SETTINGS), AdamW(wide, **SETTINGS)
         torch.manual_seed(2)
-        for param, twin in zip(params, wide, strict=True):
-            param.grad = torch.randn(param.shape).to(param)
-            twin.grad = param.grad.float()
+        give(params, [torch.randn(param.shape) for param in params])
+        give(wide, [param.grad for param in params])
         with counted_launches() as launches:
-            narrow_optimizer.step()
-            wide_optimizer.step()
+            AdamW(params, **SETTINGS).step()
+            AdamW(wide, **SETTINGS).step()
         assert launches.call_count == 2
         for param, twin in zip(params, wide, strict=True):
             torch.testing.assert_close(param.float(), twin, rtol=resolution, atol=0)
 
 
 def check_a_factor_is_a_scaled_gradient(device: str) -> None:
-    ours, theirs = parameters(device), parameters(device)
-    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    ours, theirs, mine, other = twins(device)
     for step in range(3):
         factor = torch.tensor(0.3 + step, device=device)
         give(ours, gradients(step))
-        give(theirs, gradients(step))
-        for param in theirs:
-            param.grad *= factor
+        give(theirs, [grad.to(device) * factor for grad in gradients(step)])
         mine.gradient_factor = factor
         mine.step()
         other.step()
-        assert all(
-            torch.equal(param.grad.cpu(), grad) for param, grad in zip(ours, gradients(step), strict=True)
-        )
+        assert_equal([param.grad.cpu() for param in ours], gradients(step))
         mine.zero_grad()
         assert mine.gradient_factor is None
-    for param, twin in zip(ours, theirs, strict=True):
-        assert torch.equal(param, twin)
+    assert_equal(ours, theirs)
 
 
 def check_what_is_not_contiguous_or_wide_takes_the_operations(device: str) -> None:
@@ -203,31 +201,27 @@ def check_what_is_not_contiguous_or_wide_takes_the_operations(device: str) -> No
             AdamW([ours], **SETTINGS).step()
         assert launches.call_count == 0
         torch.optim.AdamW([theirs], **SETTINGS).step()
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        assert_equal([ours], [theirs], 1e-6)
     # A gradient may change its layout from one step to the next.
-    param = nn.Parameter(torch.randn(6, 6).to(device))
-    expected = nn.Parameter(param.detach().clone())
-    mine, other = AdamW([param], **SETTINGS), torch.optim.AdamW([expected], **SETTINGS)
+    ours, theirs, mine, other = twins(device, torch.optim.AdamW, sizes=[(6, 6)])
     grad = torch.randn(6, 6).to(device)
     for layout in (grad, grad.T, grad):
-        param.grad, expected.grad = layout, layout.clone()
+        ours[0].grad, theirs[0].grad = layout, layout.clone()
         mine.step()
         other.step()
-    torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+    assert_equal(ours, theirs, 1e-6)
 
 
 def check_the_table_moves_with_the_tensors(device: str) -> None:
     """It is sent again when a gradient, a moment or a parameter lies elsewhere, and only then."""
-    params, expected = parameters(device), parameters(device)
-    mine, other = AdamW(params, **SETTINGS), torch.optim.AdamW(expected, **SETTINGS)
+    params, expected, mine, other = twins(device, torch.optim.AdamW)
 
     def step(number: int, *, in_place: bool) -> int:
-        for some in (params, expected):
-            for param, grad in zip(some, gradients(number), strict=True):
-                if in_place:
-                    param.grad.copy_(grad)
-                else:
-                    param.grad = grad.to(device, copy=True)
+        for param, grad in zip(params + expected, 2 * gradients(number), strict=True):
+            if in_place:
+                param.grad.copy_(grad)
+            else:
+                param.grad = grad.to(device, copy=True)
         with mock.patch.object(kernel, "_send", side_effect=kernel._send) as sent:
             mine.step()
         other.step()
@@ -240,12 +234,10 @@ def check_the_table_moves_with_the_tensors(device: str) -> None:
     state = mine.state[params[3]]
     state["exp_avg"] = state["exp_avg"].clone()
     assert step(3, in_place=True) == 1
-    moved = params[2].data
-    params[2].data = moved.clone()
+    kept.append(params[2].data)
+    params[2].data = kept[-1].clone()
     assert step(4, in_place=True) == 1
-    assert len(kept) == len(params)
-    for param, twin in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    assert_equal(params, expected, 1e-6)
 
 
 def check_one_launch_for_other_sizes(device: str) -> None:
@@ -257,10 +249,9 @@ def check_one_launch_for_other_sizes(device: str) -> None:
 
 
 def check_state_of_another_size_is_refused(device: str) -> None:
-    param = nn.Parameter(torch.ones(10, device=device))
-    param.grad = torch.ones(10, device=device)
-    for name, wrong in (("exp_avg", torch.zeros(9, device=device)), ("exp_avg_sq", torch.zeros(10).half())):
-        optimizer = AdamW([param], **SETTINGS)
+    for name, wrong in (("exp_avg", torch.zeros(9)), ("exp_avg_sq", torch.zeros(10).half())):
+        (param,), _, optimizer, _ = twins(device, sizes=[(10,)])
+        give([param], [torch.ones(10)])
         optimizer.step()
         optimizer.state[param][name] = wrong.to(device)
         with pytest.raises(ValueError, match=r"9 on|another dtype"):
@@ -269,15 +260,13 @@ def check_state_of_another_size_is_refused(device: str) -> None:
 
 def check_the_device_decides(device: str) -> None:
     """A refused step changes nothing and does not count; the others are those of an optimizer that never saw it."""
-    ours, theirs = parameters(device), parameters(device)
-    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    ours, theirs, mine, other = twins(device)
     for step, decision in enumerate([1, 0, 1, 1, 0, 1, 1]):
         lr = 3e-3 * (1 + step)
         mine.param_groups[0]["lr"] = torch.tensor(lr, dtype=torch.float64).to(device) if step % 2 else lr
         other.param_groups[0]["lr"] = lr
         before = [param.detach().clone() for param in ours]
-        give(ours, gradients(step))
-        give(theirs, gradients(step))
+        give(ours + theirs, 2 * gradients(step))
         for i, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if not decision:
                 one.grad.fill_(float("nan"))
@@ -295,8 +284,8 @@ def check_the_device_decides(device: str) -> None:
         assert any(changed) == bool(decision)
         mine.zero_grad()
         assert mine.decision is None
+    assert_equal(ours, theirs, 1e-7)
     for one, two in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
         assert mine.state[one]["step"].item() == other.state[two]["step"].item()
     # As checkpoints need them.
     assert len({state["step"].data_ptr() for state in mine.state.values()}) == len(ours)
@@ -316,11 +305,9 @@ def check_scalars_of_the_device(device: str) -> None:
 
 
 def check_the_host_and_the_device_may_decide_in_turns(device: str) -> None:
-    ours, theirs = parameters(device), parameters(device)
-    mine, other = AdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    ours, theirs, mine, other = twins(device)
     for step in range(6):
-        give(ours, gradients(step))
-        give(theirs, gradients(step))
+        give(ours + theirs, 2 * gradients(step))
         if step == 3:
             saved, mine = mine, AdamW(ours, **SETTINGS)
             mine.load_state_dict(copy.deepcopy(saved.state_dict()))
@@ -329,9 +316,11 @@ def check_the_host_and_the_device_may_decide_in_turns(device: str) -> None:
         mine.step()
         mine.zero_grad()
         other.step()
-    for one, two in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
-        assert mine.state[one]["step"] == other.state[two]["step"] == 6
+    assert_equal(ours, theirs, 1e-7)
+    assert all(
+        mine.state[one]["step"] == other.state[two]["step"] == 6
+        for one, two in zip(ours, theirs, strict=True)
+    )
 
 
 CHECKS = {

@@ -5,7 +5,7 @@ dtype, plus one rounding; attention_oracle.py says how errors are measured. Draw
 token by token.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,17 +16,12 @@ from torch import Tensor
 from lmkit.attention import attention_function
 from lmkit.core.attention import apply_rope
 from lmkit.core.sampling import Sampling
-from lmkit.kernels.decode import attention, cache, products, tiles
+from lmkit.kernels.decode import attention, products
 from lmkit.kernels.decode.products import Matrix, Stream, to_fp8
 from lmkit.kernels.decode.rows import Rules, plain_rules, settings_of
 from lmkit.model.operations import PLAIN, rms_norm
 
 EPS = 1e-5
-
-
-def launch(prepared: tuple[Any, tuple[int, ...]]) -> None:
-    start, pointers = prepared
-    start(*pointers)
 
 
 def faults_of(got: Tensor, rival: Tensor, exact: Tensor) -> list[str]:
@@ -121,16 +116,14 @@ def run_product(
     space = Stream(out, normed, parts)
     rules = rules_of(case.rows, case.outputs, device, penalty=1.3)
     rules = rules._replace(seen=rules.seen[rows].contiguous())
-    launch(
-        products.prepare_product(
-            case.name, x.contiguous(), weight, out, space, then=case.then, gain=next_gain, num_parts=num_parts,
-            eps=EPS, rules=rules if case.then == "logits" else None, best=best,
-        )
-    )  # fmt: skip
-    tile = tiles.tile_of(case.name, count, case.columns, dtype, fp8=case.fp8)
+    products.prepare_product(
+        case.name, x.contiguous(), weight, out, space, then=case.then, gain=next_gain, num_parts=num_parts,
+        eps=EPS, rules=rules if case.then == "logits" else None, best=best,
+    )()  # fmt: skip
+    tile = products.tile_of(case.name, count, case.columns, dtype, fp8=case.fp8)
     made = {"out": out}
     if case.then == "residual":
-        kept = tiles.parts_of(case.outputs, tile)
+        kept = products.parts_of(case.outputs, tile)
         squares = parts[: count * kept].view(count, kept).sum(-1, keepdim=True)
         made |= {"normed": normed, "squares": squares.to(dtype)}  # of the stream, which is rounded
     if case.then == "logits":
@@ -270,7 +263,7 @@ def run_attend(case: Attend, dtype: torch.dtype, device: str, rows: slice = slic
     longest = int(place.max())
     for _ in range(2):  # the second run finds the counters as the first has left them
         tensors = qkv, keys, values, place, table, out, space
-        launch(attention.prepare_attend(*tensors, longest=longest, window=case.window))
+        attention.prepare_attend(*tensors, longest=longest, window=case.window)()
     assert not space.arrived.any()
     return [out, keys, values]
 
@@ -284,10 +277,8 @@ def plain_attend(case: Attend, dtype: torch.dtype, device: str, wide: torch.dtyp
     for row, at in enumerate(case.places):
         turned = apply_rope(heads[row, None, None, : -case.kv_heads], table[at, None])[0, 0]
         keys[row, :, at], values[row, :, at] = turned[case.heads :], heads[row, -case.kv_heads :]
-        q, seen = (
-            turned[None, : case.heads, None],
-            slice(max(0, at + 1 - (case.window or at + 1)), at + 1),
-        )  # (1, heads, 1, head_dim)
+        q = turned[None, : case.heads, None]  # (1, heads, 1, head_dim)
+        seen = slice(max(0, at + 1 - (case.window or at + 1)), at + 1)
         sdpa = attention_function("sdpa")
         outs.append(sdpa(q, keys[row, None, :, seen], values[row, None, :, seen], causal=False).flatten())
     return [torch.stack(outs), keys, values]
@@ -334,12 +325,13 @@ def check_a_row_that_is_too_long_for_a_launch_harms_nothing(device: str) -> None
     qkv, keys, values, place, table = attend_inputs(case, torch.float32, device)
     out = torch.empty(2, 32, device=device)
     space = attention.attend_space(2, 2, 2, 16, 600, qkv)
-    launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300))
+    attend = attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300)
+    attend()
     assert not space.arrived.any()
     expected = plain_attend(case, torch.float32, device, torch.float32)[0]
     torch.testing.assert_close(out[1], expected[1])
     place[0] = 299
-    launch(attention.prepare_attend(qkv, keys, values, place, table, out, space, longest=300))
+    attend()
     expected = plain_attend(case._replace(places=(299, 60)), torch.float32, device, torch.float32)[0]
     torch.testing.assert_close(out, expected)
 
@@ -349,7 +341,7 @@ def check_texts_are_stored_in_their_rows(device: str) -> None:
     k, v = joined[:, 1:3].contiguous(), joined[:, 3:5]
     rows = torch.tensor([[3, 7], [0, 7]], device=device)[:, 0]  # as `Prefill` unpacks them
     caches = torch.zeros(2, 4, 2, 90, 24, device=device)
-    cache.store(k, v, rows, *caches)
+    attention.store(k, v, rows, *caches)
     expected = torch.zeros_like(caches)
     expected[0, rows, :, :70], expected[1, rows, :, :70] = k, v
     assert torch.equal(caches, expected)

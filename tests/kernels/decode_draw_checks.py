@@ -7,7 +7,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from decode_checks import best_of, launch, nothing, rules_of, tuned
+from decode_checks import best_of, nothing, rules_of, tuned
 from torch import Tensor
 
 from lmkit.core.sampling import Sampling, draw
@@ -67,17 +67,12 @@ def run_advance(given: Advance, sampling_: Sampling, most: int = 100) -> Stream:
     rows, device = len(given.logits), given.logits.device
     best = nothing(rows, device)
     best[:, 7:8] = best_of(given.logits)
-    stream = Stream(
-        torch.full((rows, WIDTH), torch.nan, device=device),
-        torch.full((rows, WIDTH), torch.nan, device=device),
-        torch.full((rows * 3,), torch.nan, device=device),
-    )
-    launch(
-        sampling.prepare_advance(
-            given.logits, best, given.rows, given.rules, given.table, given.gain, stream, 3,
-            sampling=sampling_, most=most, logprobs=True,
-        )
-    )  # fmt: skip
+    sizes = ((rows, WIDTH), (rows, WIDTH), (rows * 3,))
+    stream = Stream(*(torch.full(size, torch.nan, device=device) for size in sizes))
+    sampling.prepare_advance(
+        given.logits, best, given.rows, given.rules, given.table, given.gain, stream, 3,
+        sampling=sampling_, most=most, logprobs=True,
+    )()  # fmt: skip
     assert torch.equal(best, nothing(rows, device))
     return stream
 
@@ -181,7 +176,7 @@ def check_rules_change_the_logits_of_a_library(device: str) -> None:
     for penalty in (1.0, 1.3):
         logits, rules = tuned(2, 5000, device=device), rules_of(2, 5000, device, penalty)
         expected, best = plain_rules(logits.clone(), rules), nothing(2, device)
-        launch(sampling.prepare_rules(logits, best, rules))
+        sampling.prepare_rules(logits, best, rules)()
         torch.testing.assert_close(logits, expected)
         assert torch.equal(best.amax(-1, keepdim=True), best_of(logits))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmkit.core.attention import apply_rope
 from lmkit.core.loss import linear_cross_entropy
-from lmkit.kernels import cross_entropy, embedding, heads_norm, norm, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
 from lmkit.model.operations import PLAIN
 
 Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
@@ -44,14 +44,12 @@ def normed(*shape: int, past: bool = True, eps: float = 1e-5) -> Case:
 
 def normed_heads(*shape: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     def plain(x: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-        def norm(x: Tensor, gain: Tensor) -> Tensor:
-            return PLAIN.add_rms_norm(x, None, gain, 1e-5)[1]
-
         q, k, v = x.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=-2)
-        return torch.cat([norm(q, q_gain), norm(k, k_gain), v], dim=-2).flatten(-2)
+        normed = [PLAIN.add_rms_norm(x, None, gain, 1e-5)[1] for x, gain in ((q, q_gain), (k, k_gain))]
+        return torch.cat([*normed, v], dim=-2).flatten(-2)
 
     return Case(
-        lambda x, q_gain, k_gain: heads_norm.heads_norm(x, q_gain, k_gain, kv_heads),
+        lambda x, q_gain, k_gain: norm.heads_norm(x, q_gain, k_gain, kv_heads),
         plain,
         [(*shape, (heads + 2 * kv_heads) * head_dim), (head_dim,), (head_dim,)],
     )

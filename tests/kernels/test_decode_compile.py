@@ -58,13 +58,7 @@ def prepare_step(stand_in_gpu, assembled):
 
 
 def prepare_all(
-    shape: Shape,
-    rows: int,
-    dtype: torch.dtype,
-    kinds=("greedy",),
-    *,
-    pdl: bool = True,
-    fp8: bool = False,
+    shape: Shape, rows: int, dtype: torch.dtype, kinds=("greedy",), *, pdl: bool = True, fp8: bool = False
 ) -> list[tuple[str, str]]:
     vocab_size, capacity = 50304, 2048
     width, head_dim = shape.d_model, shape.d_model // shape.heads

@@ -7,17 +7,17 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels import fp8, swiglu_fp8
+from lmkit.kernels import fp8, swiglu
 
 KERNELS = (
     *(fp8.cast_rows_kernel, fp8.cast_transposed_kernel),
-    *(swiglu_fp8.swiglu_cast_kernel, swiglu_fp8.swiglu_gradient_cast_kernel),
+    *(swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel),
 )
 
 
 @pytest.mark.parametrize("width", [512, 2048, 5504, 11008])
 def test_casts_compile(stand_in_gpu, assembled, monkeypatch, width):
-    for calls in (fp8.row_calls, fp8.transposed_calls, swiglu_fp8.forward_calls, swiglu_fp8.backward_calls):
+    for calls in (fp8.row_calls, fp8.transposed_calls, swiglu.cast_forward_calls, swiglu.cast_backward_calls):
         monkeypatch.setattr(calls, "prepared", {})
     x = torch.zeros(256, width, dtype=torch.bfloat16)
     low, scale = fp8.cast_rows(x)
@@ -26,11 +26,13 @@ def test_casts_compile(stand_in_gpu, assembled, monkeypatch, width):
     low, scales = fp8.cast_transposed(x, scale.amax())
     assert low.shape == (width, 256)
     assert scales.shape == (1, width)
-    out, low, scale = swiglu_fp8.forward(x)
-    assert out.shape == low.shape == (256, width // 2)
-    low, scale = swiglu_fp8.backward(x, out, x)
-    assert low.shape == x.shape
-    assert scale.shape == (256, 1)
+    joint = x.requires_grad_()
+    out = swiglu.swiglu_and_cast(joint)
+    (gradient,) = torch.autograd.grad(out, joint, torch.ones_like(out))
+    for made in (out, gradient):
+        low, scale = fp8.take_cast(made)
+        assert low.shape == made.shape
+        assert scale.shape == (256, 1)
     assert set(assembled) == {kernel.__name__ for kernel in KERNELS}
     assert all(report.spills == 0 for report in assembled.values())
     for kernel in KERNELS:

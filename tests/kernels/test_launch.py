@@ -7,6 +7,8 @@ On a GPU that is not there (see `stand_in_gpu`): what reaches the C launcher is 
 import gc
 import weakref
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.kernels import cross_entropy, launch
 from lmkit.kernels.flash import backward as flash_backward
-from lmkit.kernels.flash import backward_dkdv, backward_dq, tuning
 from lmkit.kernels.flash import forward as flash_forward
+from lmkit.kernels.flash import tuning
 from lmkit.kernels.flash.tuning import Tiling
 from lmkit.kernels.launch import LaunchCache, empty_in_order_of, recording
 
@@ -24,8 +26,8 @@ POINTERS = Tiling(rows=32, columns=16, warps=4, stages=1)
 COPIED = Tiling(rows=64, columns=32, warps=4, stages=2, descriptors=True)
 KERNELS = (
     flash_forward.forward_kernel,
-    backward_dq.dq_kernel,
-    backward_dkdv.dkdv_kernel,
+    flash_backward.dq_kernel,
+    flash_backward.dkdv_kernel,
     cross_entropy.scale_kernel,
 )
 CALLS = (flash_forward.forward_calls, flash_backward.backward_calls, cross_entropy.scale_calls)
@@ -148,12 +150,10 @@ def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_
 def test_a_result_of_another_dtype_is_of_another_kind(stand_in_gpu):
     """The weight's gradient is a float32 sum for float16 and for bfloat16."""
     sums, scale = torch.ones(4, 64), torch.ones(())
-
-    def scaled(dtype):
-        hidden = torch.ones(2, 64, dtype=dtype)
-        return lambda: cross_entropy._scaled(hidden, sums, scale, (False, True), in_place=True)
-
-    functions = [launches_of(scaled(dtype), stand_in_gpu)[0][2] for dtype in (torch.float16, torch.bfloat16)]
+    functions = [
+        launches_of(partial(cross_entropy.scaled_, sums, scale, dtype), stand_in_gpu)[0][2]
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
     assert functions[0] != functions[1]
 
 
@@ -190,109 +190,89 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
     assert not flash_forward.forward_calls.prepared
 
 
-class StandInGraph:
-    """A CUDA graph. `ended`: whether PyTorch could end its recording, so that `reset` releases its pool."""
-
-    def __init__(self, *, ended):
-        self.ended = ended
-
-    def pool(self):
-        if not self.ended:
-            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-
-
 @pytest.fixture
-def allocator(monkeypatch):
-    """What the allocator was told to end and to release."""
-    told = []
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool of one")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(("end", *which)))
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: told.append(("release", *which)))
-    return told
-
-
-def test_after_a_recording_that_cannot_be_ended_launches_go_where_they_went_before(monkeypatch, allocator):
-    current = ["before"]
+def record(monkeypatch):
+    """Records a block in a graph whose recording PyTorch can end, or not. `current` is the stream, `told` what the
+    allocator was told to end and to release."""
+    current, told = ["before"], []
 
     @contextmanager
     def stream(other):
-        before, current[0] = current[0], other
         try:
             yield
         finally:
-            current[0] = before
+            current[0] = other
 
     @contextmanager
-    def capture(graph, *, pool):
+    def capture(graph, **options):
         current[0] = "of the graph"
         yield
-        raise RuntimeError(
-            "capturing stream has unjoined work"
-        )  # as `torch.cuda.graph` does, which stays there
 
+    def tell(name):
+        return lambda *which: told.append((name, *which))
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool of one")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", tell("end"))
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", tell("release"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    with pytest.raises(RuntimeError), recording(StandInGraph(ended=False)):
-        pass
-    assert current == ["before"]
+
+    def run(block, *, ended, **options):
+        def pool():
+            if not ended:
+                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+        with recording(SimpleNamespace(pool=pool), **options):
+            block()
+
+    run.current, run.told = current, told
+    return run
+
+
+def fail():
+    raise RuntimeError("by the step")
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.0"])
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("given", [{}, {"pool": "pool of several"}])
-def test_the_allocator_leaves_a_recording_that_cannot_be_ended(given, ended, version, monkeypatch, allocator):
+def test_stream_and_allocator_leave_a_recording_that_cannot_be_ended(
+    given, ended, version, monkeypatch, record
+):
     """PyTorch 2.11 stays in it: memory of several streams was never free, and freeing a `MemPool` aborted."""
-
-    @contextmanager
-    def capture(graph, *, pool):
-        yield
 
     def end(*which):
         if not version.startswith("2.11"):
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        allocator.append(("end", *which))
+        record.told.append(("end", *which))
 
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    with pytest.raises(RuntimeError, match="by the step"), recording(StandInGraph(ended=ended), **given):
-        raise RuntimeError("by the step")
+    with pytest.raises(RuntimeError, match="by the step"):
+        record(fail, ended=ended, **given)
     pool = given.get("pool", "pool of one")
     told = {"2.11": [("end", 0, pool), ("release", 0, pool)], "2.13": [("release", 0, pool)], "2.14": []}
-    assert allocator == ([] if ended else told[version[:4]])
+    assert record.told == ([] if ended else told[version[:4]])
+    assert record.current == ["before"]
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_during_a_recording(monkeypatch, allocator, collects):
+def test_no_garbage_is_collected_during_a_recording(record, collects):
     """Whatever happens in it, the collector is afterwards as before."""
     seen = []
-
-    @contextmanager
-    def capture(graph, **options):
-        seen.append((options, gc.isenabled()))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    graph = StandInGraph(ended=True)
     (gc.enable if collects else gc.disable)()
     try:
-        with recording(graph, pool="pool"):
-            assert not gc.isenabled()
+        record(lambda: seen.append(gc.isenabled()), ended=True)
         assert gc.isenabled() == collects
-        with pytest.raises(RuntimeError), recording(graph, capture_error_mode="thread_local"):
-            raise RuntimeError
+        with pytest.raises(RuntimeError, match="by the step"):
+            record(fail, ended=True, capture_error_mode="thread_local")
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert seen == [
-        ({"pool": "pool"}, False),
-        ({"pool": "pool of one", "capture_error_mode": "thread_local"}, False),
-    ]
-    assert not allocator
+    assert seen == [False]
+    assert not record.told
 
 
 def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):

@@ -7,8 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.core.sampling import Sampling
-from lmkit.generation import Decoder
 from lmkit.model import ModelConfig, TransformerLM, compile_model
 from lmkit.model.operations import PLAIN
 
@@ -81,29 +79,13 @@ def test_under_autocast():
     assert_equal_gradients(*models, 0.02)  # float16: 11 bits, about twenty roundings deep
 
 
-def test_a_key_value_cache():
-    fused, plain = make_models(num_kv_heads=1)
-    logits = []
-    for model in (fused, plain):
-        decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9, kernels=False)
-        decoder.start([0], [IDS[0, :6].tolist()], seeds=[0])
-        with torch.inference_mode():
-            logits.append([decoder.cache.keys, decoder.cache.values, decoder._step.logits(6)])
-    for mine, other in zip(*logits, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("how", ["block", "whole"])
-def test_compiled(how):
-    """The kernels as custom operators, which the configuration has to name."""
+def test_a_compiler_sees_plain_operations():
+    """Of which it makes kernels itself, also where the whole model is compiled from outside."""
     torch.compiler.reset()
-    fused, plain = make_models(
-        num_layers=1, activation_checkpointing="block" if how == "block" else "none", qk_norm=True
-    )
-    compile_model(fused, how, backend="aot_eager")
-    assert fused.layers.operations is None
-    for model in (fused, plain):
-        model.loss(IDS, TARGETS).backward()
+    fused, plain = make_models(num_layers=1, qk_norm=True)
+    torch.compile(fused.loss, fullgraph=True, backend="aot_eager")(IDS, TARGETS).backward()
+    plain.loss(IDS, TARGETS).backward()
     assert_equal_gradients(fused, plain, 3e-6)
+    compile_model(fused, "block", backend="aot_eager")
+    assert fused.layers.operations is PLAIN

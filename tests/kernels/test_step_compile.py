@@ -1,6 +1,7 @@
 """The fused kernels of a training step compile for sm_90 without a GPU: nothing spills, memory is read in vectors."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -41,16 +42,23 @@ def ptx(stand_in_gpu, assembled, monkeypatch):
         def array(*shape, dtype=dtype):
             return torch.zeros(shape, dtype=dtype)
 
+        def differentiate(function, *inputs):
+            inputs = [x.requires_grad_() for x in inputs]
+            results = function(*inputs)
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.grad(results, inputs, [torch.ones_like(x) for x in results])
+
         x, gain = array(2, 16, width), array(width, dtype=torch.float32)
-        total, _, inverse_rms = norm.forward(x, x, gain, 1e-5, dtype)
-        norm.backward(x, x, total, gain, inverse_rms)
+        differentiate(partial(norm.add_rms_norm, dtype=dtype), x, array(2, 16, width), gain)
         table = array(16, min(width, 128) // 4, 2, dtype=torch.float32)
-        rope.rotate_(array(2, 16, 3 * width), table, width // min(width // 2, 64))
-        rope.rotated(array(2, 16, 3 * width), table, width // min(width // 2, 64), True)
-        joint = array(2, 16, 2 * D_FF[width])
-        swiglu.backward(joint, swiglu.forward(joint))
+        rotate = partial(rope.Rope.apply, array(2, 16, 3 * width), table)
+        for in_place in (True, False):
+            rotate((width // min(width // 2, 64), not in_place, in_place, False))
+        differentiate(swiglu.swiglu, array(2, 16, 2 * D_FF[width]))
         ids, logits = array(32, dtype=torch.int64), cross_entropy.empty_logits(32, array(50257, 1))
-        cross_entropy.cross_entropy_(logits, ids, gain[0], gain[:32])
+        cross_entropy.cross_entropy_(
+            logits, ids, array(1, dtype=torch.float32), array(32, dtype=torch.float32)
+        )
         for deterministic in (False, True):
             embedding.gradient(x, ids, 50257, deterministic, dtype)
         return [

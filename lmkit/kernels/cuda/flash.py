@@ -1,15 +1,130 @@
-"""Call the CUDA kernels: tensors -> arguments -> launch on the current stream."""
+"""Call the CUDA kernels, and compile them on first use: a library for each head_dim, dtype and architecture.
+
+nvcc alone is needed. The library has a C interface and is called through ctypes, so that no header of PyTorch is
+read: a build takes seconds.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lmkit.errors import LmkitError
-from lmkit.kernels.cuda.build import HEAD_DIMS, library
+from lmkit.errors import LmkitError, UsageError
 from lmkit.kernels.launch import capability, empty_in_order_of, selected
+from lmkit.storage.compiled import load_compiled
+
+HEAD_DIMS = (32, 64, 96, 128)
+"""What the kernels are compiled for; others are padded with zeros to the next one."""
+
+SOURCES = Path(__file__).parent
+
+STEPS = {"SWIZZLE": 1, "CAUSAL_SKIP": 1, "FORWARD_LAG": 0}
+"""Steps of README.md that can be left out or added, to see what each gives."""
+
+
+def tiling(head_dim: int, arch: int) -> dict[str, int]:
+    """Return the tile sizes for a padded head_dim on an architecture (75, 80, 90...), as macros; see the kernels."""
+    wide = head_dim > 64
+    found = {
+        "FORWARD_WARPS": 4, "FORWARD_BLOCKS": 2, "FORWARD_KEYS": 64, "FORWARD_STAGES": 2, "FORWARD_CTAS": 2,
+        "FORWARD_Q_KEPT": int(not wide),
+        "BACKWARD_WARPS": 8, "BACKWARD_BLOCKS": 1 if wide else 2, "BACKWARD_QUERIES": 64, "BACKWARD_PART": 32,
+        "BACKWARD_DQ_BLOCKS": 2 if head_dim in (64, 128) else 1, "BACKWARD_STAGES": 2, "BACKWARD_CTAS": 1,
+        "BACKWARD_SPLIT": 1, "BACKWARD_HELPERS": 0, "BACKWARD_LATE": int(wide),
+    }  # fmt: skip
+    if arch == 90:
+        found |= {"BACKWARD_HELPERS": 4, "BACKWARD_STAGES": 3}
+        if wide:
+            found |= {"BACKWARD_BLOCKS": 2, "BACKWARD_SPLIT": 2}
+        elif head_dim == 64:
+            found |= {"BACKWARD_QUERIES": 128, "BACKWARD_STAGES": 2}
+    if arch not in (80, 87, 90, 100, 101, 103):  # less shared memory: 99 KiB for a CTA, or 64 on sm_75
+        stages = 1 if arch < 80 else 2
+        found |= {
+            "FORWARD_STAGES": stages, "FORWARD_CTAS": 1, "BACKWARD_WARPS": 4, "BACKWARD_QUERIES": 32,
+            "BACKWARD_DQ_BLOCKS": 1, "BACKWARD_STAGES": stages, "BACKWARD_CTAS": 1,
+        }  # fmt: skip
+    return found
+
+
+def macros(head_dim: int, *, bf16: bool, arch: int, build: str) -> Mapping[str, str | int]:
+    """Return what the source is compiled with; `build` names exceptions: "SWIZZLE=0,FORWARD_KEYS=32"."""
+    given = dict(part.split("=") for part in build.split(",") if part)
+    return {"HEAD_DIM": head_dim, "BF16": int(bf16), **STEPS, **tiling(head_dim, arch), **given}
+
+
+@cache
+def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: str = "") -> ctypes.CDLL:
+    """Return the compiled kernels; compile them if this machine has not yet.
+
+    Args:
+        head_dim: of the inputs, at most the last of HEAD_DIMS.
+        build: exceptions from the macros; "PTX=75" among them compiles for sm_75, as PTX that newer GPUs run, too.
+
+    Raises:
+        UsageError: nvcc is missing.
+        LmkitError: nvcc failed.
+    """
+    padded = next(size for size in HEAD_DIMS if size >= head_dim)
+    arch = 10 * capability[0] + capability[1]
+    suffix = "a" if arch == 90 else ""  # setmaxnreg
+    target = f"arch=compute_{arch}{suffix},code=sm_{arch}{suffix}"
+    ptx, _, rest = build.partition("PTX=75")
+    if rest or ptx != build:
+        arch, target, build = 75, "arch=compute_75,code=compute_75", (ptx + rest).strip(",")
+    flags = ["-shared", "-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-gencode", target]
+    flags += [
+        f"-D{name}={value}" for name, value in macros(padded, bf16=bf16, arch=arch, build=build).items()
+    ]
+    compiler = nvcc()
+    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cu", ".cuh"))
+    ingredients = [compiler, *flags, platform.platform(), *(source.read_text("utf-8") for source in sources)]
+    name = f"flash-{padded}-{hashlib.sha256('0'.join(ingredients).encode()).hexdigest()[:16]}"
+
+    def compile_to(path: Path) -> None:
+        command = [compiler, *flags, "-o", str(path), str(SOURCES / "flash.cu")]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            lines = (done.stderr + done.stdout).splitlines() or ["it said nothing"]
+            words = next((line for line in lines if "error" in line.lower()), lines[-1])
+            raise LmkitError(
+                "attention.build_failed",
+                f"flash_cuda: {compiler} failed with exit code {done.returncode}: {words.strip()[:200]}",
+                hint="the toolkit has to know this GPU and this C++ compiler; or choose flash_triton or sdpa",
+            )
+
+    code = load_compiled(name, compile_to, what="flash_cuda")
+    for name in ("forward", "backward", "naive_forward", "naive_backward"):
+        getattr(code, name).argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    code.error_text.restype, code.error_text.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    return code
+
+
+def nvcc() -> str:
+    """Return the path of nvcc: below CUDA_HOME, on the PATH, or where the toolkit installs itself."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [shutil.which("nvcc", path=f"{home}/bin") for home in homes if home]
+    path = found[0] or shutil.which("nvcc") or found[-1]
+    if path is None:
+        raise UsageError(
+            "attention.no_compiler",
+            "flash_cuda needs nvcc, the compiler of the CUDA toolkit, which was not found",
+            hint="install the toolkit and set CUDA_HOME, or choose flash_triton or sdpa",
+        )
+    return path
+
+
+# Calls: tensors -> arguments -> launch on the current stream
 
 LOG2_E = 1.44269504089
 

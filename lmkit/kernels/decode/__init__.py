@@ -1,11 +1,10 @@
 """The kernels of a decode step: add a token to each of a few texts, at nearly the memory's bandwidth.
 
 * `rows`: the state of the rows and the rules of drawing;
-* `products`: the matrices, also in fp8, with RMSNorm, residual sum, SwiGLU and the rules of logits fused in;
-* `tiles`: how the matrices are cut into programs;
-* `attention`: RoPE, the cache's new key and value, attention to all old ones;
-* `sampling`: the next token and its embedding;
-* `cache`: the keys and values of a whole text into its row.
+* `products`: the matrices, also in fp8, with RMSNorm, residual sum, SwiGLU and the rules of logits fused in; their
+  tiles;
+* `attention`: RoPE, the cache's new key and value, attention to all old ones; a whole text's keys and values;
+* `sampling`: the next token and its embedding.
 
 A step runs five kernels per layer. They are so short that the gaps between launches would matter, so they overlap by
 programmatic dependent launch (PDL). A kernel first loads data that no kernel of the step writes (weights, old keys),

@@ -14,6 +14,7 @@ beyond the end of a row, or before its window, exit at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_call, prepare_launch
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def attend_kernel(
     qkv_pointer,  # (rows, (HEADS + 2 KV_HEADS) * DIM)
-    keys_pointer,  # (rows, KV_HEADS, capacity, DIM)
-    values_pointer,
+    keys_pointer, values_pointer,  # (rows, KV_HEADS, capacity, DIM)
     place_pointer,  # (rows) int64
     cos_sin_pointer,  # (capacity, DIM / 2, 2) float32
     out_pointer,  # (rows, HEADS * DIM)
@@ -38,18 +38,11 @@ def attend_kernel(
     arrived_pointer,  # (rows * KV_HEADS) int32, how many splits are done; zero between steps
     capacity,
     scale,  # factor of scores, times log2 e
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head, padded to a power of 2
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MOST_SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens that a token sees, itself among them; 0: all
-):
+):  # fmt: skip
     """Attend to one split of the old keys of one row and key head per program."""
     row_head, split = tl.program_id(0), tl.program_id(1)
     row, head = row_head // KV_HEADS, row_head % KV_HEADS
@@ -123,28 +116,12 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["capacity"])
 def attend_single_row_kernel(
     qkv_pointer,  # as in `attend_kernel`, with one row
-    keys_pointer,
-    values_pointer,
-    place_pointer,
-    cos_sin_pointer,
-    out_pointer,
-    sums_pointer,
-    totals_pointer,
-    arrived_pointer,
-    capacity,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TILE: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-    WINDOW: tl.constexpr,  # tokens that a token sees, itself among them; 0: all
-):
+    keys_pointer, values_pointer, place_pointer, cos_sin_pointer, out_pointer,
+    sums_pointer, totals_pointer, arrived_pointer, capacity, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MOST_SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
     """Attend to one split of the old keys of a key head per program. The keys are in registers before the wait.
 
     They are multiplied there without tensor cores, which would need them in shared memory.
@@ -214,20 +191,10 @@ def window_begin(place, splits, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def merge(
-    sums_pointer,
-    totals_pointer,
-    arrived_pointer,
-    out,
-    row_head,
-    first_split,
-    splits,
-    d,
+    sums_pointer, totals_pointer, arrived_pointer, out, row_head, first_split, splits, d,
     HEADS: tl.constexpr,  # query heads of the group
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-):
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, MOST_SPLITS: tl.constexpr,
+):  # fmt: skip
     """Merge the states of all splits, in the last program of a row and key head to arrive."""
     tl.debug_barrier()  # all threads of the program have stored before one counts it as arrived
     if tl.atomic_add(arrived_pointer + row_head, 1, sem="acq_rel") == splits - first_split - 1:
@@ -323,8 +290,8 @@ def prepare_attend(
     longest: int,
     window: int | None = None,
     pdl: bool = False,
-) -> tuple[Start, tuple[int, ...]]:
-    """Prepare a step's attention; return (launch, its pointers).
+) -> Callable[[], None]:
+    """Prepare a step's attention.
 
     Args:
         qkv: (rows, (heads + 2 kv_heads) * head_dim), not yet rotated.
@@ -349,14 +316,70 @@ def prepare_attend(
         "TILE": split.tile,
         "MOST_SPLITS": count_tiles(capacity, split.keys),
         "STAGES": split.stages,
-        "PDL": pdl,
         "WINDOW": window or 0,
         "num_warps": split.warps,
-        **({"launch_pdl": True} if pdl else {}),
     }
     tensors = (qkv, keys, values, place, cos_sin, out, *space)
     grid = (rows * kv_heads, count_tiles(max(longest, 1), split.keys))
     scale = head_dim**-0.5 * math.log2(math.e)
     kernel = attend_single_row_kernel if rows == 1 else attend_kernel
-    start = prepare_launch(kernel, grid, tensors, (capacity, scale), constants)
-    return start, tuple(x.data_ptr() for x in tensors)
+    return prepare_call(kernel, grid, tensors, (capacity, scale), constants, pdl=pdl)
+
+
+# Keys and values of whole texts
+
+STORED = 32  # positions per program
+
+
+@triton.jit(do_not_specialize=["seq", "capacity"])
+def store_kernel(
+    k_pointer,  # (texts, KV_HEADS, seq, DIM), with stride 1 along DIM
+    v_pointer,
+    rows_pointer,  # (texts) int64
+    keys_pointer,  # (rows, KV_HEADS, capacity, DIM)
+    values_pointer,
+    rows_stride,
+    k_stride_text, k_stride_head, k_stride_seq,
+    v_stride_text, v_stride_head, v_stride_seq,
+    seq, capacity,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy TILE positions of one text and head per program."""
+    text, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    row = tl.load(rows_pointer + text * rows_stride)
+    t, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, PADDED_DIM)
+    inside = (t < seq)[:, None] & (d < DIM)[None, :]
+    text, place = text.to(tl.int64), t.to(tl.int64)[:, None]
+    k_at = text * k_stride_text + head * k_stride_head + place * k_stride_seq + d[None, :]
+    v_at = text * v_stride_text + head * v_stride_head + place * v_stride_seq + d[None, :]
+    target = ((row * KV_HEADS + head) * capacity + t[:, None]) * DIM + d[None, :]
+    k = tl.load(k_pointer + k_at, mask=inside)
+    v = tl.load(v_pointer + v_at, mask=inside)
+    tl.store(keys_pointer + target, k, mask=inside)
+    tl.store(values_pointer + target, v, mask=inside)
+
+
+def store(k: Tensor, v: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Copy k, v (texts, kv_heads, seq, head_dim) into rows (texts) of (rows, kv_heads, capacity, head_dim)."""
+    assert k.stride(-1) == v.stride(-1) == 1
+    assert k.dtype == keys.dtype
+    store_calls((k, v, rows), (keys, values), (keys.shape[2],))
+
+
+def _prepare_store(tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    k, v, rows, *_ = tensors
+    (capacity,) = options
+    texts, kv_heads, seq, head_dim = k.shape
+    constants = {
+        "KV_HEADS": kv_heads,
+        "DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "TILE": STORED,
+        "num_warps": 4,
+    }
+    grid = texts * kv_heads, count_tiles(seq, STORED)
+    numbers = rows.stride(0), *k.stride()[:3], *v.stride()[:3], seq, capacity
+    return prepare_launch(store_kernel, grid, tensors, numbers, constants)
+
+
+store_calls = LaunchCache(_prepare_store)

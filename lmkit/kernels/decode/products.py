@@ -19,18 +19,20 @@ of 16 outputs occupies four warps, and small matrices still spread over all SMs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.decode.rows import MOST_ROWS, Rules
-from lmkit.kernels.decode.tiles import PART, tile_of
 from lmkit.kernels.fp8 import cast_rows, plain_cast_rows
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+from lmkit.kernels.launch import count_tiles, prepare_call
 
+PART = 16  # features in a sum of squares; smaller tiles, as of a single row, sum fewer
 SLICES = 4
 SLOTS = tl.constexpr(32)  # slots for the largest logit of a row
 NOTHING = tl.constexpr(-(1 << 63))  # the lowest key
@@ -48,24 +50,11 @@ def single_row_kernel(
     normed_pointer,  # (1, outputs), the new stream times the gain
     parts_pointer,  # sums of squares of the stream: read with NORM, written with "residual"
     best_pointer,  # (1, SLOTS) int64, largest keys of logits, see `keys_of`
-    banned_pointer,
-    seen_pointer,
-    settings_pointer,
-    rows,
-    outputs,
-    eps,
-    num_parts,
-    K: tl.constexpr,
-    THEN: tl.constexpr,
-    NORM: tl.constexpr,
-    FP8: tl.constexpr,
-    PENALTY: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    banned_pointer, seen_pointer, settings_pointer,
+    rows, outputs, eps, num_parts,
+    K: tl.constexpr, THEN: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PENALTY: tl.constexpr,
+    MOST_PARTS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute TILE_N outputs per program."""
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     b = tl.arange(0, 1)
@@ -77,15 +66,11 @@ def single_row_kernel(
     weight = tl.load(weight_at, mask=(k < K)[None, :], other=0.0)  # (TILE_N, TILE_K)
     if THEN == "swiglu":
         up = tl.load(up_at, mask=(k < K)[None, :], other=0.0)
-    late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
-    row_scale = load_scales(scales_pointer, n, outputs, FP8)
-    up_scale = load_scales(scales_pointer + outputs, n, outputs, FP8 and THEN == "swiglu")
+    early = load_early(scales_pointer, gain_pointer, banned_pointer, n, outputs, THEN, FP8)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
-    if NORM:
-        parts = load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS)
+    written = load_written(out_pointer, parts_pointer, n, b, rows, outputs, num_parts, THEN, NORM, MOST_PARTS)
     x = tl.load(x_pointer + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     sums = weight.to(tl.float32) * x
     if THEN == "swiglu":
@@ -100,16 +85,9 @@ def single_row_kernel(
     y_up = y
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 1)[:, None]
-    if FP8:
-        y *= row_scale[:, None]
-        y_up *= up_scale[:, None]
-    if NORM:
-        scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
-        y *= scale[None, :]
-        y_up *= scale[None, :]
     finish(
-        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, best_pointer,
-        seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 1,
+        y, y_up, early, written, n, b, rows, outputs, eps, out_pointer, normed_pointer, parts_pointer, best_pointer,
+        seen_pointer, settings_pointer, K, THEN, NORM, FP8, PENALTY, TILE_N, 1,
     )  # fmt: skip
 
 
@@ -117,31 +95,11 @@ def single_row_kernel(
 @triton.jit(do_not_specialize=["rows", "num_parts"])
 def few_rows_kernel(
     x_pointer,  # (rows, K); the others as in `single_row_kernel`, with `rows` rows
-    weight_pointer,
-    scales_pointer,
-    out_pointer,
-    gain_pointer,
-    normed_pointer,
-    parts_pointer,
-    best_pointer,
-    banned_pointer,
-    seen_pointer,
-    settings_pointer,
-    rows,
-    outputs,
-    eps,
-    num_parts,
-    K: tl.constexpr,
-    THEN: tl.constexpr,
-    NORM: tl.constexpr,
-    FP8: tl.constexpr,
-    PENALTY: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    weight_pointer, scales_pointer, out_pointer, gain_pointer, normed_pointer, parts_pointer, best_pointer,
+    banned_pointer, seen_pointer, settings_pointer, rows, outputs, eps, num_parts,
+    K: tl.constexpr, THEN: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PENALTY: tl.constexpr,
+    MOST_PARTS: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute TILE_N outputs of up to 16 rows per program."""
     SLICE: tl.constexpr = K // 4
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
@@ -152,15 +110,11 @@ def few_rows_kernel(
     weight_at += slices  # (4, TILE_N, TILE_K)
     up_at = weight_at + outputs.to(tl.int64) * K
     x_at = x_pointer + b[None, None, :] * K + k[None, :, None] + slices  # (4, TILE_K, 16)
-    late = load_late(gain_pointer, banned_pointer, n, outputs, THEN)
-    row_scale = load_scales(scales_pointer, n, outputs, FP8)
-    up_scale = load_scales(scales_pointer + outputs, n, outputs, FP8 and THEN == "swiglu")
+    early = load_early(scales_pointer, gain_pointer, banned_pointer, n, outputs, THEN, FP8)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    stream = load_stream(out_pointer, n, b, rows, outputs, THEN)
-    if NORM:
-        parts = load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS)
+    written = load_written(out_pointer, parts_pointer, n, b, rows, outputs, num_parts, THEN, NORM, MOST_PARTS)
     sums = tl.zeros((4, TILE_N, 16), tl.float32)
     up_sums = tl.zeros((4, TILE_N, 16), tl.float32)
     for begin in tl.range(0, SLICE, TILE_K, num_stages=STAGES):
@@ -175,6 +129,61 @@ def few_rows_kernel(
     y_up = y
     if THEN == "swiglu":
         y_up = tl.sum(up_sums, 0)
+    finish(
+        y, y_up, early, written, n, b, rows, outputs, eps, out_pointer, normed_pointer, parts_pointer, best_pointer,
+        seen_pointer, settings_pointer, K, THEN, NORM, FP8, PENALTY, TILE_N, 16,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_early(
+    scales_pointer, gain_pointer, banned_pointer, n, outputs, THEN: tl.constexpr, FP8: tl.constexpr
+):
+    """Load what `finish` needs and no kernel of the step writes: the next norm's gain, or which ids are banned; the
+    scales of the rows of fp8 weights."""
+    if THEN == "logits":
+        late = tl.load(banned_pointer + n, mask=n < outputs, other=0).to(tl.float32)
+    elif THEN == "residual":
+        late = tl.load(gain_pointer + n, mask=n < outputs, other=0.0).to(tl.float32)
+    else:
+        late = n.to(tl.float32)
+    row_scale, up_scale = late, late
+    if FP8:
+        row_scale = tl.load(scales_pointer + n, mask=n < outputs, other=0.0)
+    if FP8 and THEN == "swiglu":
+        up_scale = tl.load(scales_pointer + outputs + n, mask=n < outputs, other=0.0)
+    return late, row_scale, up_scale
+
+
+@triton.jit
+def load_written(
+    out_pointer, parts_pointer, n, b, rows, outputs, num_parts,
+    THEN: tl.constexpr, NORM: tl.constexpr, MOST_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Load what earlier kernels of the step have written and `finish` needs: the stream, and its sums of squares."""
+    stream = b[None, :].to(tl.int64) * outputs + n[:, None]
+    if THEN == "residual":
+        inside = (n < outputs)[:, None] & (b < rows)[None, :]
+        stream = tl.load(out_pointer + stream, mask=inside, other=0.0)
+    parts = b[:, None].to(tl.float32)
+    if NORM:
+        part = tl.arange(0, MOST_PARTS)
+        there = (b < rows)[:, None] & (part < num_parts)[None, :]
+        parts = tl.load(parts_pointer + b[:, None] * num_parts + part[None, :], mask=there, other=0.0)
+    return stream, parts
+
+
+@triton.jit
+def finish(
+    y,  # (TILE_N, ROWS) float32
+    y_up, early, written, n, b, rows, outputs, eps,
+    out_pointer, normed_pointer, parts_pointer, best_pointer, seen_pointer, settings_pointer,
+    K: tl.constexpr, THEN: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, PENALTY: tl.constexpr,
+    TILE_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of results, apply the fused end `THEN` and store it."""
+    late, row_scale, up_scale = early
+    stream, parts = written
     if FP8:
         y *= row_scale[:, None]
         y_up *= up_scale[:, None]
@@ -182,69 +191,6 @@ def few_rows_kernel(
         scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)  # (rows)
         y *= scale[None, :]
         y_up *= scale[None, :]
-    finish(
-        y, y_up, stream, late, n, b, rows, outputs, out_pointer, normed_pointer, parts_pointer, best_pointer,
-        seen_pointer, settings_pointer, THEN, PENALTY, TILE_N, 16,
-    )  # fmt: skip
-
-
-@triton.jit
-def load_scales(scales_pointer, n, outputs, FP8: tl.constexpr):
-    """Load the scales of the rows n of fp8 weights; of others, numbers that nobody needs."""
-    return tl.load(scales_pointer + n, mask=n < outputs, other=0.0) if FP8 else n
-
-
-@triton.jit
-def load_late(gain_pointer, banned_pointer, n, outputs, THEN: tl.constexpr):
-    """Load early what `finish` needs: the next norm's gain, or which ids are banned."""
-    if THEN == "logits":
-        late = tl.load(banned_pointer + n, mask=n < outputs, other=0).to(tl.float32)
-    elif THEN == "residual":
-        late = tl.load(gain_pointer + n, mask=n < outputs, other=0.0).to(tl.float32)
-    else:
-        late = n.to(tl.float32)
-    return late
-
-
-@triton.jit
-def load_stream(out_pointer, n, b, rows, outputs, THEN: tl.constexpr):
-    at = b[None, :].to(tl.int64) * outputs + n[:, None]
-    if THEN == "residual":
-        stream = tl.load(out_pointer + at, mask=(n < outputs)[:, None] & (b < rows)[None, :], other=0.0)
-    else:
-        stream = at
-    return stream
-
-
-@triton.jit
-def load_parts(parts_pointer, b, rows, num_parts, MOST_PARTS: tl.constexpr):
-    part = tl.arange(0, MOST_PARTS)
-    there = (b < rows)[:, None] & (part < num_parts)[None, :]
-    return tl.load(parts_pointer + b[:, None] * num_parts + part[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def finish(
-    y,  # (TILE_N, ROWS) float32
-    y_up,
-    stream,
-    late,
-    n,
-    b,
-    rows,
-    outputs,
-    out_pointer,
-    normed_pointer,
-    parts_pointer,
-    best_pointer,
-    seen_pointer,
-    settings_pointer,
-    THEN: tl.constexpr,
-    PENALTY: tl.constexpr,
-    TILE_N: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Apply the fused end `THEN` to a tile of results, and store it."""
     inside = (n < outputs)[:, None] & (b < rows)[None, :]
     at = b[None, :].to(tl.int64) * outputs + n[:, None]
     if THEN == "store":
@@ -301,6 +247,108 @@ def penalized(logits, settings_pointer):
     return tl.where(logits > 0, logits / penalty, logits * penalty)
 
 
+# Tiles
+
+
+class Tile(NamedTuple):
+    """Tile of a program: outputs, columns per iteration (per slice, with several rows), warps, pipeline stages."""
+
+    outputs: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
+# where a row is short enough for one warp, which needs to wait for no other warp, then for widths from 4096 on.
+SINGLE_ROW = {
+    "qkv": Tile(8, 2048, 8, 1),
+    "output": Tile(2, 2048, 2, 1),
+    "gate_up": Tile(2, 2048, 4, 1),
+    "down": Tile(4, 2048, 4, 1),
+    "head": Tile(4, 2048, 4, 1),
+}
+SINGLE_SHORT_ROW = {
+    "qkv": Tile(2, 1024, 1, 1),
+    "output": Tile(2, 1024, 1, 1),
+    "gate_up": Tile(2, 1024, 1, 1),
+    "down": Tile(2, 2048, 2, 1),
+    "head": Tile(4, 1024, 1, 1),
+}
+SINGLE_LONG_ROW = SINGLE_ROW | {
+    "qkv": Tile(4, 4096, 4, 1),
+    "output": Tile(8, 1024, 2, 1),
+    "gate_up": Tile(2, 4096, 4, 1),
+    "head": Tile(4, 4096, 4, 1),
+}
+FEW_ROWS = {
+    "qkv": Tile(16, 128, 4, 3),
+    "output": Tile(16, 128, 4, 3),
+    "gate_up": Tile(16, 128, 4, 3),
+    "down": Tile(16, 64, 4, 6),
+    "head": Tile(32, 128, 4, 3),
+}
+FP8_SINGLE_ROW = {
+    "qkv": Tile(4, 1024, 1, 1),
+    "output": Tile(4, 2048, 2, 1),
+    "gate_up": Tile(2, 2048, 2, 1),
+    "down": Tile(4, 2048, 4, 1),
+    "head": Tile(8, 2048, 4, 1),
+}
+FP8_SINGLE_SHORT_ROW = {
+    "qkv": Tile(2, 1024, 4, 1),
+    "output": Tile(8, 1024, 4, 1),
+    "gate_up": Tile(4, 1024, 2, 1),
+    "down": Tile(8, 2048, 8, 1),
+    "head": Tile(8, 1024, 2, 1),
+}
+FP8_SINGLE_LONG_ROW = FP8_SINGLE_ROW | {
+    "qkv": Tile(4, 4096, 4, 1),
+    "output": Tile(8, 2048, 4, 1),
+    "gate_up": Tile(4, 4096, 4, 1),
+    "head": Tile(4, 4096, 4, 1),
+}
+FP8_FEW_ROWS = {
+    "qkv": Tile(32, 128, 4, 2),
+    "output": Tile(16, 256, 4, 2),
+    "gate_up": Tile(16, 128, 4, 3),
+    "down": Tile(16, 128, 4, 4),
+    "head": Tile(32, 128, 4, 3),
+}
+FP8_FEW_LONG_ROWS = FP8_FEW_ROWS | {"qkv": Tile(32, 128, 4, 3), "gate_up": Tile(32, 128, 4, 3)}
+FEW_ROWS_IN_FLOAT32 = dict.fromkeys(
+    FEW_ROWS, Tile(16, 16, 4, 2)
+)  # larger tiles would not fit into shared memory
+
+
+def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool = False) -> Tile:
+    """Return the tile of a matrix with this many columns. Of the rows, only whether there is a single one matters.
+
+    Args:
+        dtype: of the rows.
+        fp8: the matrix is an `Fp8Matrix`.
+    """
+    short = columns <= (4096 if name == "down" else 1024)
+    long = columns >= 4096  # "down" has the same tile as below
+    if rows == 1 and fp8:
+        table = FP8_SINGLE_SHORT_ROW if short else FP8_SINGLE_LONG_ROW if long else FP8_SINGLE_ROW
+    elif rows == 1:
+        table = SINGLE_SHORT_ROW if short else SINGLE_LONG_ROW if long else SINGLE_ROW
+    elif dtype == torch.float32:
+        table = FEW_ROWS_IN_FLOAT32
+    elif fp8:
+        table = FP8_FEW_LONG_ROWS if long else FP8_FEW_ROWS
+    else:
+        table = FEW_ROWS
+    tile = table[name]
+    return tile._replace(columns=min(tile.columns, triton.next_power_of_2(columns)))
+
+
+def parts_of(features: int, tile: Tile) -> int:
+    """Return how many sums of squares a residual product with this tile writes per row."""
+    return features // min(PART, tile.outputs)
+
+
 class Fp8Matrix(NamedTuple):
     """A matrix in fp8 (e4m3) with a scale for each row, values[n, k] scales[n]: half the bytes to read.
 
@@ -350,8 +398,8 @@ def prepare_product(
     rules: Rules | None = None,
     best: Tensor | None = None,
     pdl: bool = False,
-) -> tuple[Start, tuple[int, ...]]:
-    """Prepare a product of `x` (rows, in) with `weight`; return (launch, its pointers).
+) -> Callable[[], None]:
+    """Prepare a product of `x` (rows, in) with `weight`.
 
     Args:
         name: name of the matrix, which selects the tile.
@@ -372,19 +420,7 @@ def prepare_product(
         rules = Rules(x, x, x, False)
     gain = x if gain is None else gain
     best = x if best is None else best
-    tensors = (
-        x,
-        values,
-        scales,
-        out,
-        gain,
-        stream.normed,
-        stream.parts,
-        best,
-        rules.banned,
-        rules.seen,
-        rules.settings,
-    )
+    tensors = (x, values, scales, out, gain, stream.normed, stream.parts, best, *rules[:3])
     constants = {
         "K": columns,
         "THEN": then,
@@ -395,11 +431,8 @@ def prepare_product(
         "TILE_N": tile.outputs,
         "TILE_K": tile.columns,
         "STAGES": tile.stages,
-        "PDL": pdl,
         "num_warps": tile.warps,
-        **({"launch_pdl": True} if pdl else {}),
     }
     kernel = single_row_kernel if rows == 1 else few_rows_kernel
     grid = (count_tiles(outputs, tile.outputs), 1)
-    start = prepare_launch(kernel, grid, tensors, (rows, outputs, eps, num_parts), constants)
-    return start, tuple(x.data_ptr() for x in tensors)
+    return prepare_call(kernel, grid, tensors, (rows, outputs, eps, num_parts), constants, pdl=pdl)

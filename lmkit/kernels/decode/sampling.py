@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmkit.core.sampling import Sampling
 from lmkit.kernels.decode.products import NOTHING, SLOTS, Stream, keys_of, logit_of, penalized
 from lmkit.kernels.decode.rows import Rows, Rules, kind_of
-from lmkit.kernels.launch import Start, count_tiles, prepare_launch
+from lmkit.kernels.launch import count_tiles, prepare_call
 
 LARGEST_WEIGHT = tl.constexpr(1 << 40)
 BLOCK = 8192  # logits per iteration
@@ -24,35 +26,17 @@ def advance_kernel(
     logits_pointer,  # (rows, vocab_size) float32, with the rules applied
     best_pointer,  # (rows, SLOTS) int64, largest keys of logits, see `keys_of`; NOTHING between steps
     settings_pointer,  # see `settings_of`
-    place_pointer,
-    text_pointer,
-    number_pointer,
-    done_pointer,
-    seeds_pointer,
-    drawn_pointer,
-    logprobs_pointer,
+    place_pointer, text_pointer, number_pointer, done_pointer, seeds_pointer, drawn_pointer, logprobs_pointer,
     seen_pointer,  # (rows, vocab_size)
     stops_pointer,  # (vocab_size) if STOPS
     table_pointer,  # (vocab_size, d_model), embeddings
     gain_pointer,  # (d_model), the first norm's gain
-    stream_pointer,  # (rows, d_model)
-    normed_pointer,
-    parts_pointer,
-    vocab_size,
-    text_stride,
-    stop,
-    most,
-    num_parts,
-    KIND: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    PENALTY: tl.constexpr,
-    STOPS: tl.constexpr,
+    stream_pointer, normed_pointer, parts_pointer,  # (rows, d_model), twice
+    vocab_size, text_stride, stop, most, num_parts,
+    KIND: tl.constexpr, LOGPROBS: tl.constexpr, PENALTY: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr,  # d_model
-    MOST_PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    MOST_PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Draw the next token of one row per program, and start the next step's stream with its embedding.
 
     KIND is a compile-time constant: code that does not run would still take space in the instruction cache.
@@ -116,14 +100,9 @@ def advance_kernel(
 @triton.jit
 def rules_kernel(
     logits_pointer,  # (rows, vocab_size) float32
-    best_pointer,
-    banned_pointer,
-    seen_pointer,
-    settings_pointer,
-    vocab_size,
-    PENALTY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    best_pointer, banned_pointer, seen_pointer, settings_pointer, vocab_size,
+    PENALTY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Apply the rules to BLOCK logits of a row that a library has computed; put the largest key into `best`."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -143,16 +122,9 @@ def rules_kernel(
 
 @triton.jit
 def draw(
-    logits_row,
-    highest,
-    seed,
-    number,
-    settings_pointer,
-    vocab_size,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    logits_row, highest, seed, number, settings_pointer, vocab_size,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Draw a token of one row, as `lmkit.core.sampling` does."""
     scale = (tl.load(settings_pointer) * 1.4426950408889634).to(tl.float32)
     i = tl.arange(0, BLOCK)
@@ -170,9 +142,8 @@ def draw(
         if KIND == "nested":
             mass = mass_of_top_k(logits_row, top_k, vocab_size, highest, scale, BLOCK, BLOCKS)
         limit = tl.where(top_p < 1, (mass.to(tl.float64) * top_p).to(tl.int64), mass + 1)
-    low = (
-        tl.zeros((), tl.int64) - 1
-    )  # tokens up to this weight are not drawn, and with this weight from `low_id` on
+    # Tokens up to this weight are not drawn, and with this weight from `low_id` on.
+    low = tl.zeros((), tl.int64) - 1
     low_id = vocab_size
     attempt = tl.zeros((), tl.int32)
     accepted = tl.zeros((), tl.int32)
@@ -234,8 +205,8 @@ def weights_of(logits_row, at, vocab_size, highest, scale):
     return (tl.exp2((z - highest) * scale) * LARGEST_WEIGHT).to(tl.int64)
 
 
-def prepare_rules(logits: Tensor, best: Tensor, rules: Rules) -> tuple[Start, tuple[int, ...]]:
-    """Prepare the rules for logits (rows, vocab_size) float32 that a library computes; return (launch, its pointers).
+def prepare_rules(logits: Tensor, best: Tensor, rules: Rules) -> Callable[[], None]:
+    """Prepare the rules for logits (rows, vocab_size) float32 that a library computes.
 
     The largest key of each row goes into `best` (rows, SLOTS).
     """
@@ -244,8 +215,7 @@ def prepare_rules(logits: Tensor, best: Tensor, rules: Rules) -> tuple[Start, tu
     tensors = logits, best, rules.banned, rules.seen, rules.settings
     constants = {"PENALTY": rules.penalizes, "BLOCK": block, "num_warps": 4}
     grid = rows, count_tiles(vocab_size, block)
-    start = prepare_launch(rules_kernel, grid, tensors, (vocab_size,), constants)
-    return start, tuple(x.data_ptr() for x in tensors)
+    return prepare_call(rules_kernel, grid, tensors, (vocab_size,), constants)
 
 
 def prepare_advance(
@@ -262,8 +232,8 @@ def prepare_advance(
     most: int,
     logprobs: bool = False,
     pdl: bool = False,
-) -> tuple[Start, tuple[int, ...]]:
-    """Prepare the end of a step; return (launch, its pointers).
+) -> Callable[[], None]:
+    """Prepare the end of a step.
 
     Args:
         logits: (rows, vocab_size) float32
@@ -278,20 +248,8 @@ def prepare_advance(
     vocab_size, width = logits.shape[1], table.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocab_size))
     stops = rules.banned if rules.stops is None else rules.stops
-    tensors = (
-        *(
-            logits,
-            best,
-            rules.settings,
-            rows.place,
-            rows.text,
-            rows.number,
-            rows.done,
-            rows.seeds,
-            rows.drawn,
-        ),
-        *(rows.logprobs, rules.seen, stops, table, gain, stream.total, stream.normed, stream.parts),
-    )
+    of_rows = (rows.place, rows.text, rows.number, rows.done, rows.seeds, rows.drawn, rows.logprobs)
+    tensors = (logits, best, rules.settings, *of_rows, rules.seen, stops, table, gain, *stream)
     numbers = (vocab_size, rows.text.stride(0), rules.stop, most, num_parts)
     constants = {
         "KIND": kind_of(sampling),
@@ -302,9 +260,6 @@ def prepare_advance(
         "MOST_PARTS": triton.next_power_of_2(num_parts),
         "BLOCK": block,
         "BLOCKS": count_tiles(vocab_size, block),
-        "PDL": pdl,
         "num_warps": 4 if sampling.temperature == 0 and not logprobs else 16,
-        **({"launch_pdl": True} if pdl else {}),
     }
-    start = prepare_launch(advance_kernel, (len(logits), 1), tensors, numbers, constants)
-    return start, tuple(x.data_ptr() for x in tensors)
+    return prepare_call(advance_kernel, (len(logits), 1), tensors, numbers, constants, pdl=pdl)

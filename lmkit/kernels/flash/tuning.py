@@ -25,8 +25,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lmkit.errors import LmkitError
 from lmkit.kernels.launch import Start, capability, count_tiles, prepare_launch
 from lmkit.kernels.versions import INTERPRETED
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 
 logger = logging.getLogger("lmkit")
@@ -226,10 +228,10 @@ def choose_tiling(case: Case, device: torch.device, launch: Callable[[Tiling], N
     launch: runs the kernel with a tiling on the caller's tensors, to time it.
     """
     tiling = _chosen.get((device.index, case))
-    if tiling is None and device.type != "cuda":
-        tiling = INTERPRETER_TILING
-    if tiling is None:
-        tiling = shipped_tiling(case, capability(device))
+    if tiling is not None:
+        return tiling
+    on_gpu = device.type == "cuda"
+    tiling = shipped_tiling(case, capability(device)) if on_gpu else INTERPRETER_TILING
     if tiling is None:
         candidates = candidate_tilings(case, capability(device))
         if torch.cuda.is_current_stream_capturing():
@@ -256,12 +258,13 @@ def measure(
     best = min(times, key=times.__getitem__, default=LAST_RESORT)
     logger.info("tuned %s: %s of %d that fit", case.name(), best, len(times))
     entries = read_entries(path) | {case.name(): asdict(best)}  # read again: another process may have written
-    mine = path.with_name(f"{path.name}.{os.getpid()}")  # ranks tune at the same time
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_text(json.dumps(entries, indent=1, sort_keys=True))
-        os.replace(mine, path)
-    except OSError as error:  # a home that cannot be written to costs time at the next start, nothing else
+        write_atomic(path, json.dumps(entries, indent=1, sort_keys=True))
+    except (
+        OSError,
+        LmkitError,
+    ) as error:  # a home that cannot be written to costs time at the next start, nothing else
         logger.warning("the tilings are not kept: %s", error)
     return best
 
@@ -282,10 +285,7 @@ def read_entries(path: Path) -> dict[str, dict]:
     """Return the cache file's content; a missing, unreadable or damaged file counts as empty."""
     try:
         return read_object(path)
-    except OSError:  # not there yet, or not ours to read
-        return {}
-    except ValueError:
-        logger.warning("%s is damaged; the tilings are measured again", path.name)
+    except (OSError, ValueError):
         return {}
 
 

@@ -17,7 +17,6 @@ runs next.
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
 from lmkit.kernels.hopper.backward_dq import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
-from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream
-from lmkit.kernels.hopper.support import used_of, width_of
+from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream, used_of, width_of
 from lmkit.kernels.hopper.tma import flat_boxes, head_boxes, suits_tma
 from lmkit.kernels.launch import Start, count_sms, count_tiles, prepare_launch, selected, strides_in_order_of
 from lmkit.kernels.versions import HOPPER_OPTIONS, hopper_assembler
@@ -49,8 +47,7 @@ CONSUMER_REGISTERS = 240  # of a second consumer that is a partition, after it t
 TOKENS_TOGETHER = 16384
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(NamedTuple):
     """What differs between the widths of heads.
 
     queries, keys: of a step of the dK/dV kernel; packed_p: see `dqdkdv_lockstep_kernel`. query_keys, query_k_stages,
@@ -157,6 +154,12 @@ class _Kind(NamedTuple):
         return width_of(self.q_shape[3])
 
     @property
+    def is_staggered(self) -> bool:
+        return takes_staggered_kernel(
+            self.q_shape[3], self.q_shape[2], self.k_shape[2], self.causal, self.dtype
+        )
+
+    @property
     def output_strides(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Strides of dq, dk and dv."""
         return self.places or (
@@ -212,7 +215,7 @@ def _prepare(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
 def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
     """Return the size of the scratch, and launches of prepare_kernel, of dK, dV and the sum of dQ, of
     finish_kernel."""
-    num_queries, num_keys, padded, batch, heads, *_ = kind.sizes
+    num_queries, _, padded, batch, heads, *_ = kind.sizes
     head_dim, width, plane = kind.q_shape[3], kind.width, kind.plane
     grid = (batch * heads, padded // PASS_ROWS)
     constants = {"D": width, "HEAD_DIM": head_dim, "ROWS": PASS_ROWS, "num_warps": 4} | LAUNCH_OPTIONS
@@ -221,15 +224,17 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
         grid,
         [kind.dtype, kind.dtype, *[torch.float32] * 4],
         (
-            *(num_queries, padded, heads, kind.scale),
-            *(*kind.eighths(kind.out_strides), *kind.eighths(kind.dout_strides)),
+            num_queries,
+            padded,
+            heads,
+            kind.scale,
+            *kind.eighths(kind.out_strides),
+            *kind.eighths(kind.dout_strides),
         ),
         constants,
     )
-    staggered = takes_staggered_kernel(head_dim, num_queries, num_keys, kind.causal, kind.dtype)
-    launch_keys = (
-        _prepare_staggered(kind) if staggered else _prepare_lockstep(kind, plane * width // 32, add_dq=True)
-    )
+    launch_keys = _prepare_keys(kind, add_dq=True)
+    is_staggered = kind.is_staggered
     launch_finish = prepare_launch(
         finish_kernel,
         grid,
@@ -241,7 +246,7 @@ def _prepare_fast(kind: _Kind) -> tuple[int, Start]:
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane  # bytes; a plane is a multiple of 512 bytes
         launch_prepare(out, dout, lse, lse_log2, delta, total)
-        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total, last, *((drawn,) if staggered else ()))
+        launch_keys(q, k, v, dout, lse_log2, delta, dk, dv, total, last, *((drawn,) if is_staggered else ()))
         launch_finish(total, dq)
 
     return 2 * plane + plane * width, start
@@ -259,8 +264,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
             kind.keys(kind.v_strides, config.query_keys),
             kind.queries(kind.dout_strides, PADDING),
             kind.queries(kind.output_strides[0], PADDING),
-            *([torch.float32] * 3),
-            *(kind.dtype, torch.int32),
+            *(torch.float32, torch.float32, torch.float32, kind.dtype, torch.int32),
         ],
         (*kind.eighths(kind.out_strides), *kind.sizes, kind.sizes[2] // PADDING, *kind.scales),
         {
@@ -277,12 +281,7 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
             **GLUON_OPTIONS,
         },
     )
-    if width == 256:
-        constants = {"D": width, "USED": used_of(kind.q_shape[3]), "CAUSAL": kind.causal}
-        constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
-        launch_keys = _prepare_keys(dkdv_d256_kernel, kind, config.keys, [], constants)
-    else:  # nothing is added up, but the descriptor of the sum needs room for one box
-        launch_keys = _prepare_lockstep(kind, config.queries * width // 32, add_dq=False)
+    launch_keys = _prepare_keys(kind, add_dq=False)
 
     def start(q, k, v, out, lse, dout, dq, dk, dv, lse_log2, first, last, drawn):
         delta, total = lse_log2 + 4 * plane, lse_log2 + 8 * plane
@@ -292,73 +291,55 @@ def _prepare_deterministic(kind: _Kind) -> tuple[int, Start]:
     return 2 * plane + config.queries * width, start
 
 
-def _prepare_staggered(kind: _Kind) -> Start:
-    config = CONFIGS[kind.width]
-    if kind.width == 64:  # each consumer adds up 64 of the 128 queries
-        dq_sum = flat_boxes((kind.plane * 2, 32), (config.queries, 32))
-    else:  # 64 of the columns, half of every 16 queries' 64 rows
-        dq_sum = flat_boxes((kind.plane // 16, 64, 32), (config.queries // 16, 32, 32))
-    constants: dict[str, Any] = {"CAUSAL": kind.causal, "TAIL": kind.k_shape[2] % config.keys != 0}
-    constants |= {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
-    # Each consumer copies its own half of the keys.
-    return _prepare_keys(dqdkdv_staggered_kernel, kind, config.keys // 2, [dq_sum], constants, draws=True)
-
-
-def _prepare_lockstep(kind: _Kind, sum_rows: int, add_dq: bool) -> Start:
-    """Prepare `dqdkdv_lockstep_kernel`; the sum of dQ has `sum_rows` rows of 32 numbers."""
-    width, config = kind.width, CONFIGS[kind.width]
-    constants = {
-        "QUERIES": config.queries,
-        "D": width,
-        "USED": used_of(kind.q_shape[3]),
-        "CAUSAL": kind.causal,
-        "TAIL": kind.k_shape[2] % config.keys != 0,
-        "ADD_DQ": add_dq,
-        "PACKED_P": config.packed_p,
-        "num_warps": 8,
-    }
-    dq_sum = flat_boxes((sum_rows, 32), (config.queries * width // 32, 32))
-    return _prepare_keys(dqdkdv_lockstep_kernel, kind, config.keys, [dq_sum], constants)
-
-
-def _prepare_keys(
-    kernel: Any,
-    kind: _Kind,
-    rows: int,
-    dq_sum: list[TensorDescriptor],
-    constants: dict[str, Any],
-    draws: bool = False,
-) -> Start:
-    """Prepare a kernel whose CTAs own keys, with boxes of `rows` keys. draws: with `first`, CTAs draw their tiles."""
-    config = CONFIGS[kind.width]
-    _, dk_strides, dv_strides = kind.output_strides
+def _prepare_keys(kind: _Kind, *, add_dq: bool) -> Start:
+    """Prepare the kernel whose CTAs own keys: a launch on q, k, v, dout, lse, delta, dk, dv, the sum of dQ (except at
+    D = 256), `last` and (`dqdkdv_staggered_kernel` alone) the counter of drawn tiles."""
+    width, config, head_dim = kind.width, CONFIGS[kind.width], kind.q_shape[3]
+    rows = config.keys  # of a box
     num_query_tiles = count_tiles(kind.q_shape[2], config.queries)
     num_key_tiles = count_tiles(kind.k_shape[2], config.keys)
     units = kind.k_shape[0] * kind.k_shape[1] * num_key_tiles
+    constants: dict[str, Any] = {"CAUSAL": kind.causal, "FIRST": kind.has_first, **GLUON_OPTIONS}
+    partitions = {"REGISTERS": CONSUMER_REGISTERS, "num_warps": 4}
+    heads = {"D": width, "USED": used_of(head_dim)}
+    tail = {"TAIL": kind.k_shape[2] % config.keys != 0}
+    drawn, dq_sum = [], []
+    if width == 256:
+        kernel = dkdv_d256_kernel
+        constants |= heads | partitions
+    elif add_dq and kind.is_staggered:
+        kernel, drawn = dqdkdv_staggered_kernel, [torch.int32]
+        constants |= tail | partitions
+        rows //= 2  # each consumer copies its own half of the keys
+        units = min(units, count_sms(kind.device)) if kind.has_first else units  # CTAs draw their tiles
+        if width == 64:  # each consumer adds up 64 of the 128 queries
+            dq_sum = [flat_boxes((kind.plane * 2, 32), (config.queries, 32))]
+        else:  # 64 of the columns, half of every 16 queries' 64 rows
+            dq_sum = [flat_boxes((kind.plane // 16, 64, 32), (config.queries // 16, 32, 32))]
+    else:
+        kernel = dqdkdv_lockstep_kernel
+        constants |= heads | tail | {"QUERIES": config.queries, "ADD_DQ": add_dq, "PACKED_P": config.packed_p}
+        constants["num_warps"] = 8
+        box = config.queries * width // 32
+        # Where nothing is added up, the descriptor of the sum still needs room for one box.
+        dq_sum = [flat_boxes((kind.plane * width // 32 if add_dq else box, 32), (box, 32))]
     statistics = flat_boxes((kind.plane,), (config.queries,))  # lse and delta
-    return prepare_launch(
-        kernel,
-        (min(units, count_sms(kind.device)) if draws and kind.has_first else units, 1),
-        [
-            kind.queries(kind.q_strides, config.queries),
-            kind.keys(kind.k_strides, rows),
-            kind.keys(kind.v_strides, rows),
-            kind.queries(kind.dout_strides, config.queries),
-            *(statistics, statistics),
-            kind.keys(dk_strides, rows),
-            kind.keys(dv_strides, rows),
-            *dq_sum,
-            torch.int32,
-            *([torch.int32] if draws else []),
-        ],
-        (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales),
-        constants | {"FIRST": kind.has_first} | GLUON_OPTIONS,
-    )
+    tensors = [
+        kind.queries(kind.q_strides, config.queries),
+        kind.keys(kind.k_strides, rows),
+        kind.keys(kind.v_strides, rows),
+        kind.queries(kind.dout_strides, config.queries),
+        *(statistics, statistics),
+        *(kind.keys(strides, rows) for strides in kind.output_strides[1:]),
+        *(*dq_sum, torch.int32, *drawn),
+    ]
+    numbers = (*kind.sizes, num_query_tiles, num_key_tiles, *kind.scales)
+    return prepare_launch(kernel, (units, 1), tensors, numbers, constants)
 
 
 # The two small kernels around the fast backward. Strides come in units of 8 elements, so that 16-byte accesses are
 # known to be aligned. Heads go along the grid's first axis, the only one that takes more than 65,535. D is the
-# width that heads take in the kernels and in the sum of dQ, HEAD_DIM what of it is theirs (`support.width_of`).
+# width that heads take in the kernels and in the sum of dQ, HEAD_DIM what of it is theirs (`forward.width_of`).
 
 
 @triton.jit
@@ -401,7 +382,7 @@ def prepare_kernel(out, dout, lse_in, lse_out, delta_out, dq_sum, num_queries, p
 @triton.jit(do_not_specialize=["num_queries", "padded", "heads", "dq_batch", "dq_head", "dq_row"])
 def finish_kernel(dq_sum, dq, num_queries, padded, heads, dq_batch: tl.int64, dq_head: tl.int64,
                   dq_row: tl.int64, D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Round dQ from its float32 sum, which lies in patches of 16 x 8 as `fragments.in_thread_order` stores them."""
+    """Round dQ from its float32 sum, which lies in patches of 16 x 8 as `wgmma.in_thread_order` stores them."""
     gdc_wait()  # for what the kernel before this one wrote
     gdc_launch_dependents()  # the next kernel may start, and waits in its turn
     flat_head = tl.program_id(0).to(tl.int64)

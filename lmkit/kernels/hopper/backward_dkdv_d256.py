@@ -46,7 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
-from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper import schedule, wgmma
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import Problem
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, send_through, tma_load
@@ -145,12 +145,12 @@ def _value_consumer(call, shape):
         exponent = scores * scale_log2 - gl.expand_dims(lse, 0)  # (64 keys, 64 queries): transposed
         if shape.CAUSAL:
             tile = top - step % count
-            exponent = fragments.keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
+            exponent = wgmma.keep_columns_from(exponent, keys - tile * ROWS, -float("inf"))
             if shape.FIRST:
-                exponent = fragments.keep_columns_up_to(exponent, bounds - tile * ROWS, -float("inf"))
+                exponent = wgmma.keep_columns_up_to(exponent, bounds - tile * ROWS, -float("inf"))
         p = gl.exp2(exponent)
         sync.named_barrier_wait(P_FREE + slot, P_THREADS)
-        tiles.p.index(slot).store(fragments.in_thread_order(p))
+        tiles.p.index(slot).store(wgmma.in_thread_order(p))
         sync.named_barrier_arrive(P_READY + slot, P_THREADS)
         p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         # The wait is here and not behind the next S, because ptxas serialises a product in flight across the loop's
@@ -192,7 +192,7 @@ def _key_consumer(call, shape):
         dp = warpgroup_mma_wait(0, deps=[dp_job])
         dp = dp * scale - gl.expand_dims(delta, 0)
         sync.named_barrier_wait(P_READY + slot, P_THREADS)
-        p = fragments.from_thread_order(tiles.p.index(slot), dp)
+        p = wgmma.from_thread_order(tiles.p.index(slot), dp)
         sync.named_barrier_arrive(P_FREE + slot, P_THREADS)
         ds_operand = gl.convert_layout((p * dp).to(DTYPE), OPERAND)
         dk = warpgroup_mma_wait(0, deps=[warpgroup_mma(ds_operand, q, dk, is_async=True)])

@@ -52,7 +52,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.hopper import barriers as sync
-from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper import schedule, wgmma
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_tile, send_through, tma_load
 
@@ -161,7 +161,7 @@ def _consumers(call, shape):
     out_columns = gl.arange(0, D, gl.SliceLayout(0, OUT))
     out_pointers = pointers.out + 8 * (batch * pointers.out_batch + head * pointers.out_head)
     out_offsets = gl.expand_dims(8 * (out_rows * pointers.out_row), 1) + gl.expand_dims(out_columns, 0)
-    out_inside = fragments.inside(out_rows < num_queries, out_columns, shape.HEAD_DIM)
+    out_inside = wgmma.inside(out_rows < num_queries, out_columns, shape.HEAD_DIM)
     o = gl.load(out_pointers + out_offsets, mask=out_inside, other=0.0)
     q = tiles.q.reshape([QUERIES, D])
     do = tiles.do.reshape([QUERIES, D])
@@ -189,9 +189,9 @@ def _consumers(call, shape):
             sync.pass_turn(TURN)
         scores = warpgroup_mma_wait(SCORES_PRODUCTS, deps=[score_job])
         exponent = scores * scale_log2 - gl.expand_dims(lse, 1)  # (128 queries, KEYS)
-        exponent = fragments.hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL)
+        exponent = wgmma.hide_keys(exponent, rows, first_key, problem.num_keys, shape.CAUSAL, shape.TAIL)
         if shape.FIRST:
-            exponent = fragments.keep_columns_from(exponent, bounds - first_key, -float("inf"))
+            exponent = wgmma.keep_columns_from(exponent, bounds - first_key, -float("inf"))
         p = gl.exp2(exponent)
         dp, p = warpgroup_mma_wait(0, deps=[dp_job, p])
         sync.named_barrier_arrive(V_FREE + v_slot, sync.SLOT_THREADS)

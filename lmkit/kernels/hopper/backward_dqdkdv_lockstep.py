@@ -65,7 +65,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lmkit.kernels.hopper import barriers as sync
-from lmkit.kernels.hopper import fragments, schedule, wgmma
+from lmkit.kernels.hopper import schedule, wgmma
 from lmkit.kernels.hopper.barriers import partition_barrier
 from lmkit.kernels.hopper.tma import allocate_slots, allocate_tile, fetch_rows, tma_add, tma_load, tma_store
 
@@ -278,17 +278,17 @@ def _consumers(call, shape):
             # the mask is always applied there.
             if D == 128 or shape.TAIL or shape.FIRST or tile * shape.QUERIES < (work.key_tile + 1) * KEYS:
                 first_query = gl.where(keys < num_keys, keys - tile * shape.QUERIES, NEVER)
-                exponent = fragments.keep_columns_from(exponent, first_query, -float("inf"))
+                exponent = wgmma.keep_columns_from(exponent, first_query, -float("inf"))
             if shape.FIRST:
                 last_query = bounds - tile * shape.QUERIES
-                exponent = fragments.keep_columns_up_to(exponent, last_query, -float("inf"))
+                exponent = wgmma.keep_columns_up_to(exponent, last_query, -float("inf"))
         elif shape.TAIL:
             exponent = gl.where(gl.expand_dims(keys < num_keys, 1), exponent, -float("inf"))
         p = gl.exp2(exponent)
         if shape.PACKED_P:
-            packed = fragments.pack_pairs(p, DTYPE)
-            kept = fragments.keep_pairs(p, DTYPE)
-            p_operand = fragments.unpack_pairs(packed, DTYPE, OPERAND)
+            packed = wgmma.pack_pairs(p, DTYPE)
+            kept = wgmma.keep_pairs(p, DTYPE)
+            p_operand = wgmma.unpack_pairs(packed, DTYPE, OPERAND)
         else:
             p_operand = gl.convert_layout(p.to(DTYPE), OPERAND)
         delta = tiles.delta.index(slot).load(COLUMN)
@@ -297,9 +297,9 @@ def _consumers(call, shape):
         if shape.PACKED_P:
             dp, packed, kept = warpgroup_mma_wait(1, deps=[dp_job, packed, kept])
             dp = dp * scale - gl.expand_dims(delta, 0)
-            ds_pairs = fragments.multiply_pairs(packed, kept, dp, DTYPE)
-            ds = fragments.unpack_pairs(ds_pairs, DTYPE, SCORES)
-            ds_operand = fragments.unpack_pairs(ds_pairs, DTYPE, OPERAND)
+            ds_pairs = wgmma.multiply_pairs(packed, kept, dp, DTYPE)
+            ds = wgmma.unpack_pairs(ds_pairs, DTYPE, SCORES)
+            ds_operand = wgmma.unpack_pairs(ds_pairs, DTYPE, OPERAND)
         else:
             dp, p = warpgroup_mma_wait(1, deps=[dp_job, p])
             dp = dp * scale - gl.expand_dims(delta, 0)
@@ -316,7 +316,7 @@ def _consumers(call, shape):
             dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
             dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_job, dv_job, p_operand])
             sync.named_barrier_arrive(DO_FREE + slot, sync.SLOT_THREADS)
-            tiles.dq.store(fragments.in_thread_order(dq))
+            tiles.dq.store(wgmma.in_thread_order(dq))
             fence_async_shared()
             partition_barrier()
             first_row = (batch * problem.heads + head) * problem.padded + tile * shape.QUERIES
@@ -358,7 +358,7 @@ def dqdkdv_lockstep_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc
     USED: of the D columns S and dP take these (see issue_scores). ADD_DQ: for D = 128 only.
 
     PACKED_P saves the registers that D = 64 lacks (steps of 128 queries): dV takes P with 16 bits, and for dS only
-    the bits of P that these do not hold are kept, half a register a number (`fragments.keep_pairs`). With bfloat16
+    the bits of P that these do not hold are kept, half a register a number (`wgmma.keep_pairs`). With bfloat16
     that is 24 of float32's 32 bits, its exponent among them: dK of a key that hardly anybody attends to stays
     precise.
     """

@@ -4,7 +4,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.kernels.cuda import build
+from lmkit.kernels.cuda import flash as build
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from attention_oracle import draw_inputs, faults_of
 
 from lmkit.attention import attention_function, reference
 from lmkit.attention.run import run_attention
-from lmkit.kernels.cuda import build, flash
+from lmkit.kernels.cuda import flash
 
 HERE = Path(__file__).parent
 
@@ -29,13 +29,13 @@ def emulate(tmp_path, monkeypatch):
     """Make flash_cuda run in the emulator, compiled for a head_dim, a dtype and an architecture."""
 
     def compile_and_use(head_dim, dtype, arch):
-        padded = next(size for size in build.HEAD_DIMS if size >= head_dim)
-        macros = build.macros(padded, bf16=dtype == torch.bfloat16, arch=arch, build="")
+        padded = next(size for size in flash.HEAD_DIMS if size >= head_dim)
+        macros = flash.macros(padded, bf16=dtype == torch.bfloat16, arch=arch, build="")
         # Without _FORTIFY_SOURCE, which takes a jump to another stack for an error.
         flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
         flags += [f"-D{name}={value}" for name, value in macros.items()]
         library = tmp_path / "emulated.so"
-        source = ["-I", str(build.SOURCES), str(HERE / "emulated.cpp")]
+        source = ["-I", str(flash.SOURCES), str(HERE / "emulated.cpp")]
         subprocess.run(["g++", *flags, *source, "-o", str(library)], check=True)
         code = ctypes.CDLL(str(library))
 

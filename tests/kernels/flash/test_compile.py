@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget
 
-from lmkit.kernels.flash import backward, backward_dkdv, backward_dq, forward
+from lmkit.kernels.flash import backward, forward
 from lmkit.kernels.flash.tuning import KERNELS, Case, candidate_tilings, shipped_tiling
 
 
@@ -30,7 +30,7 @@ def compile_pass(stand_in_gpu, assembled, monkeypatch):
         return assembled
 
     yield compiled
-    kernels = forward.forward_kernel, backward_dq.dq_kernel, backward_dkdv.dkdv_kernel
+    kernels = forward.forward_kernel, backward.dq_kernel, backward.dkdv_kernel
     for kernel in (*kernels, backward.last_queries_kernel):
         kernel.device_caches.clear()
 

@@ -13,8 +13,7 @@ pytest.importorskip("triton", reason="the Hopper kernels need triton")
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmkit.kernels.hopper.backward import takes_staggered_kernel
-from lmkit.kernels.hopper.forward import forward_kernel
-from lmkit.kernels.hopper.support import HEAD_DIMS, WIDTHS, used_of, width_of
+from lmkit.kernels.hopper.forward import HEAD_DIMS, WIDTHS, forward_kernel, used_of, width_of
 from lmkit.kernels.hopper.tma import head_boxes, shared_layout, suits_tma, tma_strides
 from lmkit.kernels.launch import prepare_launch
 
