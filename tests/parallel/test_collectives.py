@@ -36,11 +36,10 @@ def test_gloo_reduces_cuda_tensors_one_by_one(monkeypatch):
 
 def test_link_bytes_are_those_of_a_ring():
     traffic = Traffic()
-    traffic.count_all_reduce(400, world_size=4, calls=2)
-    traffic.count_scatter_or_gather(400, world_size=4)
-    traffic.count_broadcast(400, world_size=4)
-    assert (traffic.calls, traffic.payload_bytes) == (4, 1200)
-    assert traffic.link_bytes == pytest.approx(600 + 300 + 300)
+    traffic.count(400, world_size=4, passes=2, calls=2)  # of an all-reduce
+    traffic.count(400, world_size=4)
+    assert (traffic.calls, traffic.payload_bytes) == (3, 800)
+    assert traffic.link_bytes == pytest.approx(600 + 300)
     traffic.reset()
     assert traffic == Traffic()
 
