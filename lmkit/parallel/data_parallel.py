@@ -180,12 +180,8 @@ class LateStep:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_second:
             return
-        late = {parameter: parameter.grad for parameter in self._late()}
-        if len(args) > 1 or kwargs:  # a closure computes the gradients anew
-            self._wait()
-            return
-        self._withheld = late
-        for parameter in late:
+        self._withheld = {parameter: parameter.grad for parameter in self._late()}
+        for parameter in self._withheld:
             parameter.grad = None
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -114,7 +114,7 @@ class _Rank:
         self.process = context.Process(
             target=_run_rank,
             # Unpickled in this order: the target may be defined in a plugin.
-            args=(_Plugins(PLUGINS), environment, self._child_end, target, args),
+            args=(_Plugins(), environment, self._child_end, target, args),
             name=f"rank {number}",
         )
 
@@ -151,16 +151,11 @@ class _Rank:
             return
         self._listening = False
         try:
-            kind, content = self._reports.recv()
+            self.result, self.error, text = self._reports.recv()
         except EOFError:
             self.process.join(GRACE_S)  # its exit code follows the end of the pipe at once
             return
-        if kind == "result":
-            self.result = content
-        elif kind == "error":
-            self.error = content
-        else:
-            self.error, text = content
+        if text:
             sys.stderr.write(f"rank {self.number}:\n{text}")
 
     def failed(self, received: Sequence[int]) -> bool:
@@ -182,13 +177,10 @@ class _Rank:
 
 
 class _Plugins:
-    """Load plugins when it is unpickled."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
+    """Load this process's plugins where it is unpickled."""
 
     def __reduce__(self) -> tuple:
-        return (_load_plugins, (self._paths,))
+        return _load_plugins, (list(PLUGINS),)
 
 
 def _load_plugins(paths: Sequence[Path]) -> None:
@@ -208,7 +200,30 @@ def _run_rank(
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
     os.environ.update({name: str(value) for name, value in environment.items()})
-    shutdown(_report_result(reports, target, args))
+    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
+    # waits in C++, and in the middle of an import it would turn into other errors.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
+    result: Any = None
+    error: LmkitError | None = None
+    text, code = "", 0
+    try:
+        result = target(*args)
+    except LmkitError as caught:
+        error, code = caught, caught.exit_code
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) and stop.code else 1
+        if not stop.code:  # of a plugin, say: without an error, the parent would take the work for done
+            hint = "look for sys.exit in the code of plugins"
+            error = RankFailed("parallel.rank_failed", "ended before its work was done", hint=hint)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as caught:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
+        error, code = plugin_error(caught) or RankFailed("parallel.rank_failed", first_line(caught)), 1
+        error.hint = "look above for its traceback"
+        text = traceback.format_exc()
+    reports.send((result if environment["RANK"] == 0 else None, error, text))
+    shutdown(code)
 
 
 def _end_with_parent() -> None:
@@ -217,33 +232,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _report_result(reports: Connection, target: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Run the target, tell the parent how it went, and return the exit code."""
-    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
-    # waits in C++, and in the middle of an import it would turn into other errors.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
-    try:
-        result = target(*args)
-        reports.send(("result", result if os.environ["RANK"] == "0" else None))
-    except LmkitError as error:
-        reports.send(("error", error))
-        return error.exit_code
-    except SystemExit as stop:
-        if not stop.code:  # of a plugin, say: without an error, the parent would take the work for done
-            line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
-            reports.send(("error", RankFailed("parallel.rank_failed", line, hint=hint)))
-        return stop.code if isinstance(stop.code, int) and stop.code else 1
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
-        failed = plugin_error(error) or RankFailed("parallel.rank_failed", first_line(error))
-        failed.hint = "look above for its traceback"
-        reports.send(("traceback", (failed, traceback.format_exc())))
-        return 1
-    return 0
 
 
 @contextmanager

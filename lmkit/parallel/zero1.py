@@ -84,8 +84,6 @@ class Zero1(Strategy):
         self._index_of = {parameter: index for index, parameter in enumerate(self.buckets.parameters)}
         # Of each parameter: its bucket and its position there.
         self._places = [(bucket, i) for bucket in self._flats for i in range(len(bucket.parameters))]
-        if self.is_accumulating:
-            self.buckets.pause()
         self._wait_in(self._model)
         self._sharded = Zero1Optimizer(make, given, self._flats, self.ranks)
         self._sharded.register_step_post_hook(lambda *_: self._after_step())

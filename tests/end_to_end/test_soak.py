@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import PATIENCE_S, members, wait_for_all, write_tokens
+from sessions import PATIENCE_S, members, records, wait_for_all, write_tokens
 from tiny import tiny_recipe
 
 from lmkit.training.checkpoint import newest_valid
@@ -107,9 +107,8 @@ def one_life(
 
 
 def losses(run: Path) -> list[tuple[str, int, float]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kinds = ("train", "valid", "final")
-    return [(record["kind"], record["step"], record["loss"]) for record in records if record["kind"] in kinds]
+    return [(each["kind"], each["step"], each["loss"]) for each in records(run) if each["kind"] in kinds]
 
 
 def check_log(log: Path) -> None:

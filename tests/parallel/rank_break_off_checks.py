@@ -18,8 +18,9 @@ from rank_model import (
     build,
     check,
     joined_run,
-    model_for,
+    kind_for,
     one_step,
+    seeded_model,
     start,
 )
 from torch import nn
@@ -80,31 +81,10 @@ def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> 
     assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
 
 
-@check(strategy=("overlap", "bucketed"))
-def check_gradients_by_hand_after_a_step_that_broke_off(ranks: Ranks, strategy: str) -> None:
-    """No pass tells that a new step has begun: `reset` alone makes the buckets that were under way leave again."""
-    model, sync = four_vectors(strategy, ranks)
-    a, b, c, d = model
-    (a * b * c * d).sum().backward()  # in the first step nothing leaves before its end
-    sync.finish()
-    sync.traffic.reset()
-    for parameter in model:
-        parameter.grad = None
-    with pytest.raises(ZeroDivisionError):
-        (breaks_off(a * b) * c * d).sum().backward()
-    assert sync.traffic.calls > 0, "gradients of c and d were on their way"
-    sync.reset()
-    for parameter in model:
-        parameter.grad = torch.full_like(parameter, ranks.rank + 1.0)
-    sync.finish()
-    mean = (ranks.world_size + 1) / 2
-    assert [parameter.grad.tolist() for parameter in model] == [[mean] * 4] * 4
-
-
 @check(strategy=(*OURS, "fsdp"), tidy=(True, False))
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
     """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
-    oracle, model = model_for(strategy, ranks), model_for(strategy, ranks)
+    oracle, model = (seeded_model(0, ranks, kind=kind_for(strategy)) for _ in range(2))
     joined_run(oracle, ranks.world_size, [1, 1])
     sync, call, optimizer = start(strategy, model, ranks)
     for step in range(2):

@@ -1,14 +1,14 @@
 """Checks of the module `FSDP`, of whole weights in and out of shards, and of the rival `torch_fsdp`."""
 
 import copy
+import itertools
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from raising import raises
 from rank_fsdp_checks import TINY, sharded, tokens
-from rank_model import adamw, check, groups_of, sgd, start
+from rank_model import OrderlyModel, adamw, batch, check, groups_of, sgd, start
 from torch import nn
 
 from lmkit.errors import UsageError
@@ -61,87 +61,54 @@ def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
         model.load_state_dict({})
 
 
-@check(dtype=(None,), tied=(False, True))
-@check(dtype=(torch.bfloat16, torch.float16), tied=(False,))
-def check_fsdp_module(ranks: Ranks, dtype: torch.dtype | None, tied: bool) -> None:
-    """As training on the joined batch, with an optimizer that knows nothing of ranks."""
-    config = TINY.model_copy(update={"tie_embeddings": tied})
-    torch.manual_seed(0)
-    oracle = TransformerLM(config, device=ranks.device)
-    torch.manual_seed(ranks.rank)  # rank 0's values must win
-    model = FSDP(TransformerLM(config, device=ranks.device), dtype)
+@check(kind=("hard",), dtype=(None,))
+@check(kind=("tiny",), dtype=(None, torch.bfloat16, torch.float16))
+def check_fsdp_module(ranks: Ranks, kind: str, dtype: torch.dtype | None) -> None:
+    """As training on the joined batch, with an optimizer that knows nothing of ranks.
+
+    The hard model has a tied head, a frozen layer and parameters of its own. All its few elements are on rank 0, and
+    the others' optimizer has none to update.
+    """
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return OrderlyModel().to(ranks.device) if kind == "hard" else TransformerLM(TINY, device=ranks.device)
+
+    def loss(module: nn.Module, rank: int, step: int, part: int) -> torch.Tensor:
+        if kind == "hard":
+            return module(*batch(step, rank, part), rank)
+        ids, wanted = tokens(Ranks(rank, device=ranks.device), step)
+        logits = module(ids[part : part + 1]).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted[part])
+
+    oracle = make(0)
+    model = FSDP(make(ranks.rank), dtype)  # rank 0's values must win
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    share = sum(p.numel() for p in oracle.parameters()) / ranks.world_size
-    # The padding of seven layers may lie on one rank.
-    assert abs(sum(p.numel() for p in model.parameters()) - share) < 128 * ranks.world_size * 7
+    trained = {name: p for name, p in oracle.named_parameters() if p.requires_grad}
+    held = dict(model.named_parameters())
+    assert held.keys() == trained.keys()
+    if kind == "tiny":
+        share = sum(p.numel() for p in trained.values()) / ranks.world_size
+        # The padding of seven layers may lie on one rank.
+        assert abs(sum(p.numel() for p in held.values()) - share) < 128 * ranks.world_size * 7
     whole = gather_full_parameters(model)
     assert all(torch.equal(whole[name], value) for name, value in oracle.state_dict().items())
-    make = partial(torch.optim.SGD, lr=0.5)
-    optimizer, reference = make(model.parameters()), make(oracle.parameters())
+    optimizers = [torch.optim.SGD(either.parameters(), lr=0.5) for either in (model, oracle)]
     for step in range(4):
-        for rank in range(ranks.world_size):
-            ids, wanted = tokens(Ranks(rank, device=ranks.device), step)
-            loss = nn.functional.cross_entropy(oracle(ids).flatten(0, 1), wanted.flatten())
-            (loss / ranks.world_size).backward()
+        for rank, part in itertools.product(range(ranks.world_size), range(2)):
+            (loss(oracle, rank, step, part) / 2 / ranks.world_size).backward()
             if rank == ranks.rank:
-                for part in range(2):  # accumulates
-                    logits = model(ids[part : part + 1]).float()
-                    (nn.functional.cross_entropy(logits.flatten(0, 1), wanted[part]) / 2).backward()
-        for either in (optimizer, reference):
-            either.step()
-            either.zero_grad()
+                (loss(model, rank, step, part) / 2).backward()  # accumulates
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     tolerance = 1e-6 if dtype is None else 0.02  # bf16: updates of 0.5 times gradients rounded by 2^-8
     for name, value in gather_full_parameters(model).items():
         assert value.dtype == torch.float32
         assert (value - oracle.state_dict()[name]).abs().max() <= tolerance, name
     with torch.no_grad():
-        ids, _ = tokens(Ranks(device=ranks.device), 9)
-        difference = (model(ids).float() - oracle(ids)).abs().max()
-    assert difference <= (1e-5 if dtype is None else 0.2)  # logits of about 3
-
-
-class Bare(nn.Linear):
-    """A model without layers."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-
-class Beside(Bare):
-    """A frozen layer and parameters of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.layer(x))
-
-
-@check(make=(Bare, Beside))
-def check_fsdp_module_without_layers_that_train(ranks: Ranks, make: Callable) -> None:
-    """Its few elements are all on rank 0, and the others' optimizer has none to update."""
-    torch.manual_seed(0)
-    oracle = make().to(ranks.device)
-    model = FSDP(copy.deepcopy(oracle))
-    names = [name for name, parameter in oracle.named_parameters() if parameter.requires_grad]
-    assert [name for name, _ in model.named_parameters()] == names
-    optimizers = [torch.optim.SGD(either.parameters(), lr=0.5) for either in (model, oracle)]
-    x = torch.randn(4, ranks.world_size, 3, generator=torch.Generator().manual_seed(1)).to(ranks.device)
-    for step in range(4):
-        model(x[step, ranks.rank]).square().sum().backward()
-        (oracle(x[step]).square().sum() / ranks.world_size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in gather_full_parameters(model).items():
-        torch.testing.assert_close(value, oracle.state_dict()[name], rtol=0, atol=1e-6)
-
-
-@check()
-def check_fsdp_refuses_a_state_of_another_dtype(ranks: Ranks) -> None:
-    with raises(UsageError, "parallel.wrong_option", "state_dtype", "fp8"):
-        build_strategy(ParallelConfig(strategy="fsdp", options={"state_dtype": "fp8"}), ranks)
+        difference = (loss(model, 0, 9, 0) - loss(oracle, 0, 9, 0)).abs()
+    assert difference <= (1e-5 if dtype is None else 0.2)  # of logits of about 3
 
 
 @check()

@@ -1,4 +1,4 @@
-"""Checks of `fsdp` inside a process group."""
+"""Checks of `fsdp` inside a process group: its weights, when it gathers and frees them, and what that takes."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_model import (
-    OrderlyModel,
-    adamw,
-    assert_close_models,
-    assert_equals_joined_run,
-    check,
-    groups_of,
-    our_adamw,
-    seeded_model,
-    sgd,
-    start,
-)
+from rank_model import assert_close_models, check, groups_of, noise, our_adamw, plain, start
 from torch import nn
 
 from lmkit.core.adamw import decay_groups
@@ -29,7 +18,6 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 
 TINY = ModelConfig(vocab_size=64, context_length=8, d_model=32, d_ff=64, num_layers=4, num_heads=2)
-orderly = partial(seeded_model, kind=OrderlyModel)
 
 
 def sharded(config: ModelConfig, ranks: Ranks, seed: int = 0, **keys: Any) -> tuple[Fsdp, TransformerLM, Any]:
@@ -47,11 +35,6 @@ def tokens(ranks: Ranks, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def noise(ranks: Ranks, on_gpu: float) -> float:
-    """The tolerance between runs of the same arithmetic: GPUs add the rows of embeddings' gradients in any order."""
-    return 0.0 if ranks.device.type == "cpu" else on_gpu
-
-
 def lm_step(sync: Fsdp, model: TransformerLM, optimizer: Any, ranks: Ranks, step: int) -> float:
     loss = model.loss(*tokens(ranks, step))
     loss.backward()
@@ -60,35 +43,6 @@ def lm_step(sync: Fsdp, model: TransformerLM, optimizer: Any, ranks: Ranks, step
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
-
-
-@check(strategy=("fsdp",), accumulation=(1, 2), make=(adamw,), reshard=(True, False), copies=(1,))
-@check(strategy=("fsdp",), accumulation=(1,), make=(our_adamw, sgd), reshard=(True,), copies=(1,))
-@check(strategy=("fsdp",), accumulation=(2,), make=(adamw,), reshard=(True,), copies=(2,))
-def check_joined_batch(
-    ranks: Ranks, strategy: str, accumulation: int, make: Callable, reshard: bool, copies: int
-) -> None:
-    """Unused, frozen, tied parameters, clipping, several copies: as training on the joined batch."""
-    options = {"reshard_after_forward": reshard, "shard_ranks": ranks.world_size // copies}
-    model = assert_equals_joined_run(
-        ranks, strategy, [accumulation] * 10, max_norm=0.2, make=make, kind=OrderlyModel, options=options
-    )
-    before = orderly(0, ranks)
-    assert torch.equal(model.never, before.never)
-    assert torch.equal(model.frozen.weight, before.frozen.weight)
-    assert not torch.equal(model.embedding.weight, before.embedding.weight)
-
-
-def gradients_of(sync: Fsdp) -> dict[str, torch.Tensor]:
-    """The whole mean gradients by name, of parameters that have one on the ranks that hold parts of them."""
-    found: dict[str, torch.Tensor] = {}
-    for flat in sync._flats:
-        if flat.gradient is not None:
-            shard, flat.shard = flat.shard, flat.gradient
-            whole = flat.named(flat.gather_state())
-            flat.shard = shard
-            found |= {name: value for name, value in whole.items() if name != "never"}
-    return found
 
 
 @check(tied=(False, True))
@@ -153,48 +107,6 @@ def check_fsdp_dtypes(ranks: Ranks, weights: str, state: str) -> None:
     assert {value.is_meta for value in narrow[1].state_dict().values()} == {not ranks.is_first}
 
 
-@check()
-def check_fsdp_mixed_dtypes(ranks: Ranks) -> None:
-    """fp32 and bf16 weights in one layer are gathered apart."""
-    torch.manual_seed(0)
-    layer = nn.ModuleDict({"wide": nn.Linear(8, 8), "narrow": nn.Linear(8, 8).bfloat16()})
-    model = Chain(nn.ModuleList([layer])).to(ranks.device)
-    oracle = copy.deepcopy(model)
-    sync, call, optimizer = start("fsdp", model, ranks, sgd)
-    reference = sgd(groups_of(oracle))
-    assert sorted(str(flat.shard.dtype) for flat in sync._flats) == ["torch.bfloat16", "torch.float32"]
-    x = torch.ones(2, 8, device=ranks.device)  # the same on all ranks, so that the mean is exact
-    for _ in range(3):
-        for module, steps in ((oracle, reference), (call, optimizer)):
-            module(x).square().mean().backward()
-            if module is call:
-                sync.finish()
-            steps.step()
-            steps.zero_grad()
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, 0.0)
-
-
-class Chain(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Pair, layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Pair(nn.Module):
-    def __init__(self, parts: nn.ModuleDict) -> None:
-        super().__init__()
-        self.wide, self.narrow = parts["wide"], parts["narrow"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.narrow(self.wide(x).bfloat16()).float()
-
-
 @check(how=("block",), reshard=(True, False))
 @check(how=("attention", "selective", "compiled"), reshard=(True,))
 def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
@@ -214,3 +126,136 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
         tolerance = 1e-5 if compiled else noise(ranks, 1e-6)
         assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=tolerance)
     assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+
+
+@check(reshard=(True, False))
+def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
+    """Weights, gradients and state are a share and padding; no more than two layers are gathered at a time, and at
+    most as many gradients are whole; the first step takes no more than the third. Weights that are away are NaN."""
+    sync, model, optimizer = sharded(TINY, ranks, options={"reshard_after_forward": reshard})
+    peaks = []
+
+    def count(original: Callable, flat: FreedShards) -> None:
+        original(flat)
+        gathered = [f for f in sync._flats if f.gathered_bytes]
+        peaks[-1] = max(peaks[-1], len(gathered))
+
+    with around(FreedShards, "start", count):
+        for step in range(3):
+            peaks.append(0)
+            assert all(torch.isnan(parameter).all() for parameter in model.parameters())
+            assert all(parameter.untyped_storage().nbytes() <= 4 for parameter in model.parameters())
+            loss = model.loss(*tokens(ranks, step))
+            loss.backward()
+            assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            sync.finish()
+            share = sum(p.numel() for p in model.parameters()) / ranks.world_size
+            padding = 128 * len(sync._flats)
+            held = {
+                "weights": sum(flat.shard.numel() for flat in sync._flats),
+                "gradients": sum(flat.gradient.numel() for flat in sync._flats),
+            }
+            optimizer.step()
+            held["state"] = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+            optimizer.zero_grad()
+            assert share <= held["weights"] == held["gradients"] <= share + padding
+            assert held["state"] <= held["weights"]
+            assert all(flat.gradient is None for flat in sync._flats)
+    layers = len(sync._flats)
+    assert peaks == ([2] * 3 if reshard else [layers] * 3)
+
+
+@check()
+def check_fsdp_hybrid(ranks: Ranks) -> None:
+    """Two copies of the model: a rank holds its share of one, and gathers nothing from the other."""
+    whole = sharded(TINY, ranks)
+    count = ranks.world_size // 2
+    sync, model, optimizer = sharded(TINY, ranks, options={"shard_ranks": count})
+    for step in range(3):
+        losses = [lm_step(*run, ranks, step) for run in (whole, (sync, model, optimizer))]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # float32 sums in another order
+    share = sum(p.numel() for p in model.parameters()) / count
+    assert share <= sum(flat.shard.numel() for flat in sync._flats) <= share + 128 * len(sync._flats)
+    assert optimizer.state_dict()["rank"] == ranks.rank % count
+    assert optimizer.shard_layout["world_size"] == count
+
+
+@check()
+def check_fsdp_gathers_the_next_layer_meanwhile(ranks: Ranks) -> None:
+    sync, model, optimizer = sharded(TINY, ranks)
+    first, second, third, _ = model.layers
+    seen: list[tuple[str, bool]] = []
+
+    def note(what: str, layer: nn.Module) -> None:
+        (flat,) = sync._flats_of[layer]
+        seen.append((what, flat.gathered_bytes > 0))
+
+    second.ln1.register_forward_pre_hook(lambda *_: note("forward", third))
+    second.attn.register_forward_hook(
+        lambda *args: args[-1].register_hook(lambda _: note("backward", first)) and None
+    )
+    for step in range(2):
+        lm_step(sync, model, optimizer, ranks, step)
+    assert seen == [("forward", True), ("backward", True)] * 2
+
+
+@check()
+def check_fsdp_frees_before_a_graph_what_was_gathered_for_no_step(ranks: Ranks) -> None:
+    """The graph would change the shards, and the next step without it would read the weights from before."""
+    sync, model, optimizer = sharded(TINY, ranks)
+    lm_step(sync, model, optimizer, ranks, 0)
+    with torch.no_grad():
+        for gather in (sync.wait_for_weights, lambda: model.hidden_states(tokens(ranks, 0)[0])):
+            gather()
+            assert any(flat.gathered_bytes for flat in sync._flats)
+            sync.end_step()
+            assert not any(flat.gathered_bytes for flat in sync._flats)
+
+
+@check()
+def check_fsdp_of_frozen_layers(ranks: Ranks) -> None:
+    """Gradients pass through frozen layers, whose weights are freed when they have."""
+    torch.manual_seed(0)
+    oracle = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(ranks.device, torch.float64)
+    for index in (1, 2, 3, 5):
+        oracle[index].requires_grad_(False)
+    model = copy.deepcopy(oracle)
+    make = plain(partial(torch.optim.SGD, lr=1.0))  # an update is a gradient
+    sync, call, optimizer = start("fsdp", model, ranks, make)
+    most = []
+
+    def count(original: Callable, flat: FreedShards) -> None:
+        original(flat)
+        most.append(sum(f.gathered_bytes > 0 for f in sync._flats))
+
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(ranks.device)
+    with around(FreedShards, "start", count):
+        for module in (oracle, call):
+            module(x).square().mean().backward()
+    assert max(most) <= 3, "a frozen layer is freed when the one before it has been gathered"
+    sync.finish()
+    for either in (optimizer, make(groups_of(oracle))):
+        either.step()
+    sync.wait_for_weights()
+    assert_close_models(model, oracle, 1e-12)  # float64 in another order
+
+
+@check()
+def check_fsdp_without_gradients(ranks: Ranks) -> None:
+    """Evaluation gathers and frees; it sees the step's result, and the next step is as without it."""
+    runs = [sharded(TINY, ranks) for _ in range(2)]
+    for step in range(2):
+        for sync, model, optimizer in runs:
+            lm_step(sync, model, optimizer, ranks, step)
+        sync, model, _ = runs[1]
+        with torch.no_grad():
+            alone = model.loss(*tokens(Ranks(device=ranks.device), 9)).item()
+        assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+        whole = TransformerLM(TINY, device=ranks.device)
+        whole.load_state_dict(sync.whole_weights())
+        expected = whole.loss(*tokens(Ranks(device=ranks.device), 9)).item()
+        assert alone == pytest.approx(expected, rel=noise(ranks, 1e-6))
+    first, second = (run[0].whole_weights() for run in runs)
+    for name, weights in first.items():
+        torch.testing.assert_close(second[name], weights, rtol=0, atol=noise(ranks, 1e-3))

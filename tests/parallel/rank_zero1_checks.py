@@ -15,16 +15,21 @@ import torch.distributed as dist
 from raising import raises
 from rank_model import (
     FLOAT64_TOLERANCE,
+    EasyModel,
     adamw,
     assert_close_models,
+    assert_equals_joined_run,
     assert_same_on_all_ranks,
     batch,
     check,
     gathered_when_waited_for,
     groups_of,
     joined_run,
+    kind_for,
+    noise,
     one_step,
     our_adamw,
+    plain,
     seeded_model,
     sgd,
     start,
@@ -36,7 +41,6 @@ from lmkit.parallel import gather
 from lmkit.parallel.collectives import agree
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.parallel.strategy import build_strategy
 
 
 class Run:
@@ -132,21 +136,13 @@ def check_zero1_equals_unsharded(ranks: Ranks, make: Callable) -> None:
         # Element-wise arithmetic on the same numbers; only vector lanes may differ, which our kernel has none of.
         exact = make is our_adamw and ranks.device.type == "cuda"
         assert_close_models(run.model, reference, 0.0 if exact else 1e-7)
-
-
-@check()
-def check_zero1_state_is_one_share(ranks: Ranks) -> None:
-    run = Run(ranks, adamw)
-    run.step(0)
     buckets = run.optimizer.shard_layout["buckets"]
-    held = sum(state["exp_avg"].numel() for state in run.optimizer.state.values())
+    key = "momentum_buffer" if make is sgd else "exp_avg"
+    held = sum(state[key].numel() for state in run.optimizer.state.values())
     assert held == sum(bucket["shard_size"] for bucket in buckets)
     named = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     assert {name for bucket in buckets for name in bucket["names"]} == set(named)
-    for bucket in buckets:
-        padding = bucket["shard_size"] * ranks.world_size - sum(bucket["sizes"])
-        assert 0 <= padding < ranks.world_size * 128
-        # Matrices decay, vectors do not: never in one bucket.
+    for bucket in buckets:  # matrices decay, vectors do not
         assert len({named[name].ndim >= 2 for name in bucket["names"]}) == 1
 
 
@@ -194,27 +190,22 @@ def check_zero1_bf16_unused(ranks: Ranks) -> None:
 @check()
 def check_zero1_late_use(ranks: Ranks) -> None:
     """A parameter that is first used in a later step has no momentum yet, though decay alone makes some."""
-
-    def decayed(parameters: list) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
     after = []
     for strategy in ("flat", "zero1"):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double().to(ranks.device)
-        sync = build_strategy(strategy, ranks)
-        sync.attach(model)
-        optimizer = sync.build_optimizer(decayed, [{"params": list(model.parameters())}])
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).to(ranks.device, torch.float64)
+        sync, _, optimizer = start(strategy, model, ranks, plain(make))
         for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank), dtype=torch.float64)
             y = model[0](x.to(ranks.device))
             (model[1](y) if step else y).square().mean().backward()
             sync.finish()
             optimizer.step()
             optimizer.zero_grad()
         sync.wait_for_weights()
-        after.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    assert torch.allclose(*after, rtol=0, atol=1e-12)  # sums of float64 in another order
+        after.append(model)
+    assert_close_models(*after, 1e-12)  # sums of float64 in another order
 
 
 @check()
@@ -301,32 +292,10 @@ def check_zero1_gradients_that_were_refused(ranks: Ranks) -> None:
 @check()
 def check_zero1_single_parameters(ranks: Ranks) -> None:
     """Parameters that fill buckets of their own, without padding: their gradients are reduced where they lie."""
-    torch.manual_seed(0)
-    oracle, model = (
-        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(ranks.device, torch.float64)
-        for _ in range(2)
-    )
-    model.load_state_dict(oracle.state_dict())
-    sync, call, optimizer = start("zero1", model, ranks, bucket_mb=64 * 64 * 8 / 2**20)
-    reference = adamw(groups_of(oracle))
-    alone = [b for b in optimizer.shard_layout["buckets"] if b["sizes"] == [64 * 64]]
-    assert len(alone) == 2
-    for step in range(3):
-        for rank in range(ranks.world_size):
-            x = torch.randn(
-                4, 64, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
-            )
-            (oracle(x.to(ranks.device)).square().mean() / ranks.world_size).backward()
-            if rank == ranks.rank:
-                call(x.to(ranks.device)).square().mean().backward()
-        reference.step()
-        reference.zero_grad(set_to_none=True)
-        sync.finish(wait=step == 1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    sync.wait_for_weights()
-    assert_close_models(model, oracle, FLOAT64_TOLERANCE)
-    assert_same_on_all_ranks(model, ranks)
+    keys, kind = {"bucket_mb": 64 * 64 * 8 / 2**20}, partial(EasyModel, 64)
+    for wait in (True, False):
+        _, optimizer = assert_equals_joined_run(ranks, "zero1", [1] * 3, kind=kind, keys=keys, wait=wait)
+        assert [b["sizes"] for b in optimizer.shard_layout["buckets"]].count([64 * 64]) == 4
 
 
 @check()
@@ -412,8 +381,8 @@ def by_the_other_gather(ranks: Ranks, check: Callable[[Ranks], None]) -> None:
     assert bool(made) == is_cpu
 
 
-@check()
-def check_peers_wait_for_one_another(ranks: Ranks) -> None:
+@check(strategy=("zero1", "fsdp"))
+def check_peers_wait_for_one_another(ranks: Ranks, strategy: str) -> None:
     """Ranks that are late, each in turn and anywhere in a step, change no bit of what is gathered from memory."""
     late_by = torch.Generator().manual_seed(ranks.rank)
 
@@ -422,18 +391,22 @@ def check_peers_wait_for_one_another(ranks: Ranks) -> None:
             torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=late_by)))  # up to 1 ms
 
     def weights_over_time(gather: str) -> list[torch.Tensor]:
-        run = Run(ranks, adamw, gather=gather)
-        for module in run.model.modules():
+        model = seeded_model(0, ranks, torch.float32, kind_for(strategy))
+        sync, call, optimizer = start(strategy, model, ranks, gather=gather)
+        for module in model.modules():
             module.register_forward_pre_hook(fall_behind)
-            module.register_full_backward_pre_hook(fall_behind)
-        run.optimizer.register_step_pre_hook(fall_behind)
+            if strategy == "zero1":
+                module.register_full_backward_pre_hook(fall_behind)
+        optimizer.register_step_pre_hook(fall_behind)
         seen = []
         for step in range(15):
-            run.step(step)
+            one_step(sync, call, optimizer, ranks, step)
             if step % 5 == 4:
-                run.sync.wait_for_weights()
-                seen.extend(parameter.detach().clone() for parameter in run.model.parameters())
+                sync.wait_for_weights()
+                seen += [parameter.detach().clone() for parameter in model.parameters()]
         return seen
 
+    # An update that was missed is 0.02; AdamW amplifies the differences of what GPUs add in any order.
+    tolerance = noise(ranks, 1e-3) if strategy == "fsdp" else 0.0
     for mine, oracle in zip(weights_over_time("auto"), weights_over_time("collective"), strict=True):
-        assert torch.equal(mine, oracle)
+        torch.testing.assert_close(mine, oracle, rtol=0, atol=tolerance)
