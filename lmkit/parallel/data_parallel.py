@@ -242,10 +242,7 @@ class FlatSync(Strategy):
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         pending = [
             average_bucket(
-                bucket,
-                self._averager,
-                reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype),
-                pack=True,
+                bucket, self._averager, reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype), pack=True
             )
             for bucket in fill_buckets(self.parameters, capacity=sys.maxsize)
         ]

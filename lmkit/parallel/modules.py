@@ -121,10 +121,7 @@ class ShardedOptimizer(Zero1Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., torch.optim.Optimizer],
-        **options: Any,
+        self, params: Iterable[Any], optimizer_class: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> None:
         if (name := getattr(optimizer_class, "__name__", "")) in _NOT_ELEMENTWISE:
             raise ValueError(f"{name} does not update every element by itself: it cannot step shards")

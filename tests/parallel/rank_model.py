@@ -108,6 +108,17 @@ class EasyModel(nn.Module):
         return nn.functional.cross_entropy(x, targets.to(x.device))
 
 
+def explode(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def breaks_off(x: torch.Tensor) -> torch.Tensor:
+    """Return x; the backward pass raises when it gets here."""
+    x = x.clone()
+    x.register_hook(explode)
+    return x
+
+
 def seeded_model(
     seed: int, ranks: Ranks, dtype: torch.dtype = torch.float64, kind: Callable = HardModel
 ) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from raising import raises
-from rank_break_off_checks import breaks_off
+from rank_model import breaks_off
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
