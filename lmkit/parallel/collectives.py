@@ -161,6 +161,8 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
         unused: indices of the parameters without a gradient on this rank.
         count: number of parameters, equal on all ranks.
     """
+    if ranks.world_size == 1:
+        return list(unused)
     used = torch.ones(count, dtype=torch.int32, device=ranks.device)
     if unused:
         used[list(unused)] = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,18 +87,13 @@ class Fsdp(Strategy):
         self._reshards = options["reshard_after_forward"]
         self._state_dtype = str(options["state_dtype"])
         if self._state_dtype not in ("fp32", "bf16"):
-            raise UsageError(
-                "parallel.wrong_option",
-                f'parallel.options.state_dtype: "{self._state_dtype}" is no dtype of the state',
-                hint='use "fp32" or "bf16"',
+            raise _wrong(
+                f'state_dtype: "{self._state_dtype}" is no dtype of the state', 'use "fp32" or "bf16"'
             )
         count = int(options["shard_ranks"]) or ranks.world_size
         if not 0 < count <= ranks.world_size or ranks.world_size % count:
-            raise UsageError(
-                "parallel.wrong_option",
-                f"parallel.options.shard_ranks: {count} does not divide {ranks.world_size} ranks",
-                hint="use the number of GPUs of a machine, or 0 for all ranks",
-            )
+            hint = "use the number of GPUs of a machine, or 0 for all ranks"
+            raise _wrong(f"shard_ranks: {count} does not divide {ranks.world_size} ranks", hint)
         self._links = Links(replace(ranks, rank=ranks.rank % count, world_size=count))
         self._flats: list[FreedShards] = []
         self._flats_of: dict[nn.Module, list[FreedShards]] = {}
@@ -170,14 +165,12 @@ class Fsdp(Strategy):
             if dtype == torch.float32 and self.compute_dtype is not None:
                 compute_dtype = self.compute_dtype
             flat = FreedShards(
-                in_order_of_memory(group, model),
-                names,
-                self._links,
-                reduce_dtype_for(compute_dtype, self.config.reduce_dtype),
-                compute_dtype=compute_dtype,
+                *(in_order_of_memory(group, model), names, self._links),
+                weight_dtype=compute_dtype,
                 state_dtype=reduce_dtype_for(dtype, self._state_dtype),
-                kept=not layers_of,
+                reduce_dtype=reduce_dtype_for(compute_dtype, self.config.reduce_dtype),
             )
+            flat.kept = not layers_of
             self._flats.append(flat)
             for layer in layers_of:
                 self._flats_of.setdefault(layer, []).append(flat)
@@ -228,10 +221,8 @@ class Fsdp(Strategy):
             weights[plain_name(name)] = weights[names[parameter]]
         return weights
 
-    def weights_to_save(self) -> dict[str, torch.Tensor] | None:
+    def weights_to_save(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of the exact weights: those of some layers, in host memory. Collective."""
-        if self.ranks.world_size == 1:
-            return None
         weights: dict[str, torch.Tensor] = {}
         sizes = [0] * self.ranks.world_size
         for flat in self._flats:
@@ -244,9 +235,8 @@ class Fsdp(Strategy):
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Load this rank's elements of whole weights. Only one whole parameter is in memory at a time."""
-        if self.ranks.world_size > 1:
-            self._sharded.load_masters(weights)
-        return self.ranks.world_size > 1
+        self._sharded.load_masters(weights)
+        return True
 
     def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
         weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
@@ -387,8 +377,7 @@ class Fsdp(Strategy):
             flat.wait_reduced()
         self._reducing.clear()
         unused = [index for index, parameter in enumerate(self.parameters) if parameter not in self._used]
-        if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
+        unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
         used = set(self.parameters).difference(self.parameters[index] for index in unused)
         self._used.clear()
         for flat in self._flats:
@@ -422,6 +411,10 @@ class Fsdp(Strategy):
         self._pass = None
 
 
+def _wrong(option: str, hint: str) -> UsageError:
+    return UsageError("parallel.wrong_option", f"parallel.options.{option}", hint=hint)
+
+
 def _differentiable(values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts that need a gradient; [] if autograd is off."""
     return [value for value in _leaves(values) if value.requires_grad] if torch.is_grad_enabled() else []
@@ -444,43 +437,28 @@ class FreedShards(FlatShards):
     memory. Gathered weights always lie in the same storage, which is emptied and filled again. So tensors and views
     that autograd saved in the forward pass read the weights that are gathered for the backward pass.
 
-    Args:
-        parameters: they all require gradients, or none does.
-        compute_dtype: dtype of gathered weights.
-        state_dtype: dtype of the shard, its gradient and so of the optimizer's state.
+    Attributes:
+        trains: whether the parameters require gradients: all do, or none.
         kept: keep the weights gathered, because they are read without a layer's call.
-        names, links, reduce_dtype: see `FlatShards`.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Mapping[nn.Parameter, str],
-        links: Links,
-        reduce_dtype: torch.dtype,
-        *,
-        compute_dtype: torch.dtype,
-        state_dtype: torch.dtype,
-        kept: bool,
-    ) -> None:
-        super().__init__(parameters, names, links, reduce_dtype)
-        first = parameters[0]
-        self.trains = first.requires_grad
-        self.kept = kept
-        self.gradient_dtype = state_dtype
-        self._given_dtype = first.dtype
-        self._weights = torch.empty(self.size, dtype=compute_dtype, device=first.device)
+    kept = False
+
+    def __init__(self, *given: Any, **dtypes: Any) -> None:
+        super().__init__(*given, **dtypes)
+        self.trains = self.parameters[0].requires_grad
+        self._weights = torch.empty(self.size, dtype=self._weight_dtype, device=self._device)
         self._bytes = self._weights.nbytes
         self._views = self._parts(self._weights)
         self._weights.untyped_storage().resize_(0)
-        self._absent = [absent(parameter.shape, compute_dtype, first.device) for parameter in parameters]
+        self._absent = [absent(p.shape, self._weight_dtype, self._device) for p in self.parameters]
         self._is_gathered = self._is_open = False
         self._is_replicating = False
         self._lent: torch.Tensor | None = None
 
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
-        self.shard = torch.zeros(self.shard_size, dtype=self.gradient_dtype, device=self._weights.device)
+        self.shard = torch.zeros(self.shard_size, dtype=self.gradient_dtype, device=self._device)
         for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             in_shard, own = self.own_part(position)
             if self.trains:

@@ -32,9 +32,6 @@ from lmkit.streams import secure_streams
 GRACE_S = 3.0
 """Seconds that ranks get to report their errors after the first failure, to end after SIGTERM, and to end after a
 second stopping signal."""
-STOP_S = 75.0
-"""Seconds that the other ranks get to end after a stopping signal, once one has ended. Rank 0 may upload for a
-minute."""
 
 _POLL_S = 1.0
 """Seconds between polls. A signal that is delivered to another thread does not interrupt a wait; the next poll sees
@@ -256,8 +253,7 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Wait until all ranks have ended, but at most GRACE_S after the first failure or a second stopping signal, and
-    STOP_S after the first end if a signal asked to stop."""
+    """Wait until all ranks have ended, but at most GRACE_S after the first failure or a second stopping signal."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
@@ -268,8 +264,6 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             rank.receive()
         if deadline is None and any(rank.failed(received) for rank in ranks):
             deadline = time.monotonic() + GRACE_S
-        elif deadline is None and received and not all(rank.running for rank in ranks):
-            deadline = time.monotonic() + STOP_S
         if len(received) > 1:  # the ranks leave at once, unless they cannot
             deadline = min(deadline or math.inf, time.monotonic() + GRACE_S)
 

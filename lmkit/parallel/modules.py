@@ -178,9 +178,11 @@ class ShardedOptimizer(Zero1Optimizer):
         self._given.append(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
-        return [
-            KeptShards(bucket, names, self._links, bucket[0].dtype, bucket[0].dtype) for _, bucket in planned
-        ]
+        made = []
+        for _, bucket in planned:
+            dtype = bucket[0].dtype
+            made.append(KeptShards(bucket, names, self._links, weight_dtype=dtype, reduce_dtype=dtype))
+        return made
 
 
 def _take_own_gradients(bucket: KeptShards) -> None:

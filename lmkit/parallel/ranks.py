@@ -291,19 +291,14 @@ class StepWatch:
         self._ranks = ranks
         self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
         self._stopped = threading.Event()
-        self._clock: threading.Thread | None = None
-        if ranks.world_size > 1 and ranks.device.type == "cuda":
-            self._clock = threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True)
 
     def __enter__(self) -> StepWatch:
-        if self._clock is not None:
-            self._clock.start()
+        if self._ranks.world_size > 1 and self._ranks.device.type == "cuda":
+            threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True).start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._clock is not None:
-            self._stopped.set()
-            self._clock.join()
+        self._stopped.set()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

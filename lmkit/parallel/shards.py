@@ -114,6 +114,8 @@ class FlatShards:
     Args:
         names: every parameter's name in checkpoints.
         links: how this rank communicates with those that share its copy of the model.
+        weight_dtype: dtype of whole weights.
+        state_dtype: dtype of the shard, its gradient and so of the optimizer's state; None: the parameters'.
         reduce_dtype: dtype in which gradients are reduced.
 
     Attributes:
@@ -126,7 +128,6 @@ class FlatShards:
     """
 
     shard: torch.Tensor
-    gradient_dtype: torch.dtype
     saves_masters = False
     _copies_mean = True  # so that the flat tensor of all ranks' gradients is released
 
@@ -135,6 +136,9 @@ class FlatShards:
         parameters: Sequence[nn.Parameter],
         names: Mapping[nn.Parameter, str],
         links: Links,
+        *,
+        weight_dtype: torch.dtype,
+        state_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype,
     ) -> None:
         self.parameters = list(parameters)
@@ -142,7 +146,9 @@ class FlatShards:
         self.links = links
         self.pieces: list[Piece] = []
         self.gradient: torch.Tensor | None = None
-        self._reduce_dtype = reduce_dtype
+        self._given_dtype, self._device = parameters[0].dtype, parameters[0].device
+        self._weight_dtype, self._reduce_dtype = weight_dtype, reduce_dtype
+        self.gradient_dtype = state_dtype or self._given_dtype
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self._offsets = list(accumulate(self._sizes, initial=0))
         self.shard_size = shard_size_of(sum(self._sizes), links.ranks.world_size)

@@ -77,7 +77,11 @@ class Zero1(Strategy):
         ]
         links = self._link(planned)
         self._flats = [
-            KeptShards(bucket, names, links, reduce_dtype_for(dtype, self.config.reduce_dtype), dtype)
+            KeptShards(
+                *(bucket, names, links),
+                weight_dtype=dtype,
+                reduce_dtype=reduce_dtype_for(dtype, self.config.reduce_dtype),
+            )
             for bucket, dtype in planned
         ]
         self.buckets = ScatteredBuckets(self._flats)
@@ -147,11 +151,9 @@ class Zero1(Strategy):
         """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
         unused = [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
         self.buckets.launch_rest()
-        if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
-        if wait:
-            for bucket in self._flats:
-                bucket.wait_reduced()
+        unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
+        for bucket in self._flats if wait else ():
+            bucket.wait_reduced()
         places = [self._places[index] for index in unused]
         self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
 
@@ -244,9 +246,7 @@ def plan_shards(
 class KeptShards(FlatShards):
     """Parameters whose whole weights every rank keeps: they become views of the flat tensor.
 
-    Args:
-        weight_dtype: cast the parameters to this dtype; `shard` then keeps this rank's elements in the old dtype.
-        parameters, names, links, reduce_dtype: see `FlatShards`.
+    Weights of another dtype than the parameters' are cast; `shard` then keeps this rank's elements in the old dtype.
 
     Attributes:
         weights: the parameters' storage, (size,).
@@ -255,19 +255,12 @@ class KeptShards(FlatShards):
 
     _copies_mean = False
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Mapping[nn.Parameter, str],
-        links: Links,
-        reduce_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(parameters, names, links, reduce_dtype)
-        dtype, device = self.parameters[0].dtype, self.parameters[0].device
-        allocate = torch.zeros if links.gathers is None else links.gathers.allocate
-        self.weights = allocate(self.size, dtype=weight_dtype, device=device)
-        self.saves_masters = weight_dtype != dtype
+    def __init__(self, *given: Any, **dtypes: Any) -> None:
+        super().__init__(*given, **dtypes)
+        dtype, device = self._given_dtype, self._device
+        allocate = torch.zeros if self.links.gathers is None else self.links.gathers.allocate
+        self.weights = allocate(self.size, dtype=self._weight_dtype, device=device)
+        self.saves_masters = self._weight_dtype != dtype
         whole = torch.zeros(self.size, dtype=dtype, device=device) if self.saves_masters else self.weights
         for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
             part.copy_(parameter.detach())
@@ -276,7 +269,6 @@ class KeptShards(FlatShards):
         self._show(self._parts(self.weights))
         self.own_weights = self.own_of(self.weights)
         self.shard = self.own_of(whole).clone() if self.saves_masters else self.own_weights
-        self.gradient_dtype = dtype
         self.pieces = [Piece(self.parameters, self.names, self.shard, *self.own_range(0, self.size))]
 
     def keep_reduce_dtype(self) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +21,6 @@ from rank_model import (
     groups_of,
     joined_run,
     seeded_model,
-    sgd,
-    start,
 )
 from rank_shard_checks import TINY, sharded, tokens
 from torch import nn
@@ -202,30 +199,6 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
         optimizer.add_param_group({"params": [weight]})
     with pytest.raises(ValueError, match="LBFGS"):
         ShardedOptimizer([weight], torch.optim.LBFGS)
-
-
-@check(make=(adamw, sgd))
-def check_joined_batch_by_torch_fsdp(ranks: Ranks, make: Callable) -> None:
-    torch.manual_seed(0)
-    oracle = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 6))).to(ranks.device)
-    model = copy.deepcopy(oracle)
-    sync, call, optimizer = start("torch_fsdp", model, ranks, make)
-    reference = make(groups_of(oracle))
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(ranks.device)
-    for _ in range(4):
-        oracle(x).square().mean().backward()
-        call(x.chunk(ranks.world_size)[ranks.rank]).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
-        sync.finish()
-        assert float(sync.clip_gradients(0.1)) == pytest.approx(float(norm), rel=1e-5)
-        for either in (reference, optimizer):
-            either.step()
-            either.zero_grad()
-    # float32, four updates of up to 0.02 by AdamW: rounding of 1e-7 in its quotient of moments.
-    for mine, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs.detach(), rtol=0, atol=1e-5)
-    with raises(UsageError, "parallel.rival_saves_nothing", "torch_fsdp"):
-        model.state_dict()
 
 
 @check()

@@ -30,26 +30,6 @@ class Given(WatchedBuckets):
         return self.buckets
 
 
-def numbers(*counts: int) -> list[list[nn.Parameter]]:
-    """Buckets with so many parameters each."""
-    return [[nn.Parameter(torch.zeros(1)) for _ in range(count)] for count in counts]
-
-
-@pytest.mark.parametrize(("order", "launched"), [((2, 1, 1, 0), [0, 1, 2]), ((1, 1, 2), []), ((0, 2), [0])])
-def test_buckets_are_launched_in_order_however_they_become_ready(order, launched):
-    seen: list[int] = []
-    buckets = numbers(1, 2, 1)
-    hooks = Given(buckets, seen.append)
-    remaining = [list(bucket) for bucket in buckets]
-    loss = torch.zeros(())
-    for index in reversed(order):  # the last addition's gradient is ready first
-        loss = loss + remaining[index].pop().sum()
-    loss.backward()
-    assert seen == launched
-    hooks.launch_rest()
-    assert seen == [0, 1, 2]
-
-
 def test_a_launch_that_raises_is_not_repeated():
     """Its collective may have started, and the other ranks go on to the next."""
     launched: list[int] = []
@@ -59,7 +39,7 @@ def test_a_launch_that_raises_is_not_repeated():
         if index == 0:
             raise ZeroDivisionError
 
-    buckets = numbers(1, 1)
+    buckets = [[nn.Parameter(torch.zeros(1))] for _ in range(2)]
     hooks = Given(buckets, launch)
     with pytest.raises(ZeroDivisionError):
         buckets[0][0].sum().backward()
