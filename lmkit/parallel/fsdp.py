@@ -472,11 +472,6 @@ class FreedShards(FlatShards):
         """Bytes of the shard in the dtype in which it is gathered."""
         return self.shard_size * self._weights.itemsize
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes that the gathered weights take now."""
-        return self._weights.untyped_storage().nbytes()
-
     @torch.no_grad()
     def start(self) -> None:
         """Start gathering the weights, unless they are gathered or in flight. Collective."""

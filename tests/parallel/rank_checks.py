@@ -5,10 +5,9 @@ outcomes by name."""
 
 import copy
 import gc
-import math
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,6 @@ from rank_model import (
     assert_close_models,
     assert_equals_joined_run,
     batch,
-    breaks_off,
     build,
     check,
     explode,
@@ -53,7 +51,7 @@ from lmkit.errors import LmkitError
 from lmkit.parallel import data_parallel
 from lmkit.parallel.collectives import Averager, Traffic, agree, largest_on_any_rank, on_any_rank
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
-from lmkit.parallel.strategy import Strategy, broadcast_model, check_same_model
+from lmkit.parallel.strategy import broadcast_model, check_same_model
 from lmkit.recipe.tables import ParallelConfig
 
 
@@ -397,48 +395,13 @@ def launches_ahead() -> int:
         return launched
 
 
-def four_vectors(strategy: str, ranks: Ranks) -> tuple[nn.ParameterList, Strategy]:
-    """A model of four parameters, and the strategy with two of them in each bucket."""
-    model = nn.ParameterList(torch.full((4,), value, dtype=torch.float64) for value in (2.0, 3.0, 5.0, 7.0))
-    model.to(ranks.device)
-    sync = build(strategy, ranks, ParallelConfig(bucket_mb=2 * model[0].nbytes / 2**20))
-    sync.attach(model)
-    return model, sync
-
-
-@check(strategy=INSIDE)
-def check_breaking_off_after_orders_that_differ(ranks: Ranks, strategy: str) -> None:
-    """Ranks whose gradients came in different orders in the first step have the same buckets under way when a later
-    pass, in one order, breaks off in the same place: or the next collectives would not pair up."""
-    model, sync = four_vectors(strategy, ranks)
-    optimizer = sync.build_optimizer(partial(torch.optim.SGD, lr=0.0), [{"params": list(model)}])
-
-    def loss(order: Sequence[int], breaks_at: int | None = None) -> torch.Tensor:
-        product = torch.ones(4, dtype=torch.float64, device=ranks.device)
-        for number in order:
-            product = product * model[number]
-            if number == breaks_at:
-                product = breaks_off(product)
-        return product.sum()
-
-    loss((0, 1, 2, 3) if ranks.rank == 0 else (0, 1, 3, 2)).backward()
-    sync.finish()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError):
-        loss((0, 1, 2, 3), breaks_at=1).backward()
-    sync.reset()
-    optimizer.zero_grad()
-    sync.wait_for_weights()
-    loss((0, 1, 2, 3)).backward()
-    sync.finish()
-    expected = (4 * (105.0**2 + 70.0**2 + 42.0**2 + 30.0**2)) ** 0.5  # the products of the other three
-    assert math.isclose(float(sync.clip_gradients(float("inf"))), expected, rel_tol=1e-12)
-
-
 @check(strategy=(*OURS, "fsdp"), tidy=(True, False))
 def check_exception_in_backward(ranks: Ranks, strategy: str, tidy: bool) -> None:
-    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was."""
+    """Half of the hooks have run when backward raises (on every rank); the next step is as if nothing was.
+
+    In the second step, ranks whose gradients came in different orders in the first have the same buckets under way:
+    otherwise the next collectives would not pair up.
+    """
     oracle, model = (seeded_model(0, ranks, kind=kind_for(strategy)) for _ in range(2))
     joined_run(oracle, ranks.world_size, [1, 1])
     sync, call, optimizer = start(strategy, model, ranks)

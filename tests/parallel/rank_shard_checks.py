@@ -425,6 +425,10 @@ def sharded(config: ModelConfig, ranks: Ranks, seed: int = 0, **keys: Any) -> tu
     return sync, model, sync.build_optimizer(our_adamw, decay_groups(model.parameters(), 0.1))
 
 
+def is_whole(flat: FreedShards) -> bool:
+    return flat._weights.untyped_storage().nbytes() > 0
+
+
 def tokens(ranks: Ranks, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + ranks.rank)
     ids = torch.randint(0, 64, (2, 9), generator=generator).to(ranks.device)
@@ -517,7 +521,7 @@ def check_fsdp_of_blocks(ranks: Ranks, how: str, reshard: bool) -> None:
         loss = lm_step(sync, model, optimizer, ranks, step)
         tolerance = 1e-5 if compiled else noise(ranks, 1e-6)
         assert loss == pytest.approx(lm_step(*plain_run, ranks, step), rel=tolerance)
-    assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+    assert not any(map(is_whole, sync._flats))
 
 
 @check(reshard=(True, False))
@@ -529,7 +533,7 @@ def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
 
     def count(original: Callable, flat: FreedShards) -> None:
         original(flat)
-        gathered = [f for f in sync._flats if f.gathered_bytes]
+        gathered = [f for f in sync._flats if is_whole(f)]
         peaks[-1] = max(peaks[-1], len(gathered))
 
     with around(FreedShards, "start", count):
@@ -539,7 +543,7 @@ def check_fsdp_memory(ranks: Ranks, reshard: bool) -> None:
             assert all(parameter.untyped_storage().nbytes() <= 4 for parameter in model.parameters())
             loss = model.loss(*tokens(ranks, step))
             loss.backward()
-            assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+            assert not any(map(is_whole, sync._flats))
             assert all(parameter.grad is None for parameter in model.parameters())
             sync.finish()
             share = sum(p.numel() for p in model.parameters()) / ranks.world_size
@@ -581,7 +585,7 @@ def check_fsdp_gathers_the_next_layer_meanwhile(ranks: Ranks) -> None:
 
     def note(what: str, layer: nn.Module) -> None:
         (flat,) = sync._flats_of[layer]
-        seen.append((what, flat.gathered_bytes > 0))
+        seen.append((what, is_whole(flat)))
 
     second.ln1.register_forward_pre_hook(lambda *_: note("forward", third))
     second.attn.register_forward_hook(
@@ -600,9 +604,9 @@ def check_fsdp_frees_before_a_graph_what_was_gathered_for_no_step(ranks: Ranks) 
     with torch.no_grad():
         for gather in (sync.wait_for_weights, lambda: model.hidden_states(tokens(ranks, 0)[0])):
             gather()
-            assert any(flat.gathered_bytes for flat in sync._flats)
+            assert any(map(is_whole, sync._flats))
             sync.end_step()
-            assert not any(flat.gathered_bytes for flat in sync._flats)
+            assert not any(map(is_whole, sync._flats))
 
 
 @check()
@@ -619,7 +623,7 @@ def check_fsdp_of_frozen_layers(ranks: Ranks) -> None:
 
     def count(original: Callable, flat: FreedShards) -> None:
         original(flat)
-        most.append(sum(f.gathered_bytes > 0 for f in sync._flats))
+        most.append(sum(is_whole(f) for f in sync._flats))
 
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(ranks.device)
     with around(FreedShards, "start", count):
@@ -643,7 +647,7 @@ def check_fsdp_without_gradients(ranks: Ranks) -> None:
         sync, model, _ = runs[1]
         with torch.no_grad():
             alone = model.loss(*tokens(Ranks(device=ranks.device), 9)).item()
-        assert all(flat.gathered_bytes == 0 for flat in sync._flats)
+        assert not any(map(is_whole, sync._flats))
         whole = TransformerLM(TINY, device=ranks.device)
         whole.load_state_dict(sync.whole_weights())
         expected = whole.loss(*tokens(Ranks(device=ranks.device), 9)).item()

@@ -222,21 +222,6 @@ def test_ctrl_c_while_a_rank_still_loads_its_modules_ends_all(tmp_path):
     assert (process.returncode, errors) == (130, "")
 
 
-def test_a_signal_before_all_ranks_are_started_starts_no_more(monkeypatch):
-    started, start = [], launch._Rank.start
-
-    def starting(rank):
-        started.append(rank.number)
-        start(rank)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(launch._Rank, "start", starting)
-    with pytest.raises(SystemExit) as caught:
-        spawn_ranks(2, rank_faults.return_rank_sum_and_queues)
-    assert caught.value.code == 143
-    assert started == [0]
-
-
 @pytest.mark.full
 def test_a_second_signal_ends_ranks_that_do_not_leave(tmp_path):
     ready = tmp_path / "ready"

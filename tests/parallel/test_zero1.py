@@ -64,16 +64,6 @@ def test_a_rank_sends_gradients_only_when_it_has_read_the_weights(parts):
     assert backend.events == ["weights arrived", "gradients go"]
 
 
-def test_gradients_that_are_not_wanted_are_waited_for(parts):
-    """What a collective still writes to must not be handed out again."""
-    _, _, bucket, backend = parts
-    bucket.reduce()
-    bucket.drop_reduced()
-    assert backend.events[1:] == ["gradients go", "gradients end"]
-    bucket.wait_reduced()
-    assert bucket.gradient is None
-
-
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
 def test_after_a_capture_that_failed_nothing_waits_for_its_events(parts, strategy, monkeypatch):
     """CUDA refuses to: they were recorded in the capture. Here a backward pass was captured up to its reductions."""
