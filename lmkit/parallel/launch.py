@@ -24,7 +24,6 @@ from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.progress import Progress
-from lmkit.parallel.place import RENDEZVOUS_VARIABLE
 from lmkit.parallel.ranks import RankLost, hosted_store, shutdown
 from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import secure_streams
@@ -69,8 +68,9 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
             "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
         )
     refuse_torchrun()
-    with hosted_store() as address:
-        ranks = [_Rank(number, nproc, address, target, args) for number in range(nproc)]
+    with hosted_store() as environment:
+        environment["WORLD_SIZE"] = str(nproc)
+        ranks = [_Rank(number, environment, target, args) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:
             try:
                 for rank in ranks:
@@ -93,7 +93,7 @@ class _Rank:
     """The parent's view of one rank."""
 
     def __init__(
-        self, number: int, nproc: int, rendezvous: str, target: Callable[..., Any], args: Sequence[Any]
+        self, number: int, environment: dict[str, str], target: Callable[..., Any], args: Sequence[Any]
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = number
@@ -102,12 +102,7 @@ class _Rank:
         self.ended_by_us = False
         self._reports, self._child_end = context.Pipe(duplex=False)
         self._listening = True
-        environment = {
-            "RANK": number,
-            "LOCAL_RANK": number,
-            "WORLD_SIZE": nproc,
-            RENDEZVOUS_VARIABLE: rendezvous,
-        }
+        environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
         self.process = context.Process(
             target=_run_rank,
             # Unpickled in this order: the target may be defined in a plugin.
@@ -187,7 +182,7 @@ def _load_plugins(paths: Sequence[Path]) -> None:
 
 def _run_rank(
     plugins: None,
-    environment: dict[str, Any],
+    environment: dict[str, str],
     reports: Connection,
     target: Callable[..., Any],
     args: Sequence[Any],
@@ -196,7 +191,7 @@ def _run_rank(
     secure_streams()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ.update(environment)
     # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
     # waits in C++, and in the middle of an import it would turn into other errors.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -219,7 +214,7 @@ def _run_rank(
         error, code = plugin_error(caught) or RankFailed("parallel.rank_failed", first_line(caught)), 1
         error.hint = "look above for its traceback"
         text = traceback.format_exc()
-    reports.send((result if environment["RANK"] == 0 else None, error, text))
+    reports.send((result if environment["RANK"] == "0" else None, error, text))
     shutdown(code)
 
 

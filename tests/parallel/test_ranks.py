@@ -12,7 +12,6 @@ from raising import raises
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
 from lmkit.parallel.ranks import (
-    RENDEZVOUS_VARIABLE,
     ROLL_CALL_S,
     RankLost,
     Ranks,
@@ -66,8 +65,8 @@ def test_a_taken_port_is_an_error_with_a_hint(monkeypatch):
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
-    with hosted_store() as address:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
+    with hosted_store() as environment:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
             monkeypatch.setenv(name, value)
         with (
             raises(LmkitError, "parallel.rank_absent", "rank 0", "rank 1", "1 s"),
@@ -77,8 +76,8 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
 
 
 def test_only_this_machine_reaches_the_rendezvous():
-    with hosted_store() as address, socket.socket() as other:
-        host, _, port = address.rpartition(":")
+    with hosted_store() as environment, socket.socket() as other:
+        host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
         assert host == "127.0.0.1"
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         store.set("key", "value")
