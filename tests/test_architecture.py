@@ -267,7 +267,7 @@ BUDGETS = {
     "measure": 1685,
     "model": 1500,
     "optim": 460,
-    "parallel": 2780,
+    "parallel": 2580,
     "profile": 1260,
     "recipe": 1340,
     "storage": 430,

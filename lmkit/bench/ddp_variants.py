@@ -324,4 +324,4 @@ def _count_broadcasts(traffic: Any, optimizer: Any, *_: Any) -> None:
     """Count the bytes of PyTorch's ZeRO-1: each rank broadcasts its parameters as one tensor."""
     for of_device in optimizer._buckets:
         for of_rank in of_device:
-            traffic.count_broadcast(of_rank.nbytes, optimizer.world_size)
+            traffic.count(of_rank.nbytes, optimizer.world_size)

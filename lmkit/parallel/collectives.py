@@ -38,23 +38,14 @@ class Traffic:
     payload_bytes: int = 0
     link_bytes: float = 0.0
 
-    def count_all_reduce(self, num_bytes: int, world_size: int, calls: int = 1) -> None:
-        self._count(num_bytes, 2.0, world_size, calls)
-
-    def count_scatter_or_gather(self, num_bytes: int, world_size: int) -> None:
-        """Count a reduce-scatter or all-gather; `num_bytes` are those of all ranks' parts."""
-        self._count(num_bytes, 1.0, world_size, 1)
-
-    def count_broadcast(self, num_bytes: int, world_size: int) -> None:
-        self._count(num_bytes, 1.0, world_size, 1)
-
-    def reset(self) -> None:
-        self.calls, self.payload_bytes, self.link_bytes = 0, 0, 0.0
-
-    def _count(self, num_bytes: int, passes: float, world_size: int, calls: int) -> None:
+    def count(self, num_bytes: int, world_size: int, *, passes: int = 1, calls: int = 1) -> None:
+        """Count collectives of `num_bytes` of all ranks' parts; an all-reduce makes two passes over the ring."""
         self.calls += calls
         self.payload_bytes += num_bytes
         self.link_bytes += passes * (world_size - 1) / world_size * num_bytes
+
+    def reset(self) -> None:
+        self.calls, self.payload_bytes, self.link_bytes = 0, 0, 0.0
 
 
 def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
@@ -72,8 +63,8 @@ class Averager:
     """
 
     def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
-        self._ranks = ranks
-        self._traffic = traffic
+        self.ranks = ranks
+        self.traffic = traffic
         self.group = group
         self._has_nccl = "nccl" in str(dist.get_backend_config())
 
@@ -89,7 +80,7 @@ class Averager:
             return PendingMean([work for part in parts for work in part.works], tensors, parts[0].divide_by)
         one_by_one = len(tensors) == 1 or (tensors[0].device.type == "cuda" and not self._has_nccl)
         num_bytes, calls = sum(tensor.nbytes for tensor in tensors), len(tensors) if one_by_one else 1
-        self._traffic.count_all_reduce(num_bytes, self._ranks.world_size, calls)
+        self.traffic.count(num_bytes, self.ranks.world_size, passes=2, calls=calls)
         op, divide_by = self._mean_of(tensors[0])
         if one_by_one:
             works = [dist.all_reduce(tensor, op=op, group=self.group, async_op=True) for tensor in tensors]
@@ -114,18 +105,18 @@ class Averager:
         return work
 
     def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:
-        self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+        self.traffic.count(flat.nbytes, self.ranks.world_size)
         return self.own_part(flat)
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's part (n,) of `flat` (world_size * n,), a view."""
-        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        return flat.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
         """Return (operation, divisor). gloo has no AVG, so `PendingMean.wait` divides its sum."""
         if self._has_nccl and flat.device.type == "cuda":
             return dist.ReduceOp.AVG, 1
-        return dist.ReduceOp.SUM, self._ranks.world_size
+        return dist.ReduceOp.SUM, self.ranks.world_size
 
 
 def average_bucket(
@@ -170,10 +161,12 @@ def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: 
         unused: indices of the parameters without a gradient on this rank.
         count: number of parameters, equal on all ranks.
     """
+    if ranks.world_size == 1:
+        return list(unused)
     used = torch.ones(count, dtype=torch.int32, device=ranks.device)
     if unused:
         used[list(unused)] = 0
-    traffic.count_all_reduce(used.nbytes, ranks.world_size)
+    traffic.count(used.nbytes, ranks.world_size, passes=2)
     work = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
     if unused or is_captured(used.device):
         work.wait()  # in a graph, nothing else would keep the tensor's memory until the collective has ended
@@ -217,7 +210,7 @@ def norm_over_ranks(
     """Return the joint norm of all ranks' shards; this rank's have the norm `norm`. Collective."""
     square = norm.square()
     if ranks.world_size > 1:
-        traffic.count_all_reduce(square.nbytes, ranks.world_size)
+        traffic.count(square.nbytes, ranks.world_size, passes=2)
         dist.all_reduce(square, group=group)
     return square.sqrt()
 

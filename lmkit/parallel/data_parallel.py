@@ -173,36 +173,27 @@ class LateStep:
         self._late = late
         self._wait = wait
         self._withheld: dict[nn.Parameter, torch.Tensor | None] = {}
-        self._is_second = False
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_second:
-            return
-        late = {parameter: parameter.grad for parameter in self._late()}
-        if len(args) > 1 or kwargs:  # a closure computes the gradients anew
-            self._wait()
-            return
-        self._withheld = late
-        for parameter in late:
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._withheld = {parameter: parameter.grad for parameter in self._late()}
+        for parameter in self._withheld:
             parameter.grad = None
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_second or not self._withheld:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._withheld:
             return
         late, self._withheld = self._withheld, {}
         for parameter, gradient in late.items():
             parameter.grad = gradient
-        self._wait()
+        self._wait()  # nothing is late any more
         others = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p not in late}
         for parameter in others:
             parameter.grad = None
-        self._is_second = True
         try:
             optimizer.step()
         finally:
-            self._is_second = False
             for parameter, gradient in others.items():
                 parameter.grad = gradient
 
@@ -245,10 +236,7 @@ class FlatSync(Strategy):
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         pending = [
             average_bucket(
-                bucket,
-                self._averager,
-                reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype),
-                pack=True,
+                bucket, self._averager, reduce_dtype_for(bucket[0].dtype, self.config.reduce_dtype), pack=True
             )
             for bucket in fill_buckets(self.parameters, capacity=sys.maxsize)
         ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lmkit.core.buckets import on_gradient
-from lmkit.core.model import pieces
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
+from lmkit.model.memory import PEER_LAYER_BYTES
 from lmkit.model.transformer import in_order_of_memory, parameter_names, plain_name
 from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
-from lmkit.parallel.collectives import Averager, norm_over_ranks, reduce_dtype_for, unused_everywhere
+from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import FlatShards, Piece, ShardedState
+from lmkit.parallel.shards import FlatShards, Piece, ShardedState, forget_capture
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
@@ -63,9 +63,8 @@ class Fsdp(Strategy):
     gathered and freed together. Every rank must call the same layers in the same order, also without gradients.
     Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
 
-    A model on the device "meta" is initialised layer by layer, embeddings and heads some rows at a time, with the
-    values of a whole model. `state_dict` is collective: on rank 0 it has the exact weights, in host memory; on other
-    ranks it has their shapes.
+    A model on the device "meta" is initialised layer by layer, with the values of a whole model. `state_dict` is
+    collective: on rank 0 it has the exact weights, in host memory; on other ranks it has their shapes.
 
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
@@ -87,19 +86,14 @@ class Fsdp(Strategy):
         self._reshards = options["reshard_after_forward"]
         self._state_dtype = str(options["state_dtype"])
         if self._state_dtype not in ("fp32", "bf16"):
-            raise UsageError(
-                "parallel.wrong_option",
-                f'parallel.options.state_dtype: "{self._state_dtype}" is no dtype of the state',
-                hint='use "fp32" or "bf16"',
+            raise _wrong(
+                f'state_dtype: "{self._state_dtype}" is no dtype of the state', 'use "fp32" or "bf16"'
             )
         count = int(options["shard_ranks"]) or ranks.world_size
         if not 0 < count <= ranks.world_size or ranks.world_size % count:
-            raise UsageError(
-                "parallel.wrong_option",
-                f"parallel.options.shard_ranks: {count} does not divide {ranks.world_size} ranks",
-                hint="use the number of GPUs of a machine, or 0 for all ranks",
-            )
-        self._within = replace(ranks, rank=ranks.rank % count, world_size=count)
+            hint = "use the number of GPUs of a machine, or 0 for all ranks"
+            raise _wrong(f"shard_ranks: {count} does not divide {ranks.world_size} ranks", hint)
+        self._links = Links(replace(ranks, rank=ranks.rank % count, world_size=count))
         self._flats: list[FreedShards] = []
         self._flats_of: dict[nn.Module, list[FreedShards]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
@@ -117,41 +111,44 @@ class Fsdp(Strategy):
     # Shard the model
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        if self.ranks.world_size > 1:
-            check_same_model(model, self.ranks, fingerprint)
         self._model = model
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if self.ranks.world_size > 1:
+            check_same_model(model, self.ranks, fingerprint)
         if is_on_meta:
             leave_meta(model, self.ranks.device)
         elif self.ranks.world_size > 1:
             broadcast_tensors(model.named_buffers())
         self.parameters = trainable_parameters(model)
-        links = self._link(model) if self.ranks.world_size > 1 else Links()
-        self._gathers, self._of_copy = links.gathers, links.group
-        self._shard(model, links)
-        if self._gathers is not None:
-            self._gathers.reserve(max(flat.sent_bytes for flat in self._flats))
-        if is_on_meta:
-            for layer, flats in self._flats_of.items():
-                draw_into(layer, flats)
-        else:
-            for flat in self._flats:
+        layers = list(forward_units(model))
+        if self.ranks.world_size > 1:
+            self._link(len(layers))
+        self._shard(model, layers)
+        if self._links.gathers is not None:
+            self._links.gathers.reserve(max(flat.sent_bytes for flat in self._flats))
+        for layer, flats in (
+            self._flats_of.items() if is_on_meta else [(None, [flat]) for flat in self._flats]
+        ):
+            for flat in flats:
                 flat.lend()
+            if layer is not None:
+                draw(layer)
+            for flat in flats:
                 flat.take_back(of_first=True)
         self._hook_into(model)
         self.refresh()
         return model
 
-    def _link(self, model: nn.Module) -> Links:
-        one_copy = self._within.world_size == self.ranks.world_size
-        reads = (
-            self.config.gather == "auto" and one_copy and reads_peers(model, self.ranks, self.config.weights)
-        )
+    def _link(self, num_layers: int) -> None:
+        within, weights = self._links.ranks, self.config.weights
+        parameters = list(self._model.parameters())
+        size = sum(p.numel() * reduce_dtype_for(p.dtype, weights).itemsize for p in parameters)
+        may = within.world_size == self.ranks.world_size and size <= PEER_LAYER_BYTES * num_layers
+        reads = may and reads_peers(parameters, self.ranks, self.config)
         self.gather = "reads peers" if reads else "collective"
-        return link(self.ranks, self._within, self.traffic, reads_peers=reads)
+        self._links = link(self.ranks, within, self.traffic, reads_peers=reads)
 
-    def _shard(self, model: nn.Module, links: Links) -> None:
-        layers = list(forward_units(model))
+    def _shard(self, model: nn.Module, layers: list[nn.Module]) -> None:
         owners: dict[nn.Parameter, list[nn.Module]] = {p: [] for p in model.parameters()}
         for layer in layers:
             for parameter in layer.parameters():
@@ -162,21 +159,17 @@ class Fsdp(Strategy):
             together.setdefault(key, []).append(parameter)
         names = parameter_names(model)
         for group in together.values():
-            parameters = in_order_of_memory(group, model)
-            dtype, layers_of = parameters[0].dtype, owners[parameters[0]]
+            dtype, layers_of = group[0].dtype, owners[group[0]]
             compute_dtype = reduce_dtype_for(dtype, self.config.weights)
             if dtype == torch.float32 and self.compute_dtype is not None:
                 compute_dtype = self.compute_dtype
             flat = FreedShards(
-                parameters,
-                [names[parameter] for parameter in parameters],
-                self._within,
-                compute_dtype=compute_dtype,
+                *(in_order_of_memory(group, model), names, self._links),
+                weight_dtype=compute_dtype,
                 state_dtype=reduce_dtype_for(dtype, self._state_dtype),
                 reduce_dtype=reduce_dtype_for(compute_dtype, self.config.reduce_dtype),
-                **links._asdict(),
-                kept=not layers_of,
             )
+            flat.kept = not layers_of
             self._flats.append(flat)
             for layer in layers_of:
                 self._flats_of.setdefault(layer, []).append(flat)
@@ -184,19 +177,17 @@ class Fsdp(Strategy):
             flat.make_shard()
         self._flats_of = {layer: self._flats_of[layer] for layer in layers if layer in self._flats_of}
         self._shared = {flat for flat in self._flats if len(owners[flat.parameters[0]]) > 1}
-        in_order = list(self._flats_of)
-        self._after = dict(itertools.pairwise(in_order))
+        self._after = dict(itertools.pairwise(self._flats_of))
         self._flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
 
     def _hook_into(self, model: nn.Module) -> None:
         for layer in self._flats_of:
             layer.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             layer.register_forward_hook(self._after_forward)
-            layer.register_load_state_dict_pre_hook(lambda layer, *_: self._lend(self._flats_of[layer]))
-            layer.register_load_state_dict_post_hook(lambda layer, _: self._take_back(self._flats_of[layer]))
         kept = [flat for flat in self._flats if flat.kept]
-        model.register_load_state_dict_pre_hook(lambda *_: self._lend(kept))
-        model.register_load_state_dict_post_hook(lambda *_: self._take_back(kept))
+        for module, flats in (*self._flats_of.items(), (model, kept)):
+            module.register_load_state_dict_pre_hook(lambda *_, flats=flats: self._lend(flats))
+            module.register_load_state_dict_post_hook(lambda *_, flats=flats: self._take_back(flats))
         model.register_state_dict_post_hook(lambda _, *found: self._give_weights(*found))
         for parameter in self.parameters:
             on_gradient(parameter, self._on_gradient)
@@ -208,13 +199,11 @@ class Fsdp(Strategy):
         for flat in self._flats:
             flat.hide()
             if flat.kept:
-                flat.start()
                 flat.open()
 
     def wait_for_weights(self) -> None:
         """Gather all weights. Each stays until a layer uses it, or until the optimizer's next step."""
         for flat in self._flats:
-            flat.start()
             flat.open()
 
     def whole_weights(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
@@ -231,10 +220,8 @@ class Fsdp(Strategy):
             weights[plain_name(name)] = weights[names[parameter]]
         return weights
 
-    def weights_to_save(self) -> dict[str, torch.Tensor] | None:
+    def weights_to_save(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of the exact weights: those of some layers, in host memory. Collective."""
-        if self.ranks.world_size == 1:
-            return None
         weights: dict[str, torch.Tensor] = {}
         sizes = [0] * self.ranks.world_size
         for flat in self._flats:
@@ -247,9 +234,8 @@ class Fsdp(Strategy):
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Load this rank's elements of whole weights. Only one whole parameter is in memory at a time."""
-        if self.ranks.world_size > 1:
-            self._sharded.load_masters(weights)
-        return self.ranks.world_size > 1
+        self._sharded.load_masters(weights)
+        return True
 
     def _give_weights(self, state_dict: dict[str, Any], prefix: str, _: object) -> None:
         weights = self.whole_weights("cpu" if self.ranks.is_first or self.saves_everywhere else "meta")
@@ -265,8 +251,12 @@ class Fsdp(Strategy):
         for flat in flats:
             flat.take_back(of_first=False)
             if flat.kept:
-                flat.start()
                 flat.open()
+
+    def _hide_all(self) -> None:
+        for flat in self._flats:
+            if not flat.kept:
+                flat.hide()
 
     # Forward. A compiled layer runs these hooks around its graph, not in it.
 
@@ -322,7 +312,6 @@ class Fsdp(Strategy):
         self._begin()
         self._gather_back_to(call)
         for flat in self._flats_of[layer]:
-            flat.start()
             flat.open()
         self._gather_back_to(call - 1)
 
@@ -368,9 +357,7 @@ class Fsdp(Strategy):
         """Make the collectives that other ranks' passes may have made, then free all weights."""
         self._gather_back_to(0)
         self._reduce_while(lambda flat: True)
-        for flat in self._flats:
-            if not flat.kept:
-                flat.hide()
+        self._hide_all()
         if self._calls:
             self._after = dict(itertools.pairwise(self._calls))
         self._calls.clear()
@@ -379,7 +366,7 @@ class Fsdp(Strategy):
     # The step
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> ShardedState:
-        self._sharded = ShardedState(make, groups, self._flats, self._within, self.refresh)
+        self._sharded = ShardedState(make, groups, self._flats, self._links.ranks, self.refresh)
         return self._sharded
 
     @torch.no_grad()
@@ -389,8 +376,7 @@ class Fsdp(Strategy):
             flat.wait_reduced()
         self._reducing.clear()
         unused = [index for index, parameter in enumerate(self.parameters) if parameter not in self._used]
-        if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
+        unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
         used = set(self.parameters).difference(self.parameters[index] for index in unused)
         self._used.clear()
         for flat in self._flats:
@@ -400,33 +386,32 @@ class Fsdp(Strategy):
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
         mine = gradient_norm(gradients).to(self.ranks.device)
-        norm = norm_over_ranks(mine, self._within, self.traffic, self._of_copy)
+        of_copy = None if self._links.reductions is None else self._links.reductions.group
+        norm = norm_over_ranks(mine, self._links.ranks, self.traffic, of_copy)
         clip_for(self._sharded.inner, gradients, norm, max_norm)
         return norm
 
     def end_step(self) -> None:
         """Free weights that were gathered for no step, too: a graph that is replayed changes them unnoticed."""
-        for flat in self._flats:
-            if not flat.kept:
-                flat.hide()
-        if self._gathers is not None:
-            self._gathers.end_step()
+        self._hide_all()
+        if self._links.gathers is not None:
+            self._links.gathers.end_step()
 
     def reset(self) -> None:
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-            for flat in self._flats:
-                flat.forget_in_flight()  # events of a capture that failed cannot be waited for
+        forget_capture(self._flats, self.ranks.device)
         for flat in self._flats:
             flat.drop_reduced()
-            if not flat.kept:
-                flat.hide()
+        self._hide_all()
         for parameter in self.parameters:
             parameter.grad = None
         self._reducing.clear()
         self._used.clear()
         self._calls.clear()
         self._pass = None
+
+
+def _wrong(option: str, hint: str) -> UsageError:
+    return UsageError("parallel.wrong_option", f"parallel.options.{option}", hint=hint)
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
@@ -451,46 +436,28 @@ class FreedShards(FlatShards):
     memory. Gathered weights always lie in the same storage, which is emptied and filled again. So tensors and views
     that autograd saved in the forward pass read the weights that are gathered for the backward pass.
 
-    Args:
-        parameters: they all require gradients, or none does.
-        compute_dtype: dtype of gathered weights.
-        state_dtype: dtype of the shard, its gradient and so of the optimizer's state.
-        replicas: collectives among the ranks that keep the same shard of other copies; None if there is one copy.
+    Attributes:
+        trains: whether the parameters require gradients: all do, or none.
         kept: keep the weights gathered, because they are read without a layer's call.
-        names, ranks, links: see `FlatShards`.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        ranks: Ranks,
-        *,
-        compute_dtype: torch.dtype,
-        state_dtype: torch.dtype,
-        replicas: Averager | None,
-        kept: bool,
-        **links: Any,
-    ) -> None:
-        super().__init__(parameters, names, ranks, **links)
-        first = parameters[0]
-        self.trains = first.requires_grad
-        self.kept = kept
-        self._replicas = replicas
-        self._given_dtype = first.dtype
-        self._state_dtype = state_dtype
-        self._weights = torch.empty(self.size, dtype=compute_dtype, device=first.device)
+    kept = False
+
+    def __init__(self, *given: Any, **dtypes: Any) -> None:
+        super().__init__(*given, **dtypes)
+        self.trains = self.parameters[0].requires_grad
+        self._weights = torch.empty(self.size, dtype=self._weight_dtype, device=self._device)
         self._bytes = self._weights.nbytes
         self._views = self._parts(self._weights)
         self._weights.untyped_storage().resize_(0)
-        self._absent = [absent(parameter.shape, compute_dtype, first.device) for parameter in parameters]
+        self._absent = [absent(p.shape, self._weight_dtype, self._device) for p in self.parameters]
         self._is_gathered = self._is_open = False
         self._is_replicating = False
         self._lent: torch.Tensor | None = None
 
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
-        self.shard = torch.zeros(self.shard_size, dtype=self._state_dtype, device=self._weights.device)
+        self.shard = torch.zeros(self.shard_size, dtype=self.gradient_dtype, device=self._device)
         for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
             in_shard, own = self.own_part(position)
             if self.trains:
@@ -504,11 +471,6 @@ class FreedShards(FlatShards):
         """Bytes of the shard in the dtype in which it is gathered."""
         return self.shard_size * self._weights.itemsize
 
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes that the gathered weights take now."""
-        return self._weights.untyped_storage().nbytes()
-
     @torch.no_grad()
     def start(self) -> None:
         """Start gathering the weights, unless they are gathered or in flight. Collective."""
@@ -516,16 +478,15 @@ class FreedShards(FlatShards):
             return
         self._is_gathered = True
         self._weights.untyped_storage().resize_(self._bytes)
-        if self._gathers is None:
+        if self.links.gathers is None:
             self._weights.copy_(self.shard)
         else:
-            self._arriving = self._gathers.start(self._weights, self.shard)
+            self._arriving = self.links.gathers.start(self._weights, self.shard)
 
     def open(self) -> None:
-        """Wait for the gathered weights (on GPUs the current stream waits) and point the parameters at them."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+        """Start gathering, wait (on GPUs the current stream waits), and point the parameters at the weights."""
+        self.start()
+        self.wait_gathered()
         if not self._is_open:
             self._show(self._views)
             self._is_open = True
@@ -534,14 +495,10 @@ class FreedShards(FlatShards):
         """Free the gathered weights."""
         if not self._is_gathered:
             return
-        self.open()
+        self.wait_gathered()
         self._show(self._absent)
         self._is_gathered = self._is_open = False
         self._weights.untyped_storage().resize_(0)
-
-    def _show(self, tensors: Iterable[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
 
     @torch.no_grad()
     def lend(self, whole: torch.Tensor | None = None) -> None:
@@ -566,21 +523,11 @@ class FreedShards(FlatShards):
             of_first: take rank 0's values. Collective.
         """
         assert self._lent is not None
-        if of_first and (self._gathers is not None or self._replicas is not None):
+        if of_first and self.links.gathers is not None:
             dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype
         self.shard.copy_(self.own_of(self._lent))
         self._lent = None
         self._show(self._absent)
-
-    @torch.no_grad()
-    def take_rows(self, rows: torch.Tensor, begin: int) -> None:
-        """Copy this rank's elements of rank 0's `rows` of the only parameter, which begin at its element `begin`.
-        Collective."""
-        if self._gathers is not None or self._replicas is not None:
-            dist.broadcast(rows.view(torch.uint8), src=0)
-        flat = rows.flatten()
-        in_shard, own = self.own_range(begin, begin + len(flat))
-        self.shard[in_shard] = flat[own]
 
     # Gradients
 
@@ -591,9 +538,9 @@ class FreedShards(FlatShards):
     @torch.no_grad()
     def replicate(self) -> None:
         """Start averaging the mean in flight over the replicas, if there are any. Collective."""
-        if self._pending is not None and self._replicas is not None and not self._is_replicating:
+        if self._pending is not None and self.links.replicas is not None and not self._is_replicating:
             self._is_replicating = True
-            self._pending = self._replicas.all_reduce(self._pending.wait())
+            self._pending = self.links.replicas.all_reduce(self._pending.wait())
 
     def wait_reduced(self) -> None:
         self.replicate()
@@ -619,27 +566,6 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: absent(tensor.shape, tensor.dtype, device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def draw_into(layer: nn.Module, flats: Sequence[FreedShards]) -> None:
-    """Draw initial values of a layer on "meta" into its shards, with rank 0's values. Collective.
-
-    A layer of one large matrix, as an embedding is, is drawn some rows at a time. Others are whole for a moment.
-    """
-    matrices, draw_rows = list(layer.parameters()), getattr(layer, "draw_rows", None)
-    if draw_rows is not None and len(matrices) == 1:
-        begin = 0
-        for piece in pieces(matrices[0]):
-            rows = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
-            draw_rows(rows)
-            flats[0].take_rows(rows, begin)
-            begin += rows.numel()
-        return
-    for flat in flats:
-        flat.lend()
-    draw(layer)
-    for flat in flats:
-        flat.take_back(of_first=True)
 
 
 def draw(module: nn.Module) -> None:

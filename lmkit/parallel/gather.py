@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.torch_version import TorchVersion
 
 from lmkit.core.buckets import Work
 from lmkit.errors import LmkitError
 from lmkit.measure.memory import is_out_of_memory, without_expandable_segments
-from lmkit.model.memory import PEER_LAYER_BYTES, SLOT_BYTES
-from lmkit.parallel.collectives import Averager, Traffic, is_captured, reduce_dtype_for
+from lmkit.model.memory import SLOT_BYTES
+from lmkit.parallel.collectives import Averager, Traffic, is_captured
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.strategy import forward_units
+from lmkit.recipe.tables import ParallelConfig
 
 ALIGNMENT = 512
 """Alignment of CUDA's allocators, in bytes."""
@@ -37,6 +36,9 @@ class Gather:
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
+        self._ranks = averager.ranks
+        # From this rank on, so that no two ranks read from the same rank at a time.
+        self._ring = [*range(averager.ranks.rank, averager.ranks.world_size), *range(averager.ranks.rank)]
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a zeroed flat tensor (num_elements,). The world size divides it into equal parts."""
@@ -72,41 +74,39 @@ class PeerGather(Gather):
     A rank may read only after every rank has written; a reduction of four bytes makes sure of it. A rank may write
     again only after every rank has read. Each rank reads a bucket's weights before it reduces the bucket's next
     gradients (`KeptShards.reduce`), and no rank updates a shard before that reduction has ended.
+
+    Args:
+        num_bytes: of all tensors that will be allocated, each `aligned`.
     """
 
-    def __init__(self, averager: Averager, memory: PeerMemory, ranks: Ranks, traffic: Traffic) -> None:
+    def __init__(self, averager: Averager, num_bytes: int) -> None:
         super().__init__(averager)
-        self._memory = memory
-        self._ranks = ranks
-        self._traffic = traffic
+        self._memory = PeerMemory(num_bytes, self._ranks)
         self._used_bytes = 0
-        self._written = torch.zeros(1, device=ranks.device)
-        # Tensor -> (this rank's copy, the source) of every other rank's part. The list starts at the next rank, so
-        # that no two ranks read from the same rank at a time.
+        self._written = torch.zeros(1, device=self._ranks.device)
+        # Tensor -> (this rank's copy, the source) of every other rank's part
         self._copies: dict[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._stream = _stream_of(self._ranks)
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        start = self._used_bytes
+        taken = slice(self._used_bytes, self._used_bytes + num_elements * dtype.itemsize)
         self._used_bytes += aligned(num_elements * dtype.itemsize)
-        world_size, rank = self._ranks.world_size, self._ranks.rank
         seen = [
-            bytes_of_rank[start : start + num_elements * dtype.itemsize].view(dtype)
-            for bytes_of_rank in self._memory.of_rank
+            bytes_of_rank[taken].view(dtype).chunk(len(self._ring)) for bytes_of_rank in self._memory.of_rank
         ]
-        own = seen[rank]
-        others = [(rank + step) % world_size for step in range(1, world_size)]
-        self._copies[own] = [(own.chunk(world_size)[r], seen[r].chunk(world_size)[r]) for r in others]
+        own = self._memory.of_rank[self._ranks.rank][taken].view(dtype)
+        self._copies[own] = [(seen[self._ranks.rank][other], seen[other][other]) for other in self._ring[1:]]
         return own
 
     def refill(self, flats: Sequence[torch.Tensor]) -> list[Work]:
-        self._traffic.count_all_reduce(self._written.nbytes, self._ranks.world_size)
+        traffic, world_size = self._averager.traffic, self._ranks.world_size
+        traffic.count(self._written.nbytes, world_size, passes=2)
         all_written = dist.all_reduce(self._written, async_op=True)
         arrivals: list[Work] = []
         with torch.cuda.stream(self._stream):
             all_written.wait()
             for flat in flats:
-                self._traffic.count_scatter_or_gather(flat.nbytes, self._ranks.world_size)
+                traffic.count(flat.nbytes, world_size)
                 for copy, part in self._copies[flat]:
                     copy.copy_(part, non_blocking=True)
                 arrivals.append(all_written if self._stream is None else self._stream.record_event())
@@ -122,11 +122,9 @@ class PeerShardGather(Gather):
     that every rank has written its piece, and that every rank has read the piece before, whose slot is then free.
     """
 
-    def __init__(self, averager: Averager, ranks: Ranks, traffic: Traffic) -> None:
+    def __init__(self, averager: Averager) -> None:
         super().__init__(averager)
-        self._ranks = ranks
-        self._traffic = traffic
-        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._stream = _stream_of(self._ranks)
         # Whether a graph captures -> the next slot. A capture may fail on one rank only; its turns count apart.
         self._turns = {False: 0, True: 0}
         self._is_ended = True
@@ -140,22 +138,22 @@ class PeerShardGather(Gather):
 
     @torch.no_grad()
     def start(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
-        self._traffic.count_scatter_or_gather(whole.nbytes, self._ranks.world_size)
+        self._averager.traffic.count(whole.nbytes, self._ranks.world_size)
         captured = is_captured(whole.device)
         self._is_ended &= captured
         key = whole, self._turns[captured]
         if key not in self._pieces:
-            self._pieces[key] = list(self._cut(whole, self._turns[captured], shard))
+            self._pieces[key] = self._cut(whole, self._turns[captured], shard)
         pieces = self._pieces[key]
         self._turns[captured] = (self._turns[captured] + len(pieces)) % 2
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for piece in pieces:
-                piece.slot.copy_(piece.mine)
-                piece.own.copy_(piece.mine)
+            for mine, ((own_slot, own), *others) in pieces:
+                own_slot.copy_(mine)
+                own.copy_(mine)
                 self._memory.barrier()
-                for part, slot in piece.others:
+                for slot, part in others:
                     part.copy_(slot, non_blocking=True)
             return _Done() if self._stream is None else self._stream.record_event()
 
@@ -172,36 +170,25 @@ class PeerShardGather(Gather):
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _cut(self, whole: torch.Tensor, turn: int, shard: torch.Tensor) -> Iterator[SlotCopies]:
-        """Yield pieces as large as a slot, for both slots in turn."""
-        world_size, rank = self._ranks.world_size, self._ranks.rank
-        parts = whole.chunk(world_size)
+    def _cut(self, whole: torch.Tensor, turn: int, shard: torch.Tensor) -> list[SlotCopies]:
+        """Return pieces as large as a slot, for both slots in turn."""
+        parts = whole.chunk(self._ranks.world_size)
         length = self._slots[0][0].nbytes // whole.itemsize
+        pieces = []
         for number, begin in enumerate(range(0, len(shard), length)):
-            end = min(begin + length, len(shard))
-            slots = [
-                slot[: (end - begin) * whole.itemsize].view(whole.dtype)
-                for slot in self._slots[(turn + number) % 2]
-            ]
-            others = [(rank + step) % world_size for step in range(1, world_size)]
-            yield SlotCopies(
-                shard[begin:end],
-                slots[rank],
-                parts[rank][begin:end],
-                [(parts[other][begin:end], slots[other]) for other in others],
-            )
+            mine, slots = shard[begin : begin + length], self._slots[(turn + number) % 2]
+            views = [slot[: len(mine) * whole.itemsize].view(whole.dtype) for slot in slots]
+            copies = [(views[other], parts[other][begin : begin + length]) for other in self._ring]
+            pieces.append((mine, copies))
+        return pieces
 
 
-class SlotCopies(NamedTuple):
-    """A piece of this rank's shard, its slot, and its place in the whole; the place and slot of every other rank.
+SlotCopies = tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]
+"""A piece of this rank's shard; the slot and the place in the whole of every rank's piece, this rank's first."""
 
-    The other ranks are listed from the next one on, so that no two ranks read from the same rank at a time.
-    """
 
-    mine: torch.Tensor
-    slot: torch.Tensor
-    own: torch.Tensor
-    others: list[tuple[torch.Tensor, torch.Tensor]]
+def _stream_of(ranks: Ranks) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
 
 
 class _Done:
@@ -211,32 +198,23 @@ class _Done:
 
 
 class Links(NamedTuple):
-    """The links that `FreedShards` takes. All are None if this rank is alone."""
+    """How a rank communicates with the `ranks` that share its copy of the model.
 
+    Attributes:
+        ranks: this rank's place among them.
+        gathers: collects shards; None if this rank is alone.
+        reductions: reduces gradients; None if this rank is alone or its gradients are already averaged.
+        replicas: averages among the ranks that keep the same shard of other copies; None if there is one copy.
+    """
+
+    ranks: Ranks
     gathers: Gather | None = None
     reductions: Averager | None = None
     replicas: Averager | None = None
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share a copy of the model; None: all."""
-        return None if self.reductions is None else self.reductions.group
-
-
-def reads_peers(model: nn.Module, ranks: Ranks, weights: str) -> bool:
-    """Return whether copies from the memory of other GPUs are possible, and faster than the backend. Collective.
-
-    Args:
-        weights: `parallel.weights`, the dtype of gathered weights.
-    """
-    size = sum(p.numel() * reduce_dtype_for(p.dtype, weights).itemsize for p in model.parameters())
-    small = size <= PEER_LAYER_BYTES * len(list(forward_units(model)))
-    one_device = {parameter.device for parameter in model.parameters()} == {ranks.device}
-    return small and can_share_memory(ranks) and one_device
-
 
 def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:
-    """Return the links by which this rank communicates. Collective.
+    """Return the links by which this rank communicates under `fsdp`. Collective.
 
     Args:
         within: this rank's place among the `within.world_size` consecutive ranks that share its copy of the model.
@@ -249,8 +227,8 @@ def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) ->
         across = replace(within, rank=ranks.rank // within.world_size, world_size=copies)
         replicas = Averager(across, traffic, groups["replicas"])
     averager = Averager(within, traffic, groups["gathers"])
-    gathers = PeerShardGather(averager, ranks, traffic) if reads_peers else Gather(averager)
-    return Links(gathers, Averager(within, traffic, groups["reductions"]), replicas)
+    gathers = PeerShardGather(averager) if reads_peers else Gather(averager)
+    return Links(within, gathers, Averager(within, traffic, groups["reductions"]), replicas)
 
 
 @functools.lru_cache(maxsize=1)
@@ -272,6 +250,12 @@ def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str,
             if world.rank() in group:
                 found[name] = made
     return found
+
+
+def reads_peers(parameters: Iterable[torch.Tensor], ranks: Ranks, config: ParallelConfig) -> bool:
+    """Return whether weights are copied from the memory of other GPUs. Collective; equal on every rank."""
+    on_one_device = {parameter.device for parameter in parameters} == {ranks.device}
+    return config.gather == "auto" and on_one_device and can_share_memory(ranks)
 
 
 def aligned(num_bytes: int) -> int:

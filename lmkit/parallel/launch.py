@@ -24,7 +24,6 @@ from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.progress import Progress
-from lmkit.parallel.place import RENDEZVOUS_VARIABLE
 from lmkit.parallel.ranks import RankLost, hosted_store, shutdown
 from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import secure_streams
@@ -32,9 +31,6 @@ from lmkit.streams import secure_streams
 GRACE_S = 3.0
 """Seconds that ranks get to report their errors after the first failure, to end after SIGTERM, and to end after a
 second stopping signal."""
-STOP_S = 75.0
-"""Seconds that the other ranks get to end after a stopping signal, once one has ended. Rank 0 may upload for a
-minute."""
 
 _POLL_S = 1.0
 """Seconds between polls. A signal that is delivered to another thread does not interrupt a wait; the next poll sees
@@ -72,8 +68,9 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
             "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
         )
     refuse_torchrun()
-    with hosted_store() as address:
-        ranks = [_Rank(number, nproc, address, target, args) for number in range(nproc)]
+    with hosted_store() as environment:
+        environment["WORLD_SIZE"] = str(nproc)
+        ranks = [_Rank(number, environment, target, args) for number in range(nproc)]
         with _signals_passed_on(ranks) as received:
             try:
                 for rank in ranks:
@@ -96,7 +93,7 @@ class _Rank:
     """The parent's view of one rank."""
 
     def __init__(
-        self, number: int, nproc: int, rendezvous: str, target: Callable[..., Any], args: Sequence[Any]
+        self, number: int, environment: dict[str, str], target: Callable[..., Any], args: Sequence[Any]
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = number
@@ -105,16 +102,11 @@ class _Rank:
         self.ended_by_us = False
         self._reports, self._child_end = context.Pipe(duplex=False)
         self._listening = True
-        environment = {
-            "RANK": number,
-            "LOCAL_RANK": number,
-            "WORLD_SIZE": nproc,
-            RENDEZVOUS_VARIABLE: rendezvous,
-        }
+        environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
         self.process = context.Process(
             target=_run_rank,
             # Unpickled in this order: the target may be defined in a plugin.
-            args=(_Plugins(PLUGINS), environment, self._child_end, target, args),
+            args=(_Plugins(), environment, self._child_end, target, args),
             name=f"rank {number}",
         )
 
@@ -151,16 +143,11 @@ class _Rank:
             return
         self._listening = False
         try:
-            kind, content = self._reports.recv()
+            self.result, self.error, text = self._reports.recv()
         except EOFError:
             self.process.join(GRACE_S)  # its exit code follows the end of the pipe at once
             return
-        if kind == "result":
-            self.result = content
-        elif kind == "error":
-            self.error = content
-        else:
-            self.error, text = content
+        if text:
             sys.stderr.write(f"rank {self.number}:\n{text}")
 
     def failed(self, received: Sequence[int]) -> bool:
@@ -182,13 +169,10 @@ class _Rank:
 
 
 class _Plugins:
-    """Load plugins when it is unpickled."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
+    """Load this process's plugins where it is unpickled."""
 
     def __reduce__(self) -> tuple:
-        return (_load_plugins, (self._paths,))
+        return _load_plugins, (list(PLUGINS),)
 
 
 def _load_plugins(paths: Sequence[Path]) -> None:
@@ -198,7 +182,7 @@ def _load_plugins(paths: Sequence[Path]) -> None:
 
 def _run_rank(
     plugins: None,
-    environment: dict[str, Any],
+    environment: dict[str, str],
     reports: Connection,
     target: Callable[..., Any],
     args: Sequence[Any],
@@ -207,8 +191,31 @@ def _run_rank(
     secure_streams()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    shutdown(_report_result(reports, target, args))
+    os.environ.update(environment)
+    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
+    # waits in C++, and in the middle of an import it would turn into other errors.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
+    result: Any = None
+    error: LmkitError | None = None
+    text, code = "", 0
+    try:
+        result = target(*args)
+    except LmkitError as caught:
+        error, code = caught, caught.exit_code
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) and stop.code else 1
+        if not stop.code:  # of a plugin, say: without an error, the parent would take the work for done
+            hint = "look for sys.exit in the code of plugins"
+            error = RankFailed("parallel.rank_failed", "ended before its work was done", hint=hint)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as caught:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
+        error, code = plugin_error(caught) or RankFailed("parallel.rank_failed", first_line(caught)), 1
+        error.hint = "look above for its traceback"
+        text = traceback.format_exc()
+    reports.send((result if environment["RANK"] == "0" else None, error, text))
+    shutdown(code)
 
 
 def _end_with_parent() -> None:
@@ -217,33 +224,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _report_result(reports: Connection, target: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Run the target, tell the parent how it went, and return the exit code."""
-    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
-    # waits in C++, and in the middle of an import it would turn into other errors.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
-    try:
-        result = target(*args)
-        reports.send(("result", result if os.environ["RANK"] == "0" else None))
-    except LmkitError as error:
-        reports.send(("error", error))
-        return error.exit_code
-    except SystemExit as stop:
-        if not stop.code:  # of a plugin, say: without an error, the parent would take the work for done
-            line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
-            reports.send(("error", RankFailed("parallel.rank_failed", line, hint=hint)))
-        return stop.code if isinstance(stop.code, int) and stop.code else 1
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
-        failed = plugin_error(error) or RankFailed("parallel.rank_failed", first_line(error))
-        failed.hint = "look above for its traceback"
-        reports.send(("traceback", (failed, traceback.format_exc())))
-        return 1
-    return 0
 
 
 @contextmanager
@@ -268,8 +248,7 @@ def _signals_passed_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Wait until all ranks have ended, but at most GRACE_S after the first failure or a second stopping signal, and
-    STOP_S after the first end if a signal asked to stop."""
+    """Wait until all ranks have ended, but at most GRACE_S after the first failure or a second stopping signal."""
     deadline: float | None = None
     while waiting := [item for rank in ranks for item in rank.waitables]:
         left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
@@ -280,8 +259,6 @@ def _wait_for_all(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             rank.receive()
         if deadline is None and any(rank.failed(received) for rank in ranks):
             deadline = time.monotonic() + GRACE_S
-        elif deadline is None and received and not all(rank.running for rank in ranks):
-            deadline = time.monotonic() + STOP_S
         if len(received) > 1:  # the ranks leave at once, unless they cannot
             deadline = min(deadline or math.inf, time.monotonic() + GRACE_S)
 

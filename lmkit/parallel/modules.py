@@ -15,7 +15,7 @@ from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.fsdp import Fsdp
-from lmkit.parallel.gather import Gather
+from lmkit.parallel.gather import Gather, Links
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import build_strategy, trainable_parameters
 from lmkit.parallel.zero1 import KeptShards, Zero1Optimizer, plan_shards
@@ -121,24 +121,19 @@ class ShardedOptimizer(Zero1Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., torch.optim.Optimizer],
-        **options: Any,
+        self, params: Iterable[Any], optimizer_class: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> None:
         if (name := getattr(optimizer_class, "__name__", "")) in _NOT_ELEMENTWISE:
             raise ValueError(f"{name} does not update every element by itself: it cannot step shards")
-        self._ranks = Ranks.current()
+        ranks = Ranks.current()
+        alone = ranks.world_size == 1
+        self._links = Links(ranks, None if alone else Gather(Averager(ranks, Traffic())))
         self._given: list[list[nn.Parameter]] = []
-        alone = self._ranks.world_size == 1
-        self._gathers = None if alone else Gather(Averager(self._ranks, Traffic()))
         listed = list(params)
         groups = [{"params": listed}] if not listed or isinstance(listed[0], torch.Tensor) else listed
         buckets = [bucket for group in groups for bucket in self._shard(group["params"])]
         given = [{**group, "params": mine} for group, mine in zip(groups, self._given, strict=True)]
-        super().__init__(
-            lambda shards: optimizer_class(shards, **options), given, buckets, self._ranks, self._gathers
-        )
+        super().__init__(lambda shards: optimizer_class(shards, **options), given, buckets, ranks)
         self.param_groups = [
             {**inner, "params": mine}
             for inner, mine in zip(self.inner.param_groups, self._given, strict=True)
@@ -152,7 +147,7 @@ class ShardedOptimizer(Zero1Optimizer):
         buckets = self._shard(param_group["params"])
         self.inner.add_param_group({**param_group, "params": [bucket.shard for bucket in buckets]})
         self.param_groups.append({**self.inner.param_groups[-1], "params": self._given[-1]})
-        self._own(buckets, dict.fromkeys(self._given[-1], len(self._given) - 1))
+        self._own(buckets)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -166,7 +161,7 @@ class ShardedOptimizer(Zero1Optimizer):
         for bucket in self._flats:
             missing = [position for position, p in enumerate(bucket.parameters) if p.grad is None]
             if len(missing) < len(bucket.parameters):
-                bucket.take_own_gradients()
+                _take_own_gradients(bucket)
                 self.keep += [(bucket, bucket.own_part(position)[0]) for position in missing]
         self._step()
         for bucket in self._flats:
@@ -183,18 +178,20 @@ class ShardedOptimizer(Zero1Optimizer):
         self._given.append(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
-        return [
-            KeptShards(
-                bucket,
-                [names[parameter] for parameter in bucket],
-                self._ranks,
-                weight_dtype=bucket[0].dtype,
-                gathers=self._gathers,
-                reductions=None,
-                reduce_dtype=bucket[0].dtype,
-            )
-            for _, bucket in planned
-        ]
+        made = []
+        for _, bucket in planned:
+            dtype = bucket[0].dtype
+            made.append(KeptShards(bucket, names, self._links, weight_dtype=dtype, reduce_dtype=dtype))
+        return made
+
+
+def _take_own_gradients(bucket: KeptShards) -> None:
+    """Take this rank's part of already averaged gradients; zeros for parameters without one."""
+    bucket.gradient = torch.zeros_like(bucket.shard)
+    for position, parameter in enumerate(bucket.parameters):
+        in_shard, in_parameter = bucket.own_part(position)
+        if parameter.grad is not None and in_shard.start < in_shard.stop:
+            bucket.gradient[in_shard] = parameter.grad.reshape(-1)[in_parameter]
 
 
 _BUCKET_BYTES = 50 * MIB

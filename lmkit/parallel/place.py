@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from lmkit.errors import UsageError
 
-RENDEZVOUS_VARIABLE = "LMKIT_RENDEZVOUS"
-"""The environment variable with the address that `hosted_store` yields."""
-
 
 class Place(NamedTuple):
     """`rank` of `world_size`, and `local_rank` on this machine."""
@@ -27,8 +24,7 @@ def read_place() -> Place:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Place(0, 1, 0)
-    is_ours = bool(os.environ.get(RENDEZVOUS_VARIABLE))
-    needed = ("RANK", "WORLD_SIZE") if is_ours else ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
         given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
@@ -39,7 +35,7 @@ def read_place() -> Place:
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise _wrong_environment(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
-    if not is_ours and not 0 <= _integer("MASTER_PORT") < 1 << 16:
+    if not 0 <= _integer("MASTER_PORT") < 1 << 16:
         raise _wrong_environment(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
     return Place(rank, world_size, _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
 

@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import LAUNCH_QUEUES_VARIABLE
-from lmkit.parallel.place import RENDEZVOUS_VARIABLE, read_place
+from lmkit.parallel.place import read_place
 
 _POLL_S = 0.02
 _graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -169,8 +169,8 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def hosted_store() -> Iterator[str]:
-    """Host the store in which the ranks of this machine find one another; yield its address, "127.0.0.1:PORT".
+def hosted_store() -> Iterator[dict[str, str]]:
+    """Host the store in which the ranks of this machine find one another; yield the environment by which they do.
 
     The process that starts the ranks hosts it, because rank 0 may die. A file would not do: a rank killed while it
     writes would leave half an entry, and readers would wait forever for the rest. The system picks a free port.
@@ -182,18 +182,15 @@ def hosted_store() -> Iterator[str]:
         store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-    yield f"{host}:{store.port}"
+    # As torchrun's agents host one: no rank hosts it.
+    yield {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Open the store that torchrun or `spawn_ranks` hosts; wait until every rank has arrived."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        if address := os.environ.get(RENDEZVOUS_VARIABLE):
-            host, _, port = address.rpartition(":")
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        else:
-            store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
@@ -291,19 +288,14 @@ class StepWatch:
         self._ranks = ranks
         self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
         self._stopped = threading.Event()
-        self._clock: threading.Thread | None = None
-        if ranks.world_size > 1 and ranks.device.type == "cuda":
-            self._clock = threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True)
 
     def __enter__(self) -> StepWatch:
-        if self._clock is not None:
-            self._clock.start()
+        if self._ranks.world_size > 1 and self._ranks.device.type == "cuda":
+            threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True).start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._clock is not None:
-            self._stopped.set()
-            self._clock.join()
+        self._stopped.set()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -7,7 +7,6 @@ and optimizer state of the elements [r * shard_size, (r + 1) * shard_size). A sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from lmkit.core.buckets import PendingMean, Work
 from lmkit.optim.muon import MatrixShard
-from lmkit.parallel.collectives import Averager
-from lmkit.parallel.gather import Gather
+from lmkit.parallel.gather import Links
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import MakeOptimizer
 
@@ -30,55 +28,7 @@ ParameterStates = dict[str, dict[str, torch.Tensor]]
 """parameter name -> name of the state ("exp_avg", "master", ...) -> flat tensor of the whole parameter, or scalar."""
 
 
-# Layout: which elements lie where.
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """One bucket: the index of its parameter group, names and sizes of its parameters, elements per rank."""
-
-    group: int
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    shard_size: int
-
-    @property
-    def num_elements(self) -> int:
-        """Elements without the padding."""
-        return sum(self.sizes)
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """All buckets, for one world size."""
-
-    world_size: int
-    buckets: tuple[BucketLayout, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> ShardLayout:
-        buckets = tuple(
-            BucketLayout(b["group"], tuple(b["names"]), tuple(b["sizes"]), b["shard_size"])
-            for b in content["buckets"]
-        )
-        return ShardLayout(content["world_size"], buckets)
-
-    def require_own(self, state_dict: Mapping[str, Any], rank: int) -> None:
-        """Refuse an optimizer state that this rank did not save under this layout.
-
-        Raises:
-            ValueError: it has another layout or rank.
-        """
-        if state_dict["rank"] != rank or ShardLayout.from_json(state_dict["layout"]) != self:
-            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
-
-
-def state_for(exact: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of saved state for the weights `exact`, in their dtype and where they are; scalars stay."""
-    return value.to(exact.device, exact.dtype, copy=True) if value.ndim else value.clone()
+# Layout: which elements lie where. It is JSON: {"world_size", "buckets": [{"names", "sizes", "shard_size"}, ...]}.
 
 
 def shard_size_of(num_elements: int, world_size: int) -> int:
@@ -93,22 +43,22 @@ def consolidate(states: Sequence[StateDict]) -> ParameterStates:
     Raises:
         ValueError: a rank's state dict is missing, doubled, or belongs to another layout.
     """
-    layout = ShardLayout.from_json(states[0]["layout"])
+    layout = states[0]["layout"]
     found = [state["rank"] for state in states]
-    if found != list(range(layout.world_size)):
-        raise ValueError(f"need the state of ranks 0 to {layout.world_size - 1} in order, got {found}")
-    if any(ShardLayout.from_json(state["layout"]) != layout for state in states):
+    if found != list(range(layout["world_size"])):
+        raise ValueError(f"need the state of ranks 0 to {layout['world_size'] - 1} in order, got {found}")
+    if any(state["layout"] != layout for state in states):
         raise ValueError("the ranks' states have different layouts: they are not of one checkpoint")
-    whole: ParameterStates = {name: {} for bucket in layout.buckets for name in bucket.names}
-    for index, bucket in enumerate(layout.buckets):
+    whole: ParameterStates = {name: {} for bucket in layout["buckets"] for name in bucket["names"]}
+    for index, bucket in enumerate(layout["buckets"]):
         held = [state["state"].get(str(index), {}) for state in states]
         for key in dict.fromkeys(key for state in held for key in state):
             values = [state[key] for state in held if key in state]
             if values[0].ndim == 0:  # a step counter: equal for all elements of the bucket
-                parts: Sequence[torch.Tensor] = [values[0]] * len(bucket.names)
+                parts: Sequence[torch.Tensor] = [values[0]] * len(bucket["names"])
             else:
-                parts = torch.cat(values)[: bucket.num_elements].split(bucket.sizes)
-            for name, part in zip(bucket.names, parts, strict=True):
+                parts = torch.cat(values)[: sum(bucket["sizes"])].split(bucket["sizes"])
+            for name, part in zip(bucket["names"], parts, strict=True):
                 whole[name][key] = part
     return whole
 
@@ -124,18 +74,17 @@ def cut_state(whole: ParameterStates, names: Sequence[str], own: slice) -> dict[
     lacking = [name for name, state in zip(names, states, strict=True) if len(state) != len(keys)]
     if lacking:
         raise ValueError(f"no optimizer state for {', '.join(lacking)}")
-    return {key: _cut([state[key] for state in states], own) for key in keys}
-
-
-def _cut(parts: Sequence[torch.Tensor], own: slice) -> torch.Tensor:
-    if parts[0].ndim == 0:
-        return parts[0].clone()
-    if own.start == own.stop:
-        return parts[0].new_empty(0)
-    num_elements = sum(part.numel() for part in parts)
-    padded = parts[0].new_zeros(max(num_elements, own.stop))
-    torch.cat([part.reshape(-1) for part in parts], out=padded[:num_elements])
-    return padded[own].clone()
+    cut: dict[str, torch.Tensor] = {}
+    for key in keys:
+        parts = [state[key] for state in states]
+        if parts[0].ndim == 0:
+            cut[key] = parts[0].clone()
+        elif own.start == own.stop:
+            cut[key] = parts[0].new_empty(0)
+        else:
+            flat = torch.cat([part.reshape(-1) for part in parts])[own]
+            cut[key] = nn.functional.pad(flat, (0, own.stop - own.start - len(flat)))
+    return cut
 
 
 # Memory: the parameters of one flat tensor, this rank's shard of them, and its collectives.
@@ -163,52 +112,54 @@ class FlatShards:
     """Parameters of one dtype and device that share a flat tensor. Subclasses say what becomes of whole weights.
 
     Args:
-        names: of the parameters in checkpoints.
-        ranks: this rank's place among the ranks that share one copy of the model.
-        gathers: collects the shards; None if this rank is alone.
-        reductions: reduces the gradients; None if this rank is alone or its gradients are already averaged.
+        names: every parameter's name in checkpoints.
+        links: how this rank communicates with those that share its copy of the model.
+        weight_dtype: dtype of whole weights.
+        state_dtype: dtype of the shard, its gradient and so of the optimizer's state; None: the parameters'.
         reduce_dtype: dtype in which gradients are reduced.
 
     Attributes:
         shard: this rank's elements as the optimizer updates them, (shard_size,).
         pieces: the parts of `shard` that are parameters of the optimizer.
         gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
+        gradient_dtype: dtype of `gradient`.
         saves_masters: whether `shard` is a part of the optimizer's state, because the weights are its rounding.
         size: elements of the flat tensor, world_size * shard_size.
     """
 
     shard: torch.Tensor
     saves_masters = False
+    _copies_mean = True  # so that the flat tensor of all ranks' gradients is released
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        ranks: Ranks,
+        names: Mapping[nn.Parameter, str],
+        links: Links,
         *,
-        gathers: Gather | None,
-        reductions: Averager | None,
+        weight_dtype: torch.dtype,
+        state_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype,
     ) -> None:
         self.parameters = list(parameters)
-        self.names = list(names)
+        self.names = [names[parameter] for parameter in parameters]
+        self.links = links
         self.pieces: list[Piece] = []
         self.gradient: torch.Tensor | None = None
-        self._ranks = ranks
-        self._gathers = gathers
-        self._reductions = reductions
-        self._reduce_dtype = reduce_dtype
+        self._given_dtype, self._device = parameters[0].dtype, parameters[0].device
+        self._weight_dtype, self._reduce_dtype = weight_dtype, reduce_dtype
+        self.gradient_dtype = state_dtype or self._given_dtype
         self._sizes = [parameter.numel() for parameter in self.parameters]
         self._offsets = list(accumulate(self._sizes, initial=0))
-        self.shard_size = shard_size_of(sum(self._sizes), ranks.world_size)
-        self.size = self.shard_size * ranks.world_size
+        self.shard_size = shard_size_of(sum(self._sizes), links.ranks.world_size)
+        self.size = self.shard_size * links.ranks.world_size
         self._arriving: Work | None = None
         self._pending: PendingMean | None = None
 
     def own_range(self, start: int, stop: int) -> tuple[slice, slice]:
         """Return this rank's part of the elements from `start` to `stop` as two slices, which may be empty: of the
         shard, and of these elements."""
-        begin = self._ranks.rank * self.shard_size
+        begin = self.links.ranks.rank * self.shard_size
         first = min(max(begin, start), stop)
         last = max(min(begin + self.shard_size, stop), first)
         return slice(first - begin, last - begin), slice(first - start, last - start)
@@ -219,24 +170,31 @@ class FlatShards:
 
     def own_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a flat tensor, as a view."""
-        return flat.chunk(self._ranks.world_size)[self._ranks.rank]
+        return flat.chunk(self.links.ranks.world_size)[self.links.ranks.rank]
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self._offsets[-1]].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
+    def _show(self, tensors: Iterable[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def wait_gathered(self) -> None:
+        """Wait for weights that are being gathered (on GPUs: the current stream waits)."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
     def matrices(self, among: Set[nn.Parameter]) -> MatrixShard:
         """Return this rank's part of the parameters that are `among` an optimizer's matrices."""
+        places = zip(self.parameters, self._offsets, strict=False)
         return MatrixShard(
             self.shard,
             [(piece.part, piece.in_shard) for piece in self.held() if not among.isdisjoint(piece.parameters)],
-            [
-                (start, *p.shape)
-                for p, start in zip(self.parameters, self._offsets, strict=False)
-                if p in among
-            ],
-            self._ranks.rank * self.shard_size,
+            [(start, *parameter.shape) for parameter, start in places if parameter in among],
+            self.links.ranks.rank * self.shard_size,
             self.gather_state,
             lambda: self.gradient is not None,
         )
@@ -247,13 +205,12 @@ class FlatShards:
     def gather_state(self, part: torch.Tensor | None = None) -> torch.Tensor:
         """Return all shards, or a `part` (shard_size,) of each rank, in one new tensor, (size,). Collective."""
         part = self.shard if part is None else part
-        if self._gathers is None:
+        if self.links.gathers is None:
             return part.clone()
         whole = part.new_empty(self.size)
-        self._gathers.collect(whole, part).wait()
+        self.links.gathers.collect(whole, part).wait()
         return whole
 
-    @torch.no_grad()
     def named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of a flat tensor by the names of checkpoints."""
         return dict(zip(self.names, self._parts(whole), strict=True))
@@ -276,10 +233,10 @@ class FlatShards:
         for parameter in self.parameters:
             parameter.grad = None
         flat = pack(gradients, self.size, self._reduce_dtype)
-        if self._reductions is None:
+        if self.links.reductions is None:
             self._pending = PendingMean([], [flat])
         else:
-            self._pending = self._reductions.reduce_scatter(flat)
+            self._pending = self.links.reductions.reduce_scatter(flat)
 
     @torch.no_grad()
     def wait_reduced(self) -> None:
@@ -289,13 +246,9 @@ class FlatShards:
         (mean,) = self._pending.wait()
         self._pending = None
         if self.gradient is None:
-            self.gradient = self._first(mean)
+            self.gradient = mean.to(self.gradient_dtype, copy=self._copies_mean)
         else:
             self.gradient += mean
-
-    def _first(self, mean: torch.Tensor) -> torch.Tensor:
-        """Return a mean, which is a part of a flat tensor, as `gradient`."""
-        return mean.to(self.shard.dtype, copy=True)  # the flat tensor is released
 
     def give_gradients(self, used: Set[nn.Parameter] | None = None) -> None:
         """Set the `grad` of the pieces to their parts of the gradient, or only of pieces with `used` parameters."""
@@ -321,6 +274,14 @@ class FlatShards:
         self._arriving = self._pending = None
 
 
+def forget_capture(flats: Sequence[FlatShards], device: torch.device) -> None:
+    """Forget what is in flight on a GPU: events of a capture that failed cannot be waited for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        for flat in flats:
+            flat.forget_in_flight()
+
+
 def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return all gradients in one flat tensor (size,), padded with zeros. A single gradient that needs no cast or
     padding is returned without a copy."""
@@ -330,10 +291,8 @@ def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.
     flat = torch.empty(size, dtype=dtype, device=first.device)
     filled = sum(gradient.numel() for gradient in gradients)
     flat[filled:].zero_()  # the allocator's leftovers must not be reduced
-    if first.dtype == dtype:
-        torch.cat(
-            [gradient.reshape(-1) for gradient in gradients], out=flat[:filled]
-        )  # faster than `_foreach_copy_`
+    if first.dtype == dtype:  # faster than `_foreach_copy_`
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat[:filled])
     else:
         torch._foreach_copy_(_unflatten_dense_tensors(flat, gradients), gradients)
     return flat
@@ -365,13 +324,13 @@ class ShardedState(torch.optim.Optimizer):
         ranks: Ranks,
         spread: Callable[[], None],
     ) -> None:
-        self._ranks = ranks
+        self._rank = ranks.rank
         self._spread = spread
         self._flats: list[FlatShards] = []
         self._pieces: list[Piece] = []
-        self._buckets: tuple[BucketLayout, ...] = ()
+        self.shard_layout: dict[str, Any] = {"world_size": ranks.world_size, "buckets": []}
         given = [{**group, "params": list(group["params"])} for group in groups]
-        matrices = _matrices(given)
+        matrices = {p for group in given if group.get("is_matrix") for p in group["params"]}
         group_of = {parameter: index for index, group in enumerate(given) for parameter in group["params"]}
         parts: list[list[torch.Tensor]] = [[] for _ in given]
         for piece in (piece for flat in flats for piece in flat.held()):
@@ -386,23 +345,21 @@ class ShardedState(torch.optim.Optimizer):
             self.inner.shards = [flat.matrices(matrices) for flat in reached]  # type: ignore[attr-defined]
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
-        self._own(flats, group_of)
+        self._own(flats)
 
-    def _own(self, flats: Sequence[FlatShards], group_of: Mapping[nn.Parameter, int]) -> None:
+    def _own(self, flats: Sequence[FlatShards]) -> None:
         """Add flat tensors to those that this optimizer steps."""
-        pieces = [(flat, piece) for flat in flats for piece in flat.pieces]
         self._flats += flats
-        self._pieces += [piece for _, piece in pieces]
-        self._buckets += tuple(
-            BucketLayout(
-                group_of.get(piece.parameters[0], 0),
-                tuple(piece.names),
-                tuple(parameter.numel() for parameter in piece.parameters),
-                flat.shard_size,
-            )
-            for flat, piece in pieces
-        )
-        self.shard_layout = ShardLayout(self._ranks.world_size, self._buckets)
+        for flat in flats:
+            self._pieces += flat.pieces
+            self.shard_layout["buckets"] += [
+                {
+                    "names": list(piece.names),
+                    "sizes": [parameter.numel() for parameter in piece.parameters],
+                    "shard_size": flat.shard_size,
+                }
+                for piece in flat.pieces
+            ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -437,8 +394,8 @@ class ShardedState(torch.optim.Optimizer):
                     held["master"] = piece.part
                 state[str(len(state))] = held
         return {
-            "rank": self._ranks.rank,
-            "layout": self.shard_layout.as_json(),
+            "rank": self._rank,
+            "layout": self.shard_layout,
             "param_groups": [_settings(group) for group in self.param_groups],
             "state": {number: held for number, held in state.items() if held},
         }
@@ -450,7 +407,8 @@ class ShardedState(torch.optim.Optimizer):
         Raises:
             ValueError: it was saved by another rank or under another layout (see `load_resharded`).
         """
-        self.shard_layout.require_own(state_dict, self._ranks.rank)
+        if state_dict["rank"] != self._rank or state_dict["layout"] != self.shard_layout:
+            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
         states = [state_dict["state"].get(str(number), {}) for number in range(len(self._pieces))]
         self._load(states, state_dict["param_groups"])
 
@@ -462,8 +420,9 @@ class ShardedState(torch.optim.Optimizer):
             ValueError: a rank's state is missing, or a parameter, or a part of one, has none.
         """
         whole = consolidate(states)
-        cut = [cut_state(whole, tuple(piece.names), piece.own) for piece in self._pieces]
-        self._load(cut, states[0]["param_groups"])
+        self._load(
+            [cut_state(whole, piece.names, piece.own) for piece in self._pieces], states[0]["param_groups"]
+        )
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -474,28 +433,24 @@ class ShardedState(torch.optim.Optimizer):
 
     def _load(self, states: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[dict[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}"
-            )
+            ours = len(self.param_groups)
+            raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {ours}")
         for number, (piece, given) in enumerate(zip(self._pieces, states, strict=True)):
-            saved = dict(given) if piece.part.numel() else {}
+            part, saved = piece.part, dict(given) if piece.part.numel() else {}
             for key, value in saved.items():
-                if value.ndim and value.numel() != piece.part.numel():
-                    raise ValueError(f"{key} of bucket {number} has not {piece.part.numel()} elements")
+                if value.ndim and value.numel() != part.numel():
+                    raise ValueError(f"{key} of bucket {number} has not {part.numel()} elements")
             if (master := saved.pop("master", None)) is not None:
-                piece.part.copy_(master)
-            if saved:
-                self.inner.state[piece.part] = {
-                    key: state_for(piece.part, value) for key, value in saved.items()
+                part.copy_(master)
+            if saved:  # in the dtype of the exact weights, and where they are; scalars stay
+                self.inner.state[part] = {
+                    key: value.to(part.device, part.dtype, copy=True) if value.ndim else value.clone()
+                    for key, value in saved.items()
                 }
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         if any("master" in state for state in states):
             self._spread()
-
-
-def _matrices(groups: Sequence[dict[str, Any]]) -> set[nn.Parameter]:
-    return {p for group in groups if group.get("is_matrix") for p in group["params"]}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

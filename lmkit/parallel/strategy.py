@@ -184,7 +184,7 @@ class Strategy(Sync):
         Returns:
             A scalar on the device, equal on every rank. The host does not wait for it.
         """
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = present_gradients(self.parameters)
         norm = gradient_norm(gradients)
         clip_for(self._optimizer, gradients, norm, max_norm)
         return norm
@@ -298,19 +298,9 @@ def broadcast_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Give every rank rank 0's values of tensors, of any dtype and strides. Collective.
-
-    Raises:
-        LmkitError: elements of a tensor share memory (`expand`), so it cannot be written to.
-    """
+    """Give every rank rank 0's values of tensors, of any dtype and strides. Collective."""
     sent = []
-    for name, tensor in named:
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise LmkitError(
-                "parallel.expanded_tensor",
-                f"{name}: its elements share memory, so rank 0's values cannot be written to it",
-                hint="make the tensor contiguous() before the model is attached",
-            )
+    for _, tensor in named:
         flat = tensor.detach().reshape(-1)  # collectives ignore strides; this copies if the memory has gaps
         # Backends do not know every dtype: send bytes.
         sent.append((tensor, flat, dist.broadcast(flat.view(torch.uint8), src=0, async_op=True)))

@@ -19,9 +19,9 @@ from lmkit.model.transformer import in_order_of_memory, parameter_names
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
-from lmkit.parallel.gather import Gather, PeerGather, PeerMemory, aligned, can_share_memory
+from lmkit.parallel.gather import Gather, Links, PeerGather, aligned, reads_peers
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import FlatShards, Piece, ShardedState, shard_size_of
+from lmkit.parallel.shards import FlatShards, Piece, ShardedState, forget_capture, shard_size_of
 from lmkit.parallel.strategy import MakeOptimizer, Strategy, forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
@@ -42,6 +42,11 @@ class Zero1(Strategy):
     `build_optimizer` moves the parameters into flat buckets. Call it after the model is on its device and before the
     first forward pass. `weights="bf16"` casts fp32 parameters; a group's key "weights" overrides it. Parameters in no
     group do not change. A parameter that no rank used keeps its value and state; its bucket's step counter counts on.
+
+    A layer waits for its bucket right before it runs, so that gathering overlaps the forward pass. Some weights are
+    read without a call of their layer: the model's own parameters, and those of a layer that the last forward pass
+    did not call (a fused loss may read its weight). The step waits for them as soon as it has started gathering.
+    Passes without gradients (evaluation, generation), `state_dict` and `load_state_dict` wait for all buckets.
     """
 
     buckets: ScatteredBuckets
@@ -49,6 +54,7 @@ class Zero1(Strategy):
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         super().__init__(ranks, config)
         self._flats: list[KeptShards] = []
+        self._called: set[nn.Module] = set()  # layers, since the last step
 
     def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
         self._model = super().attach(model, fingerprint=fingerprint)
@@ -60,67 +66,93 @@ class Zero1(Strategy):
         weights = [group.pop("weights", self.config.weights) for group in given]
         names = parameter_names(self._model)
         planned = [
-            (
-                in_order_of_memory(parameters, self._model),
-                reduce_dtype_for(parameters[0].dtype, weights[group]),
-            )
-            for group, parameters in plan_shards(
+            (in_order_of_memory(bucket, self._model), reduce_dtype_for(bucket[0].dtype, weights[group]))
+            for group, bucket in plan_shards(
                 [group["params"] for group in given],
                 names,
                 capacity=int(self.config.bucket_mb * MIB),
                 weights=self.config.weights,
             )
         ]
-        gathers = self._make_gather(planned)
+        links = self._link(planned)
         self._flats = [
             KeptShards(
-                parameters,
-                [names[parameter] for parameter in parameters],
-                self.ranks,
+                *(bucket, names, links),
                 weight_dtype=dtype,
-                gathers=gathers,
-                reductions=self._averager if gathers is not None else None,
                 reduce_dtype=reduce_dtype_for(dtype, self.config.reduce_dtype),
             )
-            for parameters, dtype in planned
+            for bucket, dtype in planned
         ]
         self.buckets = ScatteredBuckets(self._flats)
         self._index_of = {parameter: index for index, parameter in enumerate(self.buckets.parameters)}
         # Of each parameter: its bucket and its position there.
         self._places = [(bucket, i) for bucket in self._flats for i in range(len(bucket.parameters))]
-        if self.is_accumulating:
-            self.buckets.pause()
-        lazy = LazyWeights(self._model, self._flats)
-        self._sharded = Zero1Optimizer(make, given, self._flats, self.ranks, gathers)
-        self._sharded.register_step_post_hook(lambda *_: lazy.after_step())
+        self._wait_in(self._model)
+        self._sharded = Zero1Optimizer(make, given, self._flats, self.ranks)
+        self._sharded.register_step_post_hook(lambda *_: self._after_step())
         return self._sharded
 
-    def _make_gather(self, planned: Sequence[tuple[list[nn.Parameter], torch.dtype]]) -> Gather | None:
+    def _link(self, planned: Sequence[tuple[list[nn.Parameter], torch.dtype]]) -> Links:
         world_size = self.ranks.world_size
         if world_size == 1:
-            return None
-        one_device = {parameters[0].device for parameters, _ in planned} == {self.ranks.device}
-        if self.config.gather == "auto" and can_share_memory(self.ranks) and one_device:
-            self.gather = "reads peers"
-            num_bytes = sum(
-                aligned(world_size * shard_size_of(sum(p.numel() for p in ps), world_size) * dtype.itemsize)
-                for ps, dtype in planned
-            )
-            memory = PeerMemory(num_bytes, self.ranks)
-            return PeerGather(self._averager, memory, self.ranks, self.traffic)
+            return Links(self.ranks)
+        gathers = Gather(self._averager)
         self.gather = "collective"
-        return Gather(self._averager)
+        if reads_peers((parameter for bucket, _ in planned for parameter in bucket), self.ranks, self.config):
+            sizes = [world_size * shard_size_of(sum(p.numel() for p in ps), world_size) for ps, _ in planned]
+            num_bytes = sum(aligned(n * dtype.itemsize) for n, (_, dtype) in zip(sizes, planned, strict=True))
+            gathers = PeerGather(self._averager, num_bytes)
+            self.gather = "reads peers"
+        return Links(self.ranks, gathers, self._averager)
+
+    def _wait_in(self, model: nn.Module) -> None:
+        """Install the hooks that wait for weights."""
+        bucket_of = {parameter: bucket for bucket in self._flats for parameter in bucket.parameters}
+        self._needs: dict[nn.Module, list[KeptShards]] = {}
+        in_layers: set[nn.Parameter] = set()
+        for layer in forward_units(model):
+            in_layers.update(layer.parameters())
+            if needed := list(dict.fromkeys(bucket_of[p] for p in layer.parameters() if p in bucket_of)):
+                self._needs[layer] = needed
+                layer.register_forward_pre_hook(self._before_call)
+        self._outside_layers = {bucket for p, bucket in bucket_of.items() if p not in in_layers}
+        model.register_state_dict_pre_hook(lambda *_: self.wait_for_weights())
+        # Weights that arrive after loading would overwrite the loaded ones.
+        model.register_load_state_dict_pre_hook(lambda *_: self.wait_for_weights())
+        model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
+
+    @torch.compiler.disable  # a compiled layer runs this in front of its graph, not in it
+    def _before_call(self, layer: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.wait_for_weights()
+            return
+        self._called.add(layer)
+        for bucket in self._needs[layer]:
+            bucket.wait_gathered()
+
+    def _after_step(self) -> None:
+        """Wait for the weights for which no layer's call waits. Called when gathering has started."""
+        not_called = [needed for layer, needed in self._needs.items() if layer not in self._called]
+        now = self._outside_layers.union(*not_called)
+        for bucket in self._flats:
+            if bucket in now:
+                bucket.wait_gathered()
+        self._called.clear()
+
+    @torch.no_grad()
+    def _take_loaded(self) -> None:
+        for bucket in self._flats:
+            if bucket.saves_masters:
+                bucket.shard.copy_(bucket.own_weights)
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
         unused = [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
         self.buckets.launch_rest()
-        if self.ranks.world_size > 1:
-            unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
-        if wait:
-            for bucket in self._flats:
-                bucket.wait_reduced()
+        unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
+        for bucket in self._flats if wait else ():
+            bucket.wait_reduced()
         places = [self._places[index] for index in unused]
         self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
 
@@ -144,10 +176,7 @@ class Zero1(Strategy):
     end_step = wait_for_weights
 
     def reset(self) -> None:
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-            for bucket in self._flats:
-                bucket.forget_in_flight()  # events of a capture that failed cannot be waited for
+        forget_capture(self._flats, self.ranks.device)
         if self.buckets is not None:  # the optimizer is built
             self.buckets.reset()
 
@@ -170,61 +199,6 @@ class ScatteredBuckets(WatchedBuckets):
     def abandon(self) -> None:
         for bucket in self._sharded:
             bucket.drop_reduced()
-
-
-class LazyWeights:
-    """Wait for a bucket right before the first layer that reads it, so that gathering overlaps the forward pass.
-
-    Some weights are read without a call of their layer: the model's own parameters, and those of a layer that the
-    last forward pass did not call (a fused loss may read its weight). The step waits for their buckets as soon as it
-    has started gathering. Passes without gradients (evaluation, generation), `state_dict` and `load_state_dict` wait
-    for all buckets.
-    """
-
-    def __init__(self, model: nn.Module, buckets: Sequence[KeptShards]) -> None:
-        self._flats = buckets
-        bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self._needs: dict[nn.Module, list[KeptShards]] = {}
-        in_layers: set[nn.Parameter] = set()
-        for unit in forward_units(model):
-            in_layers.update(unit.parameters())
-            needed = list(dict.fromkeys(bucket_of[p] for p in unit.parameters() if p in bucket_of))
-            if needed:
-                self._needs[unit] = needed
-                unit.register_forward_pre_hook(self._before_call)
-        self._outside_layers = {bucket for p, bucket in bucket_of.items() if p not in in_layers}
-        self._called: set[nn.Module] = set()
-        model.register_state_dict_pre_hook(lambda *_: self._wait_all())
-        # Weights that arrive after loading would overwrite the loaded ones.
-        model.register_load_state_dict_pre_hook(lambda *_: self._wait_all())
-        model.register_load_state_dict_post_hook(lambda *_: self._take_loaded())
-
-    def after_step(self) -> None:
-        """Wait for the weights for which no layer's call waits. Called when gathering has started."""
-        not_called = [needed for unit, needed in self._needs.items() if unit not in self._called]
-        now = self._outside_layers.union(*not_called)
-        for bucket in self._flats:
-            if bucket in now:
-                bucket.wait_gathered()
-        self._called.clear()
-
-    def _wait_all(self) -> None:
-        for bucket in self._flats:
-            bucket.wait_gathered()
-
-    @torch.compiler.disable  # a compiled layer runs this in front of its graph, not in it
-    def _before_call(self, unit: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._wait_all()
-            return
-        self._called.add(unit)
-        for bucket in self._needs[unit]:
-            bucket.wait_gathered()
-
-    @torch.no_grad()
-    def _take_loaded(self) -> None:
-        for bucket in self._flats:
-            bucket.take_weights()
 
 
 STEP_PARTS = 2
@@ -271,50 +245,35 @@ def plan_shards(
 class KeptShards(FlatShards):
     """Parameters whose whole weights every rank keeps: they become views of the flat tensor.
 
-    Args:
-        weight_dtype: cast the parameters to this dtype; `shard` then keeps this rank's elements in the old dtype.
-        names, ranks, links: see `FlatShards`.
+    Weights of another dtype than the parameters' are cast; `shard` then keeps this rank's elements in the old dtype.
 
     Attributes:
         weights: the parameters' storage, (size,).
         own_weights: this rank's part of `weights`, a view; `shard` itself, unless the weights were cast.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        ranks: Ranks,
-        *,
-        weight_dtype: torch.dtype,
-        **links: Any,
-    ) -> None:
-        super().__init__(parameters, names, ranks, **links)
-        self._casts = True
-        first = self.parameters[0]
-        allocate = torch.zeros if self._gathers is None else self._gathers.allocate
-        self.weights = allocate(self.size, dtype=weight_dtype, device=first.device)
-        self.saves_masters = weight_dtype != first.dtype
-        whole = self.weights
-        if self.saves_masters:
-            whole = torch.zeros(self.size, dtype=first.dtype, device=first.device)
+    _copies_mean = False
+
+    def __init__(self, *given: Any, **dtypes: Any) -> None:
+        super().__init__(*given, **dtypes)
+        dtype, device = self._given_dtype, self._device
+        allocate = torch.zeros if self.links.gathers is None else self.links.gathers.allocate
+        self.weights = allocate(self.size, dtype=self._weight_dtype, device=device)
+        self.saves_masters = self._weight_dtype != dtype
+        whole = torch.zeros(self.size, dtype=dtype, device=device) if self.saves_masters else self.weights
         for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
             part.copy_(parameter.detach())
         if self.saves_masters:
             self.weights.copy_(whole)
-        for parameter, part in zip(self.parameters, self._parts(self.weights), strict=True):
-            parameter.data = part
+        self._show(self._parts(self.weights))
         self.own_weights = self.own_of(self.weights)
         self.shard = self.own_of(whole).clone() if self.saves_masters else self.own_weights
         self.pieces = [Piece(self.parameters, self.names, self.shard, *self.own_range(0, self.size))]
 
     def keep_reduce_dtype(self) -> None:
         """Do not cast gradients: the optimizer reads them in the reduced dtype and writes `own_weights` itself."""
-        self._casts = False
+        self.gradient_dtype = self._reduce_dtype
         self.shard.grad_dtype = None  # any
-
-    def _first(self, mean: torch.Tensor) -> torch.Tensor:
-        return mean.to(self.shard.dtype) if self._casts else mean
 
     def reduce(self) -> None:
         self.wait_gathered()  # returns at once if a layer that ran has read these weights
@@ -324,38 +283,19 @@ class KeptShards(FlatShards):
         super().wait_reduced()
         self.give_gradients()
 
-    def take_own_gradients(self) -> None:
-        """Take this rank's part of already averaged gradients; zeros for parameters without one."""
-        self.gradient = torch.zeros(self.shard_size, dtype=self._reduce_dtype, device=self.weights.device)
-        for position, parameter in enumerate(self.parameters):
-            in_shard, in_parameter = self.own_part(position)
-            if parameter.grad is not None and in_shard.start < in_shard.stop:
-                self.gradient[in_shard] = parameter.grad.reshape(-1)[in_parameter]
-
     def write_shard(self) -> None:
         """Copy the changed shard to the weights."""
         if self.saves_masters:
             self.own_weights.copy_(self.shard)
 
-    def take_weights(self) -> None:
-        """Copy the loaded weights to the shard."""
-        if self.saves_masters:
-            self.shard.copy_(self.own_weights)
-
     def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self.saves_masters:
             super().take_own(weights)
 
-    def wait_gathered(self) -> None:
-        """Wait until the parameters are whole (on GPUs: for the current stream)."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
 
-
-def start_gather(buckets: Sequence[KeptShards], gathers: Gather | None) -> None:
+def start_gather(buckets: Sequence[KeptShards]) -> None:
     """Start collecting the other ranks' shards of the buckets' weights."""
-    if gathers is not None:
+    if buckets and (gathers := buckets[0].links.gathers) is not None:
         arrivals = gathers.refill([bucket.weights for bucket in buckets])
         for bucket, arriving in zip(buckets, arrivals, strict=True):
             bucket._arriving = arriving
@@ -364,13 +304,11 @@ def start_gather(buckets: Sequence[KeptShards], gathers: Gather | None) -> None:
 class Zero1Optimizer(ShardedState):
     """Update this rank's shards of all buckets, then start gathering the weights (Rajbhandari et al. 2020, P_os).
 
-    `LazyWeights` waits before a layer reads weights. Our AdamW reads gradients in the dtype in which they were
-    reduced, and writes shards and weights together.
+    Our AdamW reads gradients in the dtype in which they were reduced, and writes shards and weights together.
 
     Args:
         make, groups, ranks: see `ShardedState`.
         buckets: in the order in which their gradients are reduced.
-        gathers: collects the shards; None if this rank is alone.
 
     Attributes:
         keep: elements that the next step must not change: those of parameters that no rank used.
@@ -384,28 +322,28 @@ class Zero1Optimizer(ShardedState):
         groups: Sequence[dict[str, Any]],
         buckets: Sequence[KeptShards],
         ranks: Ranks,
-        gathers: Gather | None,
     ) -> None:
         self.keep: list[tuple[KeptShards, slice]] = []
-        self._gathers = gathers
         super().__init__(make, groups, buckets, ranks, self._spread_all)
 
-    def _own(self, flats: Sequence[FlatShards], group_of: Mapping[nn.Parameter, int]) -> None:
-        super()._own(flats, group_of)
-        self._step_parts = _split_evenly(
-            self._flats[::-1], STEP_PARTS
-        )  # in the order of the next forward pass
+    def _own(self, flats: Sequence[FlatShards]) -> None:
+        super()._own(flats)
+        # In the order of the next forward pass
+        self._step_parts = _split_evenly(self._flats[::-1], STEP_PARTS)
         if isinstance(self.inner, AdamW) and self.inner.writes_copies:
             self.inner.copies = {b.shard: b.own_weights for b in self._flats if b.saves_masters}
             for bucket in self._flats:
                 bucket.keep_reduce_dtype()
 
     def _step(self) -> None:
-        known = {bucket: self.inner.state.get(bucket.shard, {}).copy() for bucket, _ in self.keep}
         kept = [
-            (tensor[where], tensor[where].clone())
+            (
+                bucket,
+                where,
+                bucket.shard[where].clone(),
+                {k: v[where].clone() for k, v in self._moments(bucket)},
+            )
             for bucket, where in self.keep
-            for tensor in (bucket.shard, *filter(_is_per_element, known[bucket].values()))
         ]
         arrived = {bucket: bucket.gradient for bucket in self._flats}
         for bucket in arrived:
@@ -417,34 +355,37 @@ class Zero1Optimizer(ShardedState):
             self.inner.step()
             for bucket in part:
                 bucket.drop_reduced()
-            if not self.keep:
+            if not kept:
                 self._gather(part)
-        for tensor, before in kept:
-            tensor.copy_(before)
-        for bucket, where in self.keep:
-            for key, value in self.inner.state[bucket.shard].items():
-                if key not in known[bucket] and _is_per_element(value):
-                    value[where] = 0  # initial state; decay may have changed it without a gradient
-        for part in self._step_parts if self.keep else ():
+        for bucket, where, weights, moments in kept:
+            bucket.shard[where] = weights
+            for key, value in self._moments(bucket):
+                value[where] = moments.get(key, 0)  # decay may have changed initial state without a gradient
+        for part in self._step_parts if kept else ():
             self._gather(part)
         self.keep = []
+
+    def _moments(self, bucket: KeptShards) -> list[tuple[str, torch.Tensor]]:
+        """Return the states that have a value for every element of the bucket's shard."""
+        state = self.inner.state.get(bucket.shard, {})
+        return [
+            (key, value)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.ndim == 1
+        ]
 
     def _gather(self, buckets: Sequence[KeptShards]) -> None:
         if self.keep or not getattr(self.inner, "writes_copies", False):  # our AdamW has written the weights
             for bucket in buckets:
                 bucket.write_shard()
-        start_gather(buckets, self._gathers)
+        start_gather(buckets)
 
     def _spread_all(self) -> None:
         for bucket in self._flats:
             bucket.write_shard()
-        start_gather(self._flats, self._gathers)
+        start_gather(self._flats)
         for bucket in self._flats:
             bucket.wait_gathered()
-
-
-def _is_per_element(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 1
 
 
 def _split_evenly(buckets: Sequence[KeptShards], parts: int) -> list[list[KeptShards]]:

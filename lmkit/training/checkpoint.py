@@ -229,7 +229,7 @@ class TrainingState(Table):
     strategy: str
     optimizer_shards: PositiveInt
     optimizer_layout: dict[str, Any] | None = None
-    """How the optimizer state is cut into shards (`ShardLayout` of `lmkit.parallel`); None: it is whole."""
+    """How the optimizer state is cut into shards (see `lmkit.parallel.shards`); None: it is whole."""
     rng: Annotated[tuple[RngState, ...], Field(min_length=1)]
 
     model: ModelConfig

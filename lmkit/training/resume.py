@@ -119,20 +119,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
     """Return how the state is cut into shards, as JSON; None if every rank holds all of it."""
-    return optimizer.shard_layout.as_json() if _is_sharded(optimizer) else None
+    return optimizer.shard_layout if _is_sharded(optimizer) else None
 
 
 def own_shard(optimizer: torch.optim.Optimizer, layout: Layout | None) -> int | None:
     """Return which shard of a saved state is just what this rank holds; None: there is none."""
-    if layout is None or not _is_sharded(optimizer):
-        return None
-    from lmkit.parallel.shards import ShardLayout
-
-    try:
-        is_equal = ShardLayout.from_json(layout) == optimizer.shard_layout
-    except (ValueError, KeyError, TypeError, AttributeError):  # `load_optimizer_tensors` says what is wrong
-        return None
-    return int(optimizer.state_dict()["rank"]) if is_equal else None
+    is_own = _is_sharded(optimizer) and optimizer.shard_layout == layout
+    return int(optimizer.state_dict()["rank"]) if is_own else None
 
 
 def load_optimizer_tensors(
@@ -199,13 +192,11 @@ def _load_into_shards(
     optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
 ) -> None:
     if layout is None:
-        from lmkit.parallel.shards import BucketLayout, ShardLayout
-
         # Treat whole state as the state of one rank whose buckets hold one parameter each.
         sizes = {name: parameter.numel() for parameter, name in parameter_names(model).items()}
         names = [name for name in grouped[0] if name in sizes]
-        buckets = tuple(BucketLayout(0, (name,), (sizes[name],), sizes[name]) for name in names)
-        layout = ShardLayout(1, buckets).as_json()
+        buckets = [{"names": [n], "sizes": [sizes[n]], "shard_size": sizes[n]} for n in names]
+        layout = {"world_size": 1, "buckets": buckets}
         flat = [{key: _flat(value) for key, value in grouped[0][name].items()} for name in names]
         grouped = [{str(index): state for index, state in enumerate(flat)}]
     optimizer.load_resharded(_shard_states(grouped, layout, groups=len(optimizer.param_groups)))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +30,14 @@ def write_tokens(folder: Path) -> None:
             writer.finish(num_bytes=3 * len(part), source_sha256="b" * 64)
 
 
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run folder."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> list[float]:
     """Return the training losses of a run folder, in the order of its metrics."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return [record["loss"] for record in records(run) if record["kind"] == "train"]
 
 
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:

@@ -20,15 +20,10 @@ COPIED_RUN = 8  # words in a row
 
 def copied_share(words: list[str], corpus: list[str]) -> float:
     """Share of the words that lie in a run of `COPIED_RUN` words which the corpus has too."""
-    wanted = {tuple(words[i : i + COPIED_RUN]) for i in range(len(words) - COPIED_RUN + 1)}
-    hits = set()
-    beginnings = {run[0] for run in wanted}
-    for start in range(len(corpus) - COPIED_RUN + 1):
-        if corpus[start] in beginnings and (run := tuple(corpus[start : start + COPIED_RUN])) in wanted:
-            hits.add(run)
-    covered = set()
+    runs = set(zip(*(corpus[i:] for i in range(COPIED_RUN)), strict=False))
+    covered: set[int] = set()
     for i in range(len(words) - COPIED_RUN + 1):
-        if tuple(words[i : i + COPIED_RUN]) in hits:
+        if tuple(words[i : i + COPIED_RUN]) in runs:
             covered.update(range(i, i + COPIED_RUN))
     return len(covered) / len(words)
 

@@ -27,25 +27,6 @@ RECIPE = tiny_recipe(
     *("train.steps=1000000", "train.batch_size=8", "train.log_interval=1"),
     *("checkpoint.interval=50", 'parallel.strategy="zero1"'),
 )
-# `lmkit`, whose ranks wait 8 s for one another from the end of the first step on: before that they load torch and its
-# compiler, and on a slow machine one of them is done long before the other.
-IMPATIENT = """
-from datetime import timedelta
-import torch.distributed as dist
-from lmkit.__main__ import main
-from lmkit.training.trainer import Trainer
-
-count = Trainer._count
-
-def lose_patience(loop, outcome):
-    object.__setattr__(loop.ranks, "timeout_s", 8.0)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8))
-    count(loop, outcome)
-
-Trainer._count = lose_patience  # in the ranks too: they import what started them
-if __name__ == "__main__":
-    main()
-"""
 
 
 @pytest.fixture
@@ -91,27 +72,6 @@ def test_fault_72_a_killed_rank_ends_the_job_and_is_named(victim, begin, recipe)
 
 
 @pytest.mark.full
-@needs_proc
-def test_fault_73_a_rank_that_hangs_ends_the_job_at_the_timeout_and_is_named(begin, recipe, tmp_path):
-    program = tmp_path / "impatient.py"
-    program.write_text(IMPATIENT)
-    process = begin(str(program), "train", str(recipe), "--nproc", "2")
-    assert process.stderr is not None
-    for _ in range(3):  # a collective that was under way when the first step was counted has 600 s
-        process.stderr.readline()
-    os.kill(members(process.pid)["rank 1"], signal.SIGSTOP)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=PATIENCE_S)
-    # And a roll call of two, and twice three for a stopped process to end.
-    assert time.monotonic() - began >= 8
-    assert (process.returncode, out) == (1, "")
-    silence = "no answer within 8 s; no sign of rank 1 in 2 s more"
-    assert re.search(rf"rank 0, (after )?step \d+: {silence}\n", err), err
-    assert "Traceback" not in err
-    wait_for_all(process.pid)
-
-
-@pytest.mark.full
 def test_fault_69_under_torchrun_a_signal_saves_once_on_all_ranks(begin, lmkit, recipe):
     process = begin(*TORCHRUN, "-m", "lmkit", "train", str(recipe))
     process.send_signal(signal.SIGTERM)
@@ -140,18 +100,18 @@ class Machines:
 
     def start(self, name: str, *, hosts: bool = False) -> None:
         conf = f"is_host={int(hosts)},keep_alive_interval=1,keep_alive_max_attempt=2"
-        options = {
-            "nnodes": 2,
-            "nproc-per-node": 1,
-            "max-restarts": 3,
-            "rdzv-backend": "c10d",
-            "rdzv-id": "two",
-        }
-        options |= {"rdzv-endpoint": f"127.0.0.1:{self._port}", "local-addr": "127.0.0.1", "rdzv-conf": conf}
-        given = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        given = "--nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id two"
+        place = [
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self._port}",
+            "--local-addr",
+            "127.0.0.1",
+            "--rdzv-conf",
+            conf,
+        ]
         with open(self._folder / f"{name}.log", "wb") as log:
             self._agents[name] = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *given, *self._command],
+                [sys.executable, "-m", "torch.distributed.run", *given.split(), *place, *self._command],
                 cwd=self._folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdout=log,
@@ -182,12 +142,10 @@ class Machines:
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(entry.name)
-        for entry in Path("/proc").glob("[0-9]*")
-        if (entry / "stat").exists()
-        and (entry / "stat").read_text().rpartition(")")[2].split()[1] == str(pid)
-    ]
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(line) for line in found.stdout.split()]
 
 
 @needs_proc
@@ -211,11 +169,7 @@ def test_a_machine_that_is_lost_and_comes_back_resumes_with_the_others(strategy,
     whole = [*chosen, "--set", "run.name=whole", "--nproc", "2", "--stop-at-step", str(last)]
     assert lmkit("train", recipe, *whole).returncode == 0
     resumed, uninterrupted = (
-        [
-            (record["step"], record["loss"])
-            for record in read_metrics(tmp_path / "runs" / name / METRICS)
-            if record["kind"] == "train"
-        ]
+        [each["loss"] for each in read_metrics(tmp_path / "runs" / name / METRICS) if each["kind"] == "train"]
         for name in ("run", "whole")
     )
     assert resumed[:last] == uninterrupted

@@ -7,7 +7,6 @@ that was never disturbed, bit for bit, and nothing may lie around that does not 
 
 import getpass
 import itertools
-import json
 import os
 import random
 import signal
@@ -16,10 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sessions import PATIENCE_S, members, wait_for_all, write_tokens
+from sessions import PATIENCE_S, members, records, wait_for_all, write_tokens
 from tiny import tiny_recipe
 
 from lmkit.training.checkpoint import newest_valid
@@ -72,13 +70,12 @@ def patiently(process: subprocess.Popen[bytes], log: Path) -> Iterator[None]:
 
 def one_life(
     run: Path, log: Path, moment: str, victims: str, startup_s: float, generator: random.Random
-) -> dict[str, Any]:
-    """Start, kill at the wanted moment, wait for the end of all; say what was hit."""
+) -> int:
+    """Start, kill at the wanted moment, wait for the end of all; return the newest step at the kill."""
     before = newest_step(run)
-    started = time.monotonic()
     process = start(run.parent.parent, run.name, log)
     if moment == "starting":
-        when = started + generator.uniform(0.2, 1.0) * startup_s
+        when = time.monotonic() + generator.uniform(0.2, 1.0) * startup_s
         for _ in patiently(process, log):
             there = victims == "all" or victims in members(process.pid)
             if newest_step(run) > before or (time.monotonic() >= when and there):
@@ -91,25 +88,19 @@ def one_life(
         for _ in patiently(process, log) if moment == "saving" else ():
             if half_written(run):
                 break
-    life = {
-        "moment": moment,
-        "newest_before": before,
-        "at_the_kill": newest_step(run),
-        "half_written": half_written(run),
-    }
+    at_the_kill = newest_step(run)
     hit = {name: pid for name, pid in members(process.pid).items() if victims in (name, "all")}
     for pid in hit.values():
         os.kill(pid, signal.SIGKILL)
     process.wait(PATIENCE_S)
     wait_for_all(process.pid)  # whoever was killed, the others must end by themselves
     assert hit, f"nothing was left to kill; give the run more steps\n{log.read_text()}"
-    return {**life, "killed": sorted(hit), "seconds": round(time.monotonic() - started, 1)}
+    return at_the_kill
 
 
 def losses(run: Path) -> list[tuple[str, int, float]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kinds = ("train", "valid", "final")
-    return [(record["kind"], record["step"], record["loss"]) for record in records if record["kind"] in kinds]
+    return [(each["kind"], each["step"], each["loss"]) for each in records(run) if each["kind"] in kinds]
 
 
 def check_log(log: Path) -> None:
@@ -142,12 +133,12 @@ def test_killed_50_times_it_is_still_the_same_run(tmp_path):
     generator.shuffle(kills)
     for number, (moment, victims) in enumerate(kills):
         log = tmp_path / f"life-{number}.log"
-        life = one_life(battered, log, moment, victims, startup_s, generator)
+        at_the_kill = one_life(battered, log, moment, victims, startup_s, generator)
         check_log(log)
         good = newest_valid(battered / "checkpoints")
         newest = 0 if good.path is None else int(good.path.name[5:])
-        print(number + 1, json.dumps({**life, "newest_good": newest}), flush=True)
-        assert newest >= life["at_the_kill"], life  # what had its name is whole
+        print(number + 1, moment, victims, at_the_kill, newest, flush=True)
+        assert newest >= at_the_kill  # what had its name is whole
     log = tmp_path / "last.log"
     assert start(tmp_path, "battered", log).wait(PATIENCE_S * 4) == 0, log.read_text()
     check_log(log)

@@ -1,6 +1,5 @@
 """Streams that are closed, full or lose their reader, and limits of the shell, under the real commands."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from sessions import write_tokens
+from sessions import records, write_tokens
 from tiny import tiny_recipe
 
 from lmkit.training.checkpoint import saved_steps
@@ -53,8 +52,8 @@ def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, why, shell, tmp_
     run = tmp_path / "runs" / "run"
     assert done.returncode == 0, done.stdout
     assert [saved.step for saved in saved_steps(run / "checkpoints")] == [STEPS]
-    records = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "train"] == [*range(1, STEPS + 1)]
+    steps = [record["step"] for record in records(run) if record["kind"] == "train"]
+    assert steps == [*range(1, STEPS + 1)]
     assert "Traceback" not in done.stdout + done.stderr
     if why is None:
         assert len(done.stdout.splitlines()) == 2

@@ -44,7 +44,7 @@ def test_the_modules_of_the_api_work_over_gloo_with_cuda_tensors(rank_checks):
 
 def test_memory_that_was_shared_comes_back(rank_checks):
     """Also where weights outlive the object that shared them."""
-    target = importlib.import_module("rank_zero1_checks").memory_that_peers_leave
+    target = importlib.import_module("rank_shard_checks").memory_that_peers_leave
     assert spawn_ranks(2, target, (256 * MIB, 4)) < 256 * MIB
 
 
@@ -59,7 +59,7 @@ def test_the_host_of_a_rank_may_be_thousands_of_launches_ahead(rank_checks, monk
 
 
 def test_fsdp_holds_a_share_and_its_first_step_takes_no_more_memory_than_the_third(rank_checks):
-    target = importlib.import_module("rank_fsdp_api_checks").memory_of_steps
+    target = importlib.import_module("rank_api_checks").memory_of_steps
     peaks, held, shards, slots = spawn_ranks(2, target)
     # The first step makes the optimizer's state behind its peak, which is in the backward pass.
     assert peaks[0] <= 1.05 * peaks[2]

@@ -7,7 +7,6 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_model import one_step, seeded_model, start
@@ -49,34 +48,6 @@ def train_until_fault(fault: str, strategy: str) -> str:
     return "finished"
 
 
-def lose_a_rank_in_a_bench(name: str) -> None:
-    """Rank 1 is killed where a bench's own work would be; rank 0 waits for it in a collective."""
-    from lmkit.bench import harness  # heavy: no other fault needs it
-    from lmkit.recipe.load import load_recipe
-    from lmkit.registry import BENCHES
-
-    recipe = load_recipe("bench_ddp_cpu", [f"parallel.timeout_s={PATIENT_S}"])
-
-    def work(context: object) -> None:
-        if dist.get_rank() == 1:
-            happen("kill")
-        dist.barrier()
-
-    with pytest.MonkeyPatch.context() as patch:
-        options = BENCHES.options(name)
-        patch.setattr(BENCHES, "options", lambda name: options)
-        patch.setattr(BENCHES, "load", lambda name: work)
-        harness._on_rank(name, recipe, harness.Journal(Path("none")), lambda *_: None)
-
-
-def lose_a_rank_before_the_first_step() -> None:
-    """Rank 1 is killed where no step is under way, while rank 0 waits for it."""
-    with process_group("cpu", timeout_s=PATIENT_S) as ranks, losses_named(ranks, "between steps"):
-        if ranks.rank == 1:
-            happen("kill")
-        dist.barrier()
-
-
 def ignore_signals_on_rank_0() -> None:
     """Rank 0 has the launcher told to stop; rank 1 ends by that, and rank 0, which does not, loses it."""
     with process_group("cpu", timeout_s=PATIENT_S) as ranks, losses_named(ranks, "between steps"):
@@ -94,15 +65,6 @@ def stay_whatever_the_signal(ready: str) -> None:
     Path(f"{ready}.pid{rank}").write_text(str(os.getpid()))
     while True:
         signal.pause()
-
-
-def turn_ctrl_c_into_another_error() -> None:
-    """As a module does that is half imported when it is interrupted."""
-    os.kill(os.getppid(), signal.SIGINT)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        raise AttributeError("module has no attribute") from None
 
 
 def happen(fault: str) -> None:

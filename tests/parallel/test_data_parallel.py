@@ -54,10 +54,3 @@ def test_the_late_gradient_is_waited_for_behind_the_step_of_the_others(run):
         assert (early.item(), late.item()) == weights
         assert (early.grad.item(), late.grad.item()) == (2.0, 3.0)
     assert events == ["arrives when early is 8"]
-
-
-def test_a_closure_finds_all_gradients_whole(run):
-    optimizer, early, late, events = run
-    optimizer.step(lambda: events.append(f"closure reads {late.grad.item():g}"))
-    assert events == ["arrives when early is 10", "closure reads 3"]
-    assert (early.item(), late.item()) == (8.0, 17.0)

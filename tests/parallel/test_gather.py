@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lmkit.parallel import gather
+from lmkit.parallel import fsdp, gather
 from lmkit.parallel.collectives import Traffic
-from lmkit.parallel.gather import PeerShardGather, can_share_memory, reads_peers
+from lmkit.parallel.gather import PeerShardGather, can_share_memory
 from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.tables import ParallelConfig
 
 ONE_HOST = ("host", "0,1", 1)
 
@@ -46,25 +47,47 @@ def test_cpus_do_not():
 
 
 def test_layers_that_are_large_on_average_are_gathered_by_the_backend(monkeypatch):
-    monkeypatch.setattr(gather, "can_share_memory", lambda ranks: True)
-    model, ranks = nn.Sequential(nn.Linear(63, 64), nn.Linear(63, 32)), Ranks(world_size=2)
-    assert reads_peers(model, ranks, "fp32")
-    monkeypatch.setattr(gather, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
-    assert not reads_peers(model, ranks, "fp32")
-    assert reads_peers(model, ranks, "bf16")
+    monkeypatch.setattr(fsdp, "reads_peers", lambda *_: True)
+    monkeypatch.setattr(fsdp, "link", lambda *_, reads_peers: None)
+    model = nn.Sequential(nn.Linear(63, 64), nn.Linear(63, 32))
+    monkeypatch.setattr(fsdp, "PEER_LAYER_BYTES", 64 * 48 * 2)  # of the two in bf16
+    for weights, how in (("fp32", "collective"), ("bf16", "reads peers")):
+        sync = fsdp.Fsdp(Ranks(world_size=2), ParallelConfig(strategy="fsdp", weights=weights))
+        sync._model = model
+        sync._link(num_layers=2)
+        assert sync.gather == how
 
 
-def test_ranks_wait_for_one_another_between_a_gather_without_a_graph_and_a_graph(monkeypatch):
-    """Its last piece, and the first in the graph, may lie in one slot."""
-    barriers, captured = [], iter((False, True, False))
-    monkeypatch.setattr(gather, "is_captured", lambda device: next(captured))
-    link = PeerShardGather(None, Ranks(world_size=2), Traffic())
+@pytest.fixture
+def barriers(monkeypatch):
+    """(shards in slots, the barriers that it makes)."""
+    barriers: list[str] = []
+    link = PeerShardGather(SimpleNamespace(ranks=Ranks(world_size=2), traffic=Traffic()))
     link._memory = SimpleNamespace(barrier=lambda: barriers.append("barrier"))
     link._slots = [[torch.zeros(16, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
-    whole, shard = torch.zeros(8), torch.ones(4)
+    return link, barriers
+
+
+def test_ranks_wait_for_one_another_between_a_gather_without_a_graph_and_a_graph(monkeypatch, barriers):
+    """Its last piece, and the first in the graph, may lie in one slot."""
+    link, made = barriers
+    captured = iter((False, True, False))
+    monkeypatch.setattr(gather, "is_captured", lambda device: next(captured))
     for expected in (2, 1, 2):  # one of each gather, and another
-        barriers.clear()
-        link.start(whole, shard)
+        made.clear()
+        link.start(torch.zeros(8), torch.ones(4))
         link.end_step()
         link.end_step()
-        assert len(barriers) == expected
+        assert len(made) == expected
+
+
+def test_a_capture_that_fails_on_one_rank_moves_no_slot_of_later_gathers(monkeypatch, barriers):
+    """It has launched nothing there, however many pieces the host has counted."""
+    link, _ = barriers
+    slots = []
+    for captured in (False, True, False, False):
+        monkeypatch.setattr(gather, "is_captured", lambda device, captured=captured: captured)
+        link._slots[0][0].zero_()
+        link.start(torch.zeros(8), torch.ones(4))
+        slots.append(bool(link._slots[0][0].any()))
+    assert slots == [True, True, False, True]

@@ -1,4 +1,4 @@
-"""The environment that describes a rank, the rendezvous, and the end of a rank."""
+"""The environment that describes a rank, the rendezvous, the end of a rank, and what is said when one is lost."""
 
 import os
 import socket
@@ -10,7 +10,15 @@ import torch.distributed as dist
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, hosted_store, process_group
+from lmkit.parallel import launch
+from lmkit.parallel.ranks import (
+    ROLL_CALL_S,
+    RankLost,
+    Ranks,
+    hosted_store,
+    losses_named,
+    process_group,
+)
 
 
 def test_a_single_process_needs_no_group(monkeypatch):
@@ -57,8 +65,8 @@ def test_a_taken_port_is_an_error_with_a_hint(monkeypatch):
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
-    with hosted_store() as address:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", RENDEZVOUS_VARIABLE: address}.items():
+    with hosted_store() as environment:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
             monkeypatch.setenv(name, value)
         with (
             raises(LmkitError, "parallel.rank_absent", "rank 0", "rank 1", "1 s"),
@@ -68,8 +76,8 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
 
 
 def test_only_this_machine_reaches_the_rendezvous():
-    with hosted_store() as address, socket.socket() as other:
-        host, _, port = address.rpartition(":")
+    with hosted_store() as environment, socket.socket() as other:
+        host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
         assert host == "127.0.0.1"
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         store.set("key", "value")
@@ -86,15 +94,9 @@ class Torn:
 
 kept = Torn()  # a global: only the interpreter's teardown would take it
 begin = threading.Event()
-
-def work():
-    begin.wait()
-    print("thread finished")
-
-threading.Thread(target=work).start()
+threading.Thread(target=lambda: begin.wait() and print("thread finished")).start()
 atexit.register(print, "exit handler")
 begin.set()
-print("said", end="")
 print("said too", end="", file=sys.stderr)
 shutdown(7)
 """
@@ -102,9 +104,66 @@ shutdown(7)
 
 def test_threads_end_handlers_run_streams_are_flushed_and_nothing_is_torn_down():
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 7
-    assert ended.stderr == "said too"
-    assert "said" in ended.stdout
-    assert "thread finished" in ended.stdout
-    assert ended.stdout.endswith("exit handler\n")
-    assert "torn down" not in ended.stdout
+    assert (ended.returncode, ended.stderr) == (7, "said too")
+    assert ended.stdout == "thread finished\nexit handler\n"
+
+
+def test_fault_72_the_waits_after_a_death_are_far_below_the_30_seconds_that_are_promised():
+    """The roll call of the survivors, their time to report, and to end after SIGTERM."""
+    assert ROLL_CALL_S + 2 * launch.GRACE_S < 15
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer", "connection"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7000ms", "7 s"),
+        ("Application timeout caused pair closure", "7 s"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("survivors", "who"), [((), "rank 1, 2"), ((2,), "rank 1 "), ((1, 2), "all ranks"), (None, "store")]
+)
+def test_fault_72_and_73_survivors_say_what_they_know(monkeypatch, error, what, survivors, who):
+    """And not that a silent rank is lost: it may not have noticed yet."""
+    monkeypatch.setattr("lmkit.parallel.ranks.ROLL_CALL_S", 0.1)
+    store = GoneStore() if survivors is None else dist.HashStore()
+    for rank in survivors or ():
+        store.set(f"survivor/{rank}", "yes")
+    ranks = Ranks(rank=0, world_size=3, timeout_s=7.0, store=store)
+    with raises(RankLost, "parallel.rank_lost", "rank 0, step 5", what, who), losses_named(ranks, "step 5"):
+        raise RuntimeError(error)
+
+
+class GoneStore:
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+HANGING = """
+import threading, torch
+from lmkit.parallel.ranks import Ranks, StepWatch
+
+with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:
+    for step in range(3):
+        with watch.step(step):
+            pass
+    threading.Event().wait(1.5)  # between steps nothing is awaited
+    print("idle", flush=True)
+    with watch.step(7):
+        threading.Event().wait()
+"""
+
+
+def test_fault_73_on_gpus_a_clock_ends_a_rank_whose_step_hangs():
+    """No exception reaches a thread that waits for a GPU; the clock needs none to be tested."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "idle\n")
+    assert done.stderr.startswith("error[parallel.step_hangs]: rank 3, step 7: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_other_errors_stay_as_they_are():
+    text = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=text), losses_named(Ranks(world_size=2), "step 5"):
+        raise RuntimeError(text)

@@ -20,15 +20,8 @@ CHECKS = [name for name in rank_checks.CHECKS if "compiled" not in name]  # whic
 PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
     *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights", "same bits in the first step"),
-    *("data parallel: bucketed", "sharded optimizer"),
-    *(
-        "fsdp memory",
-        "fsdp draws",
-        "fsdp hybrid",
-        "fsdp of blocks: compiled",
-        "fsdp module",
-        "fsdp loads",
-    ),
+    *("data parallel: bucketed", "sharded optimizer", "fsdp memory", "fsdp draws", "fsdp hybrid"),
+    *("fsdp of blocks: compiled", "fsdp module", "fsdp loads"),
 )
 FOUR_RANKS = [
     name
@@ -117,9 +110,14 @@ def test_unknown_strategies_and_options_are_refused():
     for wrong in ({"bucket_mb": 0}, {"reduce_dtype": "fp8"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ParallelConfig(**wrong)
-    for strategy, options in (("bucketed", {"depth": 2}), ("torch_ddp", {"static_graph": 1})):
-        with raises(UsageError, "parallel.wrong_option", strategy, *options):
-            build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks())
+    for strategy, options, says in (
+        ("bucketed", {"depth": 2}, "bucketed"),
+        ("torch_ddp", {"static_graph": 1}, "torch_ddp"),
+        ("fsdp", {"state_dtype": "fp8"}, "fp8"),
+        ("fsdp", {"shard_ranks": 3}, "3"),
+    ):
+        with raises(UsageError, "parallel.wrong_option", says, *options):
+            build_strategy(ParallelConfig(strategy=strategy, options=options), Ranks(world_size=4))
 
 
 def test_a_strategy_that_does_not_reduce_is_refused_by_name():

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.collectives import Averager
-from lmkit.parallel.ranks import RENDEZVOUS_VARIABLE, Ranks, hosted_store
+from lmkit.parallel.ranks import Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
 from lmkit.training import resume, session, setup, trainer
 from lmkit.training.process import StopSignals
@@ -80,7 +80,7 @@ class Fleet:
         started = []
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            environment = {**place, RENDEZVOUS_VARIABLE: meeting} if ranks > 1 else {}
+            environment = {**place, **meeting} if ranks > 1 else {}
             own = [*settings, *(of_rank_1 if rank == 1 else ())]
             process = self._context.Process(  # type: ignore[attr-defined]
                 target=_live, args=(own, recipe, environment, fault, str(self.log), options)

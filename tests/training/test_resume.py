@@ -505,7 +505,7 @@ def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round
     sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
     sync.attach(wrapped)
     sharded = sync.build_optimizer(torch.optim.SGD, [{"params": list(wrapped.parameters())}])
-    names = {name for bucket in sharded.shard_layout.buckets for name in bucket.names}
+    names = {name for bucket in sharded.shard_layout["buckets"] for name in bucket["names"]}
     assert names == set(model_weights(plain))
 
 

@@ -78,7 +78,7 @@ class TorchDDP(Strategy):
         sizes = log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or ""
         itemsize = 2 if self.config.reduce_dtype == "bf16" else 4
         in_bytes = [int(size) * itemsize // 4 for size in str(sizes).split(",") if size.strip()]
-        self.traffic.count_all_reduce(sum(in_bytes), self.ranks.world_size, calls=len(in_bytes))
+        self.traffic.count(sum(in_bytes), self.ranks.world_size, passes=2, calls=len(in_bytes))
 
 
 class _Dispatch(nn.Module):
