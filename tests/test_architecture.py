@@ -272,7 +272,7 @@ BUDGETS = {
     "recipe": 1340,
     "storage": 430,
     "tokenizer": 2050,
-    "training": 5400,
+    "training": 5090,
 }
 
 

@@ -156,13 +156,13 @@ def loaded_model(
     table = recipe.generate
     with process_group(device) as ranks:
         trained = open_trained(source)
-        path = tokenizer or trained.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
+        path = tokenizer or trained.weights.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
             message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
         path = tokenizer_in(path)
         loaded = trained.open_tokenizer(path)
-        model = trained.load(ranks.device)
+        model = trained.weights.model(ranks.device)
         model.to(weight_dtype(table, ranks.device))
         if can_run_kernels(model):
             import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it

@@ -52,7 +52,7 @@ from lmkit.recipe.tables import (
 )
 from lmkit.recipe.values import UnregisteredName
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
-from lmkit.storage.inputs import open_input, read_input, read_object, refuse_irregular
+from lmkit.storage.inputs import read_input, read_object, refuse_irregular
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
@@ -78,10 +78,6 @@ DTYPE_CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-_NOT_OF_THE_FILE = (
-    *(errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
-)
 _USE_AN_OLDER = "use an older checkpoint, or delete the damaged one"
 STATE_FORMAT: Final = 1
 
@@ -100,8 +96,8 @@ def damaged(path: object, what: str) -> DamagedCheckpoint:
 
 
 def _unread(path: Path, error: OSError) -> LmkitError:
-    """Return the error for a file that was not read: damage, unless the process or a share is at fault."""
-    if error.errno not in _NOT_OF_THE_FILE:
+    """Return the error for a file that was not read: damage only where there is none, or the disk is at fault."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO):
         return damaged(path, reason(error))
     hint = "checkpoints are as they were; try again when it can be read"
     return LmkitError("checkpoint.unreadable", f"{path}: {reason(error)}", hint=hint)
@@ -402,41 +398,35 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, torch.Tensor] = {}
-        self._begins: dict[str, int] = {}
         try:
             refuse_irregular(path)
-            with safetensors.safe_open(path, framework="pt"):  # checks the header
-                pass
-            with open_input(path) as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
+            with safetensors.safe_open(path, framework="pt") as file:  # checks the header
+                for name in file.keys():  # noqa: SIM118 (no mapping)
+                    stored = file.get_slice(name)
+                    if (code := stored.get_dtype()) not in _DTYPES:
+                        raise unsupported_dtype(path, name, code)
+                    self.tensors[name] = torch.empty(stored.get_shape(), dtype=_DTYPES[code], device="meta")
         except OSError as error:
             raise damaged_file(path, reason(error)) from error
         except safetensors.SafetensorError as error:
             if "unknown variant" in str(error):
                 raise unsupported_dtype(path, "a tensor", str(error).split("`")[1]) from error
             raise damaged_file(path, str(error)) from error
-        header.pop("__metadata__", None)
-        for name, stored in header.items():
-            if (code := stored["dtype"]) not in _DTYPES:
-                raise unsupported_dtype(path, name, code)
-            self.tensors[name] = torch.empty(stored["shape"], dtype=_DTYPES[code], device="meta")
-            self._begins[name] = 8 + length + stored["data_offsets"][0]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU. It is read, not mapped: the file may change, and reading is faster."""
-        tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
-        rest = tensor.view(-1).view(torch.uint8).numpy().data
+        """Return a tensor on the CPU, in memory of its own: a mapped file may change."""
         try:
-            with open_input(self.path) as file:
-                file.seek(self._begins[name])
-                while rest:
-                    if not (count := file.readinto(rest)):
-                        raise damaged_file(self.path, f"cut while it was read, in {name}")
-                    rest = rest[count:]
-        except OSError as error:
-            raise damaged_file(self.path, reason(error)) from error
-        return tensor
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(name).clone()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise damaged_file(self.path, f"changed while it was read ({error})") from error
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no number of a tensor is infinite or NaN, in one pass."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(torch.isfinite(end) for end in torch.aminmax(tensor))  # NaN propagates
 
 
 def damaged_file(path: Path, what: str) -> LmkitError:

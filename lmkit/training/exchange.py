@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,12 +149,10 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
         zeros: names of biases (d_model) of 0 that are written, too.
     """
     names = {theirs: ours for ours, theirs in weight_names(weights.config)}
-    specs = {
-        theirs: weights.specs[ours].to(dtype or weights.specs[ours].dtype) for theirs, ours in names.items()
-    }
-    specs |= dict.fromkeys(
-        zeros, weights.specs["ln_final.weight"].to(dtype or weights.specs["ln_final.weight"].dtype)
-    )
+    specs: dict[str, torch.Tensor] = {}
+    for theirs in (*names, *zeros):
+        spec = weights.specs[names.get(theirs, "ln_final.weight")]
+        specs[theirs] = spec.to(dtype or spec.dtype)
 
     def read(theirs: str) -> torch.Tensor:
         if theirs not in names:
@@ -163,28 +160,22 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
         weight = to_halves(names[theirs], weights[names[theirs]], weights.config)
         return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
-    shards = list(_shards(specs))
+    shards: list[dict[str, torch.Tensor]] = [{}]  # of at most `SHARD_BYTES`, or of one tensor
+    held = 0
+    for name, spec in specs.items():
+        if shards[-1] and held + spec.nbytes > SHARD_BYTES:
+            shards.append({})
+            held = 0
+        shards[-1][name] = spec
+        held += spec.nbytes
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(files if len(files) > 1 else [ONE_FILE], shards, strict=True):
-        write_tensors(folder / name, shard, read=read, metadata=_FOR_OTHERS)
+    for file, shard in zip(files if len(files) > 1 else [ONE_FILE], shards, strict=True):
+        write_tensors(folder / file, shard, read=read, metadata=_FOR_OTHERS)
     total = sum(spec.nbytes for spec in specs.values())
     if len(files) > 1:
         places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     return total
-
-
-def _shards(specs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Cut a list of tensors, in order, into parts of at most `SHARD_BYTES`, or of one tensor."""
-    shard: dict[str, torch.Tensor] = {}
-    held = 0
-    for name, spec in specs.items():
-        if shard and held + spec.nbytes > SHARD_BYTES:
-            yield shard
-            shard, held = {}, 0
-        shard[name] = spec
-        held += spec.nbytes
-    yield shard
 
 
 def _describe_tokenizer(

@@ -3,13 +3,12 @@ by documents, by multiple choice as lm-eval computes it, and by lm-eval itself (
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +27,9 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
-from lmkit.recipe.tables import ModelConfig, RunConfig
+from lmkit.recipe.tables import RunConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint import STATE, load_tokenizer, newest_checkpoint, run_tokenizer
+from lmkit.training.checkpoint import STATE, load_tokenizer
 from lmkit.training.evaluation import (
     TOKENS_AT_ONCE,
     EvaluateResult,
@@ -45,10 +44,9 @@ from lmkit.training.exchange import export_model
 from lmkit.training.precision import hold_weights
 from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file
-from lmkit.training.weights import is_hugging_face, open_hugging_face, weights_of
+from lmkit.training.weights import GivenWeights, is_hugging_face, open_weights
 
-# For a text named on the command line, where no option replaces invalid bytes or names another key.
-_HINTS_OF_TEXT = {
+_HINTS = {  # of errors in a text named on the command line, where no option replaces invalid bytes
     "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
     "corpus.no_field": "name the key that holds the text: --field",
     "tokens.too_short": "use a longer text",
@@ -62,31 +60,27 @@ class TrainedModel:
     """A trained model that is not yet loaded, and what is needed to judge it.
 
     Attributes:
-        path: the checkpoint, or the Hugging Face folder.
-        step: of the checkpoint; None: a Hugging Face folder.
-        tokenizer_sha256: of the tokenizer that it was trained with; None: not known.
         precision: in which it was trained.
         rows: windows per batch.
         held_out: its token file of held-out text, if it names one.
-        load: loads it to a device, in eval mode.
     """
 
-    path: Path
-    step: int | None
-    config: ModelConfig
-    tokenizer: Path | None
-    tokenizer_sha256: str | None
+    weights: GivenWeights
     precision: str
     rows: int
     run: RunConfig
     held_out: Path | None
-    load: Callable[[torch.device], TransformerLM]
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """The checkpoint or the folder, and the step of the checkpoint."""
+        return str(self.weights.path), None if self.weights.state is None else self.weights.state.step
 
     @contextmanager
     def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
         """Yield the model as it computes in its precision, and this process's place."""
         with process_group(device) as ranks, numerics(self.run, ranks):
-            model = self.load(ranks.device)
+            model = self.weights.model(ranks.device)
             hold_weights(model, self.precision)
             yield model, ranks
 
@@ -96,19 +90,20 @@ class TrainedModel:
         Raises:
             UsageError: there is none, another one than it was trained with, or one with more ids than the model.
         """
-        path = path or self.tokenizer
+        path = path or self.weights.tokenizer
         if path is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
-            raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(path, self.tokenizer_sha256)
+            raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
+        tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
         self.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
 
     def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
         """Refuse a file with ids that the model does not have."""
-        rows = self.config.vocab_size or 0
+        rows = self.weights.config.vocab_size or 0
         if vocab_size > rows:
-            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
+            model = self.weights.path
+            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {model} {rows} rows"
             raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
 
 
@@ -119,45 +114,21 @@ def open_trained(path: Path) -> TrainedModel:
         UsageError: it is none of them.
         LmkitError: a file is damaged.
     """
-    if is_hugging_face(path):
-        weights = open_hugging_face(path)
+    weights = open_weights(path)
+    state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
+    if state is None:
         narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
-        return TrainedModel(
-            path=path,
-            step=None,
-            config=weights.config,
-            tokenizer=weights.tokenizer,
-            tokenizer_sha256=None,
-            precision="bf16" if narrow else "fp32",
-            rows=_rows(weights.config),
-            run=RunConfig(),
-            held_out=None,
-            load=weights.model,
-        )
-    checkpoint = newest_checkpoint(path)
-    run = Path(os.path.relpath(checkpoint.path.resolve().parent.parent))
-    tables, place = checkpoint.state.recipe, run_folder_of(run / RECIPE)
+        return TrainedModel(weights, "bf16" if narrow else "fp32", rows, RunConfig(), None)
+    run = Path(os.path.relpath(weights.path.resolve().parent.parent))
+    tables, place = state.recipe, run_folder_of(run / RECIPE)
     if place is not None:
         tables = placed_in(place, tables)
-    recipe = validate(tables, origin=str(checkpoint.path / STATE), resolved=True)
-    train, saved, config = recipe.train, checkpoint.state.data, checkpoint.state.model
-    return TrainedModel(
-        path=checkpoint.path,
-        step=checkpoint.state.step,
-        config=config,
-        tokenizer=run_tokenizer(checkpoint.path),
-        tokenizer_sha256=None if saved is None else saved.tokenizer_sha256,
-        # Imported models have no [train].
-        precision="fp32" if train is None else train.precision,
-        rows=_rows(config) if train is None else train.batch_size // train.accumulation,
-        run=recipe.run,
-        held_out=recipe.data.valid or token_file(run, "valid"),
-        load=lambda device: weights_of(checkpoint).model(device),
-    )
-
-
-def _rows(config: ModelConfig) -> int:
-    return max(1, TOKENS_AT_ONCE // config.context_length)
+    recipe = validate(tables, origin=str(weights.path / STATE), resolved=True)
+    precision = "fp32"
+    if recipe.train is not None:  # imported models have none
+        precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
+    held_out = recipe.data.valid or token_file(run, "valid")
+    return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
 def evaluate_run(
@@ -183,15 +154,15 @@ def evaluate_run(
     trained = open_trained(path)
     with _opened_text(trained, tokens, text, field) as (file, name), trained.loaded(device) as (model, ranks):
         check_length(file.tokens, 1)
-        length = min(trained.config.context_length, len(file.tokens) - 1)
-        held_out = held_out_of(file, trained.config, context_length=length, rows=trained.rows)
+        length = min(trained.weights.config.context_length, len(file.tokens) - 1)
+        held_out = held_out_of(file, trained.weights.config, context_length=length, rows=trained.rows)
         evaluation = evaluate(model, held_out, ranks, precision=trained.precision)
     assert evaluation is not None
     if not evaluation.tokens:
         hint = "name conversations with words of the assistant"
         raise UsageError("evaluate.nothing_counts", f"{name}: none of its tokens counts", hint=hint)
-    refuse_not_finite([evaluation.loss], trained.path, name)
-    return EvaluateResult(str(trained.path), trained.step, name, **asdict(evaluation))
+    refuse_not_finite([evaluation.loss], trained.weights.path, name)
+    return EvaluateResult(*trained.place, name, **asdict(evaluation))
 
 
 @contextmanager
@@ -203,10 +174,10 @@ def _opened_text(
         file = tokens or trained.held_out
         if file is None or not file.exists():
             hint = "name a token file or a text: lmkit evaluate RUN --tokens FILE.npy, or --text FILE"
-            message = f"{file or trained.path}: no held-out token file"
+            message = f"{file or trained.weights.path}: no held-out token file"
             raise UsageError("data.no_tokens", message, hint=hint)
-        known = trained.tokenizer_sha256
-        if known is None and trained.tokenizer is not None:
+        known = trained.weights.tokenizer_sha256
+        if known is None and trained.weights.tokenizer is not None:
             known = trained.open_tokenizer().sha256
         opened = open_tokens(file, tokenizer_sha256=known)
         if tokens is None:
@@ -217,7 +188,6 @@ def _opened_text(
     if tokens is not None:
         message = "--tokens and --text: two files to evaluate on"
         raise UsageError("evaluate.two_files", message, hint="leave out one of them")
-    refuse_pipe_of_ranks(text, "--text")
     with tempfile.TemporaryDirectory() as made:
         encoded = Path(made, "text.npy")
         try:
@@ -225,18 +195,8 @@ def _opened_text(
             yield open_tokens(encoded), str(text)
         except LmkitError as error:
             message = error.message.replace(str(encoded), str(text))
-            hint = _HINTS_OF_TEXT.get(error.code, error.hint)
+            hint = _HINTS.get(error.code, error.hint)
             raise type(error)(error.code, message, hint=hint) from error
-
-
-def refuse_pipe_of_ranks(path: Path, option: str) -> None:
-    """Refuse a pipe under torchrun: each rank would read a part."""
-    if path.is_fifo() and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "evaluate.pipe_of_ranks",
-            f"{option} {path}: a pipe, of which each rank would read a part",
-            hint="evaluate on one rank, or write the text to a file first",
-        )
 
 
 def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
@@ -285,15 +245,9 @@ class DocumentsResult:
     tokens: int
 
     def __str__(self) -> str:
-        columns = (
-            Column("number", "document", "d"),
-            Column("bytes", "bytes", ",d"),
-            Column("tokens", "tokens", ",d"),
-            Column("loss", "loss", ".4f"),
-            Column("perplexity", "perplexity", ".2f"),
-            Column("bits_per_byte", "bits per byte", ".4f"),
-            Column("begins", "begins"),
-        )
+        specs = {"number": "d", "bytes": ",d", "tokens": ",d", "loss": ".4f", "perplexity": ".2f"}
+        specs |= {"bits_per_byte": ".4f", "begins": ""}
+        columns = [Column(key, key.replace("_", " "), spec) for key, spec in specs.items()]
         return (
             terminal_table([asdict(document) for document in self.documents], columns)
             + f"checkpoint  {self.checkpoint}\n"
@@ -322,13 +276,15 @@ def evaluate_documents(
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
         tokenizer = trained.open_tokenizer()
-        before = ids_before(tokenizer, trained.path)
+        before = ids_before(tokenizer, trained.weights.path)
         documents = list(_documents(file, tokenizer))
-        windows = [list(windows_of(before, ids, trained.config.context_length)) for _, ids, _, _ in documents]
+        windows = [
+            list(windows_of(before, ids, trained.weights.config.context_length)) for _, ids, _, _ in documents
+        ]
         with trained.loaded(device) as (model, ranks):
             flat = [window for some in windows for window in some]
             found = log_likelihoods(model, flat, ranks, precision=trained.precision)
-        refuse_not_finite(found, trained.path, name)
+        refuse_not_finite(found, trained.weights.path, name)
         nats = iter(found)
         losses = [-math.fsum(next(nats) for _ in some) for some in windows]
     if not documents:
@@ -340,7 +296,7 @@ def evaluate_documents(
         scores.append(DocumentScore(number, num_bytes, **figures, begins=begins))
     num_bytes = sum(size for _, _, size, _ in documents)
     together = _figures(math.fsum(losses), sum(score.tokens for score in scores), num_bytes)
-    return DocumentsResult(str(trained.path), trained.step, name, tuple(scores), **together)
+    return DocumentsResult(*trained.place, name, tuple(scores), **together)
 
 
 def _figures(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
@@ -456,47 +412,37 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
         UsageError: a line is not such a question, or a choice is longer than the model's context.
         LmkitError: a file is damaged.
     """
-    refuse_pipe_of_ranks(file, "--choices")
     questions = list(read_questions(file))
     trained = open_trained(path)
     tokenizer = trained.open_tokenizer()
-    texts = []
+    texts, context = [], trained.weights.config.context_length
     for number, question in enumerate(questions, 1):
         for choice in question.choices:
-            scored = _pair(tokenizer, question.question, f" {choice}", trained.path)
-            if scored.num_scored < 1:
-                message = f"{file}, question {number}: a choice without a token of its own"
-                hint = "the tokenizer joins the end of the question with it; end the question in another way"
-                raise UsageError("evaluate.no_choice", message, hint=hint)
-            if scored.num_scored > trained.config.context_length:
-                message = f"{file}, question {number}: a choice of {scored.num_scored} tokens"
-                hint = f"the model sees {trained.config.context_length} at once"
-                raise UsageError("evaluate.long_choice", message, hint=hint)
-            texts.append(Scored(scored.ids[-trained.config.context_length - 1 :], scored.num_scored))
+            scored = _pair(tokenizer, question.question, f" {choice}", trained.weights.path)
+            if (
+                not 1 <= scored.num_scored <= context
+            ):  # 0: the tokenizer joins it with the end of the question
+                message = f"{file}, question {number}: a choice of {scored.num_scored} tokens of its own"
+                hint = f"it needs 1 to {context}, the model's context; change it, or the end of the question"
+                raise UsageError("evaluate.choice_length", message, hint=hint)
+            texts.append(Scored(scored.ids[-context - 1 :], scored.num_scored))
     with trained.loaded(device) as (model, ranks):
         found_sums = log_likelihoods(model, texts, ranks, precision=trained.precision)
-    refuse_not_finite(found_sums, trained.path, file)
-    sums = iter(found_sums)
-    answers = []
+    refuse_not_finite(found_sums, trained.weights.path, file)
+    sums, answers = iter(found_sums), []
     for question in questions:
         found = [next(sums) for _ in question.choices]
-        per_character = [value / len(choice) for value, choice in zip(found, question.choices, strict=True)]
-        answers.append(Answered(question.answer, _largest(found), _largest(per_character), tuple(found)))
-    acc = [answer.chosen == answer.answer for answer in answers]
-    acc_norm = [answer.chosen_norm == answer.answer for answer in answers]
+        norms = [value / len(choice) for value, choice in zip(found, question.choices, strict=True)]
+        chosen, chosen_norm = (values.index(max(values)) for values in (found, norms))
+        answers.append(Answered(question.answer, chosen, chosen_norm, tuple(found)))
     return ChoicesResult(
-        str(trained.path),
-        trained.step,
+        *trained.place,
         str(file),
         len(questions),
-        *_mean_and_error(acc),
-        *_mean_and_error(acc_norm),
+        *_mean_and_error([answer.chosen == answer.answer for answer in answers]),
+        *_mean_and_error([answer.chosen_norm == answer.answer for answer in answers]),
         tuple(answers),
     )
-
-
-def _largest(values: list[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 def _mean_and_error(right: list[bool]) -> tuple[float, float | None]:
@@ -510,18 +456,15 @@ def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> 
     Where a token of both holds the end of the context, the ids are those that lm-eval takes: those of the context
     alone, then those of both from this length on.
     """
-    kept = context.rstrip()
-    if not kept:
+    if not context.rstrip():
         ids = tokenizer.encode(context + continuation, add_special_tokens=False)
         return Scored([*ids_before(tokenizer, path), *ids], len(ids))
-    before, whole = _encode(tokenizer, kept), _encode(tokenizer, context + continuation)
+    prefix, encoded = [*tokenizer.prefix], []
+    for text in (context.rstrip(), context + continuation):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        encoded.append(ids if ids[: len(prefix)] == prefix else [*prefix, *ids])
+    before, whole = encoded
     return Scored([*before, *whole[len(before) :]], len(whole) - len(before))
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    prefix = list(tokenizer.prefix)
-    return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
 def read_questions(file: Path) -> Iterator[Question]:
@@ -534,25 +477,18 @@ def read_questions(file: Path) -> Iterator[Question]:
     where = ""
     with opened(file) as (_, stream):
         for where, record in json_records(stream, file):
-            yield _question(record, where)
+            match record:
+                case {"question": str(question), "choices": [*choices], "answer": int(answer) | str(answer)}:
+                    if answer in choices:
+                        answer = choices.index(answer)
+                    is_text = all(isinstance(choice, str) and choice for choice in choices)
+                    if is_text and type(answer) is int and 0 <= answer < len(choices):
+                        yield Question(question, tuple(choices), answer)
+                        continue
+            message = f"{where}: not a question, choices that are texts, and one of them as the answer"
+            raise UsageError("evaluate.question", message, hint=_HINT)
     if not where:
         raise UsageError("evaluate.no_questions", f"{file}: holds no question", hint=_HINT)
-
-
-def _question(record: Any, where: str) -> Question:
-    match record:
-        case {"question": str(question), "choices": [*choices], "answer": int(answer) | str(answer)}:
-            pass
-        case _:
-            raise UsageError("evaluate.question", f"{where}: not question, choices and answer", hint=_HINT)
-    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise UsageError("evaluate.question", f"{where}: choices are texts that are not empty", hint=_HINT)
-    if isinstance(answer, str) and answer in choices:
-        answer = choices.index(answer)
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        why = f"answer {json.dumps(answer)[:80]} is none of the {len(choices)} choices"
-        raise UsageError("evaluate.question", f"{where}: {why}", hint=_HINT)
-    return Question(question, tuple(choices), answer)
 
 
 ROWS = 8

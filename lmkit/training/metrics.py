@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError  # noqa: A004 (before Python 3.11 not the built-in one)
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -47,12 +46,10 @@ _CURVES = {"train": "training", "valid": "held out", "final": "all held-out data
 
 CUT = "cut short"
 """What is wrong with a last line that a kill cut."""
+_TEXTS = ("kind", "text", "why")
 _WHOLE = ("step", "tokens", "memory_bytes", "number")
-_NUMBERS = (
-    *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "seconds", "progress", "eta_seconds"),
-    *("perplexity", "bits_per_byte", "bytes_per_token", "stall_seconds"),
-)
-"""Keys whose values are numbers that JSON has, or None."""
+"""Keys whose values are whole numbers; those of the other keys are numbers that JSON has, or None."""
+_NEEDED = {**dict.fromkeys(_CURVES, "loss"), "sample": "text"}
 
 Record = dict[str, Any]
 log = logging.getLogger("lmkit")
@@ -167,21 +164,22 @@ def check_metrics(path: Path) -> tuple[list[Record], list[str]]:
 
 def _mistake(record: Any) -> str | None:
     """Return why `record` could not have written it: no kind, no step, or values of other types."""
-    if (
-        not isinstance(record, dict)
-        or not isinstance(kind := record.get("kind"), str)
-        or "step" not in record
-    ):
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or "step" not in record:
         return "no record"
-    if kind in _CURVES and "loss" not in record:
-        return "no loss"
+    needed = _NEEDED.get(record["kind"], "step")
+    if needed not in record:
+        return f"no {needed}"
     for key, value in record.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 63
-        is_whole = is_number and isinstance(value, int) and value >= 0
-        is_right = is_whole if key in _WHOLE else key not in _NUMBERS or value is None or is_number
-        if not is_right or isinstance(value, dict | list):
+        is_number = type(value) in (int, float) and abs(value) < 1 << 63
+        if key in _TEXTS:
+            is_right = isinstance(value, str)
+        elif key in _WHOLE:
+            is_right = is_number and type(value) is int and value >= 0
+        else:
+            is_right = is_number or value is None
+        if not is_right:
             return key
-    return "text" if kind == "sample" and not isinstance(record.get("text"), str) else None
+    return None
 
 
 def draw_losses(folder: Path, *, title: str) -> None:
@@ -280,7 +278,7 @@ def describe(record: Record, total_steps: int) -> str:
         if record["mfu"] is not None:
             parts.append(f"MFU {100 * record['mfu']:.1f}%")
         parts.append(f"{_digits(record['memory_bytes'] / 1e9, 3)} GB")
-        parts.append(f"{_remaining(record['eta_seconds'])} left")
+        parts.append(f"{duration(record['eta_seconds'])} left")
         return "  ".join(parts)
     if kind in _CURVES:
         bits = record["bits_per_byte"]
@@ -299,9 +297,8 @@ def describe(record: Record, total_steps: int) -> str:
 
 
 def _digits(value: float, digits: int) -> str:
-    """Format with that many digits, for values from 1: with 3, `1.50`, `12.3`, `123`. NaN stays `nan`."""
-    whole = 1 + sum(abs(value) >= 10**power for power in range(1, digits))
-    return f"{value:.{digits - whole}f}"
+    """Format with that many digits: with 3, `1.50`, `12.3`, `123`."""
+    return f"{value:#.{digits}g}".rstrip(".")
 
 
 def _rate(value: float) -> str:
@@ -309,15 +306,6 @@ def _rate(value: float) -> str:
     if value < 1e4:
         return f"{value:,.0f}"
     return f"{_digits(value / 1e3, 3)}k" if value < 1e6 else f"{_digits(value / 1e6, 3)}M"
-
-
-def _remaining(seconds: float) -> str:
-    """Format as `1:15`, `1h05m`, `124h`: an estimate of hours needs no seconds."""
-    if seconds < 3600:
-        return duration(seconds)
-    if seconds < 36000:
-        return "{}h{:02d}m".format(*divmod(round(seconds / 60), 60))
-    return f"{seconds / 3600:.0f}h"
 
 
 def duration(seconds: float) -> str:
@@ -396,8 +384,8 @@ class _Events:
 class ServiceSink(Sink):
     """Send the numbers and texts of every record to a service. At the first failure log one warning and stop.
 
-    All calls are made in a thread of their own, so that a slow or dead service costs training no time. metrics.jsonl
-    has everything.
+    A thread makes all calls, so that a slow or dead service costs training no time, and does not keep the process
+    alive. metrics.jsonl has everything.
 
     Args:
         start: returns W&B's run, or what has its methods `log` and `finish`.
@@ -406,19 +394,13 @@ class ServiceSink(Sink):
 
     def __init__(self, name: str, start: Callable[[], Any], *, extra: str) -> None:
         self._name, self._extra = name, extra
-        self._caller = _Caller(name)
-        self._is_on = True
-        self._sent: list[Future[Any]] = []
-        begin = self._caller.submit(start)
-        if self._went_well(begin, START_TIMEOUT_S + 5, "starting"):
-            self._run = begin.result()
+        self._values: queue.SimpleQueue[tuple[int, dict[str, float | str]] | None] = queue.SimpleQueue()
+        self._is_on, self._started, self._ended = True, threading.Event(), threading.Event()
+        threading.Thread(target=self._serve, args=(start,), name=f"lmkit {name}", daemon=True).start()
+        if not self._started.wait(START_TIMEOUT_S + 5):
+            self._give_up(f"still starting after {START_TIMEOUT_S + 5} s")
 
     def record(self, record: Record) -> None:
-        self._sent = [
-            call for call in self._sent if not (call.done() and self._went_well(call, 0, "logging"))
-        ]
-        if not self._is_on:
-            return
         values: dict[str, float | str] = {
             f"{record['kind']}/{key}": value
             for key, value in record.items()
@@ -426,53 +408,31 @@ class ServiceSink(Sink):
         }
         if record["kind"] == "sample":  # a step may have several
             values = {f"sample/{record['number'] + 1}": record["text"]}
-        run, step = self._run, record["step"]
-        self._sent.append(self._caller.submit(lambda: run.log(values, step=step)))
+        if self._is_on:
+            self._values.put((record["step"], values))
 
     def close(self) -> None:
         """Upload the rest, for a minute at most: with a dead network a service may wait for ever."""
-        if self._is_on:
-            self._sent.append(self._caller.submit(self._run.finish))
-        for call in self._sent:
-            if self._is_on:
-                self._went_well(call, FINISH_TIMEOUT_S, "uploading")
-        self._is_on = False
+        self._values.put(None)
+        if self._is_on and not self._ended.wait(FINISH_TIMEOUT_S):
+            self._give_up(f"still uploading after {FINISH_TIMEOUT_S:g} s")
 
-    def _went_well(self, call: Future[Any], timeout: float, doing: str) -> bool:
+    def _serve(self, start: Callable[[], Any]) -> None:
         try:
-            error = call.exception(timeout)
-        except TimeoutError:
-            self._give_up(f"still {doing} after {timeout:g} s")
-            return False
-        if isinstance(error, ModuleNotFoundError):
+            run = start()
+            self._started.set()
+            while (found := self._values.get()) is not None:
+                run.log(found[1], step=found[0])
+            run.finish()
+        except ModuleNotFoundError:
             self._give_up(f"the package is not installed (pip install 'lmkit[{self._extra}]')")
-        elif error is not None:
+        except BaseException as error:  # noqa: BLE001 (nothing that a service does ends a training)
             self._give_up(repr(error))
-        return error is None
+        finally:
+            self._started.set()
+            self._ended.set()
 
     def _give_up(self, why: str) -> None:
         if self._is_on:
             log.warning("%s is off: %s; metrics.jsonl has everything", self._name, why)
         self._is_on = False
-
-
-class _Caller(threading.Thread):
-    """Make calls one after the other, in a thread that does not keep the process alive, as an executor's would."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=f"lmkit {name}", daemon=True)
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self.start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        call: Future[Any] = Future()
-        self._calls.put((function, call))
-        return call
-
-    def run(self) -> None:
-        while True:
-            function, call = self._calls.get()
-            try:
-                call.set_result(function())
-            except BaseException as error:  # noqa: BLE001 (the call holds it, as with executors)
-                call.set_exception(error)

@@ -86,7 +86,8 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     Raises:
         UsageError: a table or the vocabulary is missing, or the ranks do not divide the batch.
     """
-    config, train = _tables(recipe)
+    config = required_model(recipe, command="plan")
+    train = required(recipe.train, "train", recipe, command="plan")
     if train.precision == "auto":
         has_bf16 = known_peak(card.name, "bf16") is not None
         precision = automatic_precision(recipe.optimizer.name, has_bf16=has_bf16)
@@ -107,9 +108,10 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     def longer(context: int) -> ModelConfig:
         return config.changed(context_length=context)
 
-    kept_back = KEPT_BACK["alone" if ranks == 1 else "with others"]
-    usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - kept_back
-    parameters = count_parameters(config).total
+    usable = int(card.memory * (1 - KEPT_BACK_SHARE)) - KEPT_BACK["alone" if ranks == 1 else "with others"]
+    counted, writes = count_parameters(config), recipe.generate
+    element = 4 if writes.precision == "fp32" else 2
+    of_token = 2 * config.num_layers * config.kv_heads * config.head_dim * element
     return Plan(
         card=card,
         config=config,
@@ -117,23 +119,20 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         strategy=parallel.strategy,
         ranks=ranks,
         rows=rows,
-        parameters=parameters,
+        parameters=counted.total,
         fused=fused,
         memory=memory(config, rows),
         usable=usable,
         most_rows=_most(lambda rows: memory(config, rows).peak <= usable),
         most_context=64 * _most(lambda units: memory(longer(64 * units), rows).peak <= usable, LONGEST // 64),
-        texts=recipe.generate.batch_size,
-        kv_cache=_kv_cache(config, recipe),
-        generating=parameters * (4 if recipe.generate.precision == "fp32" else 2)
-        + (count_parameters(config).multiplying if recipe.generate.weights == "fp8" else 0),
+        texts=writes.batch_size,
+        kv_cache=writes.batch_size * config.context_length * of_token,
+        generating=counted.total * element + (counted.multiplying if writes.weights == "fp8" else 0),
     )
 
 
 def misfit(recipe: Recipe, *, ranks: int) -> str | None:
     """Return a warning if the recipe will not fit on this machine's GPUs; None if it will, or they are not used."""
-    import torch
-
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
         return None
     made = plan(recipe, card_here(), ranks=ranks)
@@ -143,12 +142,6 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
         f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
         f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
     )
-
-
-def _tables(recipe: Recipe) -> tuple[ModelConfig, TrainConfig]:
-    """Return [model] with its vocabulary, and [train]."""
-    config = required_model(recipe, command="plan")
-    return config, required(recipe.train, "train", recipe, command="plan")
 
 
 def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
@@ -204,13 +197,6 @@ def _most(fits: Callable[[int], bool], largest: int = 1 << 20) -> int:
     return low
 
 
-def _kv_cache(config: ModelConfig, recipe: Recipe) -> int:
-    """Return the bytes of the keys and values of [generate], of texts as long as the context."""
-    element = 4 if recipe.generate.precision == "fp32" else 2
-    of_token = 2 * config.num_layers * config.kv_heads * config.head_dim * element
-    return recipe.generate.batch_size * config.context_length * of_token
-
-
 # Make a few steps
 
 
@@ -264,18 +250,13 @@ def measure_among(ranks: Ranks, recipe: Recipe) -> Measured:
                 for _ in range(WARM_UPS + MEASURED - 2):
                     training.run(wait=True)
             if largest_of_ranks([seconds], ranks)[0] < SHORT_S:
-                seconds = _median_seconds(ranks, training)
+                samples = [_seconds(training, FEW)]
+                more = int(SAMPLED_S / (FEW * largest_of_ranks(samples, ranks)[0]))
+                seconds = median([*samples, *(_seconds(training, FEW) for _ in range(more))])
         except RuntimeError as error:
             raise limit_reached(error) or error from error
         peak_bytes, seconds = largest_of_ranks([peak.peak_bytes - before, seconds], ranks)
         return Measured(int(peak_bytes), seconds)
-
-
-def _median_seconds(ranks: Ranks, training: TrainingStep) -> float:
-    """Return how long a step takes, in the median sample. Collective."""
-    samples = [_seconds(training, FEW)]
-    more = int(SAMPLED_S / (FEW * largest_of_ranks(samples, ranks)[0]))
-    return median([*samples, *(_seconds(training, FEW) for _ in range(more))])
 
 
 def _seconds(training: TrainingStep, steps: int = 1) -> float:

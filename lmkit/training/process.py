@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,14 +17,12 @@ import torch
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.memory import expand_segments
-from lmkit.parallel.ranks import Ranks, absent_ranks, local_device, process_group
+from lmkit.parallel.ranks import Ranks, local_device, process_group
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SILENCE_S = 2.0
-"""How long the other ranks may take to answer a stopping signal before they are named."""
 _MALLOC = {  # option of glibc's mallopt -> (its number in malloc.h, bytes, the environment variable for it)
     "M_TRIM_THRESHOLD": (-1, 1 << 30, "MALLOC_TRIM_THRESHOLD_"),
     "M_TOP_PAD": (-2, 1 << 26, "MALLOC_TOP_PAD_"),
@@ -111,12 +109,8 @@ class StopSignals:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.received: int | None = None
-        self._ranks = ranks or Ranks()
-        self._ended = threading.Event()
+        self._speaks = ranks is None or ranks.is_first
         self._before: dict[int, Any] = {}
-        self._bell: int | None = None
-        self._bell_before = -1
-        self._counting: threading.Thread | None = None
 
     def __enter__(self) -> StopSignals:
         for number in _SIGNALS:
@@ -125,20 +119,12 @@ class StopSignals:
         os.set_blocking(self._bell, False)
         self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
         self._counting = threading.Thread(
-            target=_leave_at_the_second,
-            args=(reading, self._ranks, self._ended),
-            name="lmkit-signals",
-            daemon=True,
+            target=_leave_at_the_second, args=(reading, self._speaks), name="lmkit-signals", daemon=True
         )
         self._counting.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._bell is not None
-        assert self._counting is not None
-        self._ended.set()
+    def __exit__(self, *raised: object) -> None:
         signal.set_wakeup_fd(self._bell_before)
         os.close(self._bell)  # ends the thread
         self._counting.join()
@@ -150,44 +136,24 @@ class StopSignals:
             self.received = number
 
 
-def _leave_at_the_second(reading: int, ranks: Ranks, ended: threading.Event) -> None:
+def _leave_at_the_second(reading: int, speaks: bool) -> None:
     """Say what the first stopping signal does; end the process at the second.
 
     The interpreter's own C handler writes each signal as a byte to the pipe, whatever the main thread does.
     """
-    saying: threading.Thread | None = None
+    is_first = True
     with open(reading, "rb", buffering=0) as bell:
         while byte := bell.read(1):
-            if byte[0] in _SIGNALS:
-                if saying is not None:
-                    os._exit(128 + byte[0])
-                # In a thread of its own: stderr may be a pipe that nobody reads.
-                saying = threading.Thread(target=_say, args=(byte[0], ranks, ended), daemon=True)
-                saying.start()
-    if saying is not None:
-        saying.join(SILENCE_S)
-
-
-def _say(number: int, ranks: Ranks, ended: threading.Event) -> None:
-    """Say that the run stops after this step; if it does not, which ranks have not taken the signal.
-
-    Rank 0 says the former, the first rank that is still there the latter.
-    """
-    again = f"{'Ctrl-C again' if number == signal.SIGINT else 'a second signal'} aborts without saving"
-    if ranks.is_first:
-        print(f"stopping after this step; {again}", file=sys.stderr, flush=True)
-    if ranks.store is None:
-        return
-    try:
-        ranks.store.set(f"stopping/{ranks.rank}", "yes")
-        if ended.wait(SILENCE_S):
-            return
-        silent = absent_ranks(ranks.store, "stopping", ranks.world_size, 0)
-    except RuntimeError:  # the store is gone: the run is ending
-        return
-    if silent and ranks.rank == min({*range(ranks.world_size)} - {*silent}):
-        names = ", ".join(map(str, silent))
-        print(f"waiting for rank {names}: no answer to the signal; {again}", file=sys.stderr, flush=True)
+            if byte[0] not in _SIGNALS:
+                continue
+            if not is_first:
+                os._exit(128 + byte[0])
+            is_first = False
+            again = "Ctrl-C again" if byte[0] == signal.SIGINT else "a second signal"
+            text = f"stopping after this step; {again} aborts without saving"
+            how = {"file": sys.stderr, "flush": True}
+            if speaks:  # in a thread of its own: stderr may be a pipe that nobody reads
+                threading.Thread(target=print, args=(text,), kwargs=how, daemon=True).start()
 
 
 def end_as_stopped(received: int | None) -> None:

@@ -25,10 +25,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
@@ -58,12 +56,11 @@ from lmkit.training.checkpoint import (
     DamagedCheckpoint,
     DataIdentity,
     FileEntry,
-    NewerFormat,
     RngState,
-    SavedStep,
     TrainingState,
     clean_leftovers,
     damaged,
+    is_finite,
     model_name,
     newest_valid,
     open_checkpoint,
@@ -105,16 +102,33 @@ def _is_sharded(optimizer: torch.optim.Optimizer) -> TypeGuard[ShardedState]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
-    states: States = {}
     if _is_sharded(optimizer):
-        states = optimizer.state_dict()["state"]
+        states: States = optimizer.state_dict()["state"]
     else:
-        for parameter, name in _held(optimizer, model).items():
-            if parameter in optimizer.state:
-                states[name] = optimizer.state[parameter]
+        held = _held(optimizer, model).items()
+        states = {
+            name: optimizer.state[parameter] for parameter, name in held if parameter in optimizer.state
+        }
     return {
         f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
     }
+
+
+def own_files(step: Step) -> Files:
+    """Return what a rank saves of a training: file name -> live tensors by name.
+
+    Rank 0 saves weights and optimizer state that all ranks hold; each saves the part that it alone holds.
+    """
+    ranks, part, layout = step.ranks, step.sync.weights_to_save(), optimizer_layout(step.optimizer)
+    weights = model_weights(step.model) if part is None else part
+    state = optimizer_tensors(step.optimizer, step.model)
+    files = {}
+    if part is not None or ranks.is_first:
+        files[model_name(ranks.rank, 1 if part is None else ranks.world_size)] = weights
+    shards = 1 if layout is None else layout["world_size"]
+    if ranks.rank < shards:  # further ranks keep copies
+        files[shard_name(ranks.rank, shards)] = state
+    return files
 
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
@@ -149,15 +163,22 @@ def load_optimizer_tensors(
     """
     if not any(shards):
         return  # of an imported model: the optimizer begins afresh
-    grouped = [_by_owner(shard) for shard in shards]
+    grouped: list[States] = [{} for _ in shards]
+    for states, tensors in zip(grouped, shards, strict=True):
+        for full_name, tensor in tensors.items():
+            owner, _, key = full_name.rpartition(".")
+            is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
+            states.setdefault(owner, {})[key] = tensor.item() if is_number else tensor
     try:
-        if own is not None:
-            assert _is_sharded(optimizer)
-            assert layout is not None
-            (state,) = _shard_states(grouped, layout, groups=len(optimizer.param_groups))
-            optimizer.load_state_dict({**state, "rank": own})
-        elif _is_sharded(optimizer):
-            _load_into_shards(optimizer, model, grouped, layout)
+        if _is_sharded(optimizer):
+            groups = len(optimizer.param_groups)
+            if layout is None:
+                layout, grouped = _as_one_shard(grouped[0], model)
+            if own is not None:
+                (state,) = _shard_states(grouped, layout, groups=groups)
+                optimizer.load_state_dict({**state, "rank": own})
+            else:
+                optimizer.load_resharded(_shard_states(grouped, layout, groups=groups))
         else:
             whole = grouped[0]
             if layout is not None:
@@ -188,18 +209,17 @@ def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Te
             master.copy_(weights[name])
 
 
-def _load_into_shards(
-    optimizer: ShardedState, model: nn.Module, grouped: list[States], layout: Layout | None
-) -> None:
-    if layout is None:
-        # Treat whole state as the state of one rank whose buckets hold one parameter each.
-        sizes = {name: parameter.numel() for parameter, name in parameter_names(model).items()}
-        names = [name for name in grouped[0] if name in sizes]
-        buckets = [{"names": [n], "sizes": [sizes[n]], "shard_size": sizes[n]} for n in names]
-        layout = {"world_size": 1, "buckets": buckets}
-        flat = [{key: _flat(value) for key, value in grouped[0][name].items()} for name in names]
-        grouped = [{str(index): state for index, state in enumerate(flat)}]
-    optimizer.load_resharded(_shard_states(grouped, layout, groups=len(optimizer.param_groups)))
+def _as_one_shard(whole: States, model: nn.Module) -> tuple[Layout, list[States]]:
+    """Return whole state as that of one rank whose buckets hold one parameter each."""
+    sizes = {name: parameter.numel() for parameter, name in parameter_names(model).items() if name in whole}
+    buckets = [{"names": [name], "sizes": [size], "shard_size": size} for name, size in sizes.items()]
+    states = {}
+    for index, name in enumerate(sizes):
+        tensors = {key: _as_tensor(value) for key, value in whole[name].items()}
+        states[str(index)] = {
+            key: value.reshape(-1) if value.dim() else value for key, value in tensors.items()
+        }
+    return {"world_size": 1, "buckets": buckets}, [states]
 
 
 def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> list[dict[str, Any]]:
@@ -212,21 +232,25 @@ def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> 
 
 def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
     held = _held(optimizer, model)
-    unknown = sorted(set(whole) - set(held.values()))
-    if unknown:
+    if unknown := sorted(set(whole) - set(held.values())):
         raise ValueError(f"unknown parameters {some_of(unknown)}")
     for parameter, name in held.items():
         if name not in whole:
             continue
-        restored = _shaped_as(parameter, name, whole[name])
         kept = optimizer.state.get(parameter, {}).get(MASTER)
-        if MASTER in restored:
+        restored = {} if kept is None else {MASTER: kept}  # of `load_masters`
+        for key, value in whole[name].items():
+            if isinstance(value, torch.Tensor) and value.dim():  # it may be flat
+                if value.numel() != parameter.numel():
+                    found, wanted = value.numel(), parameter.numel()
+                    raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
+                value = value.reshape(parameter.shape)
+            restored[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if MASTER in whole[name]:
             with torch.no_grad():
                 parameter.copy_(restored[MASTER])
             if kept is None:
                 del restored[MASTER]
-        elif kept is not None:
-            restored[MASTER] = kept  # of `load_masters`
         dtype = restored.get(MASTER, parameter).dtype
         device = getattr(optimizer, "state_device", parameter.device)
         optimizer.state[parameter] = {
@@ -237,49 +261,16 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         }
 
 
-def _shaped_as(parameter: torch.Tensor, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state of a parameter, which may be flat, shaped as the parameter; numbers stay."""
-    shaped = dict(state)
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim():
-            if value.numel() != parameter.numel():
-                raise ValueError(
-                    f"{name}.{key} has {value.numel()} elements, the parameter {parameter.numel()}"
-                )
-            shaped[key] = value.reshape(parameter.shape).clone()
-        elif isinstance(value, torch.Tensor):
-            shaped[key] = value.clone()
-    return shaped
-
-
 def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the names of the parameters that the optimizer updates."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
-def _by_owner(tensors: Tensors) -> States:
-    states: States = {}
-    for full_name, tensor in tensors.items():
-        owner, _, key = full_name.rpartition(".")
-        states.setdefault(owner, {})[key] = _from_tensor(tensor)
-    return states
-
-
-def _flat(value: Any) -> torch.Tensor:
-    tensor = _as_tensor(value)
-    return tensor.reshape(-1) if tensor.dim() else tensor
-
-
 def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-
-
-def _from_tensor(tensor: torch.Tensor) -> torch.Tensor | float:
-    is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
-    return tensor.item() if is_number else tensor
 
 
 # Save in the background
@@ -316,25 +307,20 @@ class CheckpointWriter:
         self.stall_seconds = 0.0
         """How long training has waited for saving so far."""
 
-    def reserve(
-        self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1
-    ) -> None:
+    def reserve(self, files: Files) -> None:
         """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
         self.wait()
-        files = self._own_files(state, model, optimizer, model_files)
         self.writing = self._thread.submit(self._copies.reserve, files)
 
-    def save(self, state: TrainingState, *, model: Tensors, optimizer: Tensors, model_files: int = 1) -> None:
+    def save(self, state: TrainingState, files: Files) -> None:
         """Begin to save. Every rank calls it at the same step.
 
         Args:
             state: with this rank's RNG state; those of the other ranks are added.
-            model, optimizer: the live tensors, on any device; under a sharded optimizer this rank's shard.
-            model_files: 1: the model is rank 0's; the number of ranks: each saves the part that it gives.
+            files: that this rank writes, of the live tensors, on any device; see `own_files`.
         """
         started = time.perf_counter()
         self.wait()
-        files = self._own_files(state, model, optimizer, model_files)
         self._copies.mark()
         self._copied.clear()
         self._step = state.step
@@ -400,14 +386,6 @@ class CheckpointWriter:
         self._abandoned.set()
         self._thread.shutdown()
 
-    def _own_files(self, state: TrainingState, model: Tensors, optimizer: Tensors, model_files: int) -> Files:
-        """Return what this rank writes: file name -> tensors."""
-        rank = self._ranks.rank
-        files = {model_name(rank, model_files): model} if rank < model_files else {}
-        if rank < state.optimizer_shards:  # further ranks keep copies
-            files[shard_name(rank, state.optimizer_shards)] = optimizer
-        return files
-
     def _write(self, state: TrainingState, live: Files) -> None:
         """In the thread: copy, release the weights, write this rank's files; on rank 0 collect and publish."""
         try:
@@ -417,45 +395,42 @@ class CheckpointWriter:
         self._copies.synchronize()
         _refuse_nonfinite(copies, state.step)
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
-        post = _Post(self._ranks, state.step, self._abandoned)
+        messages = _Messages(self._ranks, state.step, self._abandoned)
         if not self._ranks.is_first:
-            self._write_part(state, copies, partial, post)
+            self._write_part(state, copies, partial, messages)
             return
         try:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-            post.send("folder", {})
-            self._write_all(state, copies, partial, post)
+            messages.send("folder", {})
+            self._write_all(state, copies, partial, messages)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._retention.remember(state.step, state.valid_loss)
         self._retention.prune()
 
-    def _write_part(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
+    def _write_part(self, state: TrainingState, copies: Files, partial: Path, messages: _Messages) -> None:
         """On every rank but the first: write its files, if it has some; send the RNG state."""
         message: dict[str, object] = {"error": "an error of its own"}
         try:
             if copies:
-                post.receive("folder", 0)
-            entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
-            message = {
-                "rng": state.rng[0].model_dump(),
-                "entries": {name: asdict(entry) for name, entry in entries.items()},
-            }
+                messages.receive("folder", 0)
+            entries = {name: asdict(write_tensors(partial / name, part)) for name, part in copies.items()}
+            message = {"rng": state.rng[0].model_dump(), "entries": entries}
         except OSError as error:
             message = {"error": reason(error)}
             raise
         finally:
-            post.send("part", message)
+            messages.send("part", message)
 
-    def _write_all(self, state: TrainingState, copies: Files, partial: Path, post: _Post) -> None:
+    def _write_all(self, state: TrainingState, copies: Files, partial: Path, messages: _Messages) -> None:
         """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
         entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
         rng = list(state.rng)
         for rank in range(1, self._ranks.world_size):
-            part = post.receive("part", rank)
+            part = messages.receive("part", rank)
             if "error" in part:
                 raise LmkitError(
                     "checkpoint.write_failed",
@@ -464,8 +439,6 @@ class CheckpointWriter:
                 )
             rng.append(RngState.model_validate(part["rng"]))
             entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
-            post.forget("part", rank)
-        post.forget("folder", 0)  # every rank that had to see it has sent its part since
         complete = state.changed(rng=tuple(rng))
         entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
         write_manifest(partial, entries)
@@ -476,25 +449,22 @@ def _refuse_nonfinite(copies: Files, step: int) -> None:
     """Refuse weights that the very last update made NaN or infinite: they must not replace a good checkpoint."""
     for file, tensors in copies.items():
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and tensor.numel():
-                lowest, highest = torch.aminmax(tensor)  # one pass; NaN propagates
-                if not (torch.isfinite(lowest) and torch.isfinite(highest)):
-                    raise LmkitError(
-                        "checkpoint.nonfinite",
-                        f"step {step}: {file}: {name} is not finite; not saved",
-                        hint="resume from the newest checkpoint with a lower optimizer.lr",
-                    )
+            if not is_finite(tensor):
+                raise LmkitError(
+                    "checkpoint.nonfinite",
+                    f"step {step}: {file}: {name} is not finite; not saved",
+                    hint="resume from the newest checkpoint with a lower optimizer.lr",
+                )
 
 
 class _HostCopies:
     """Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
         self._device = device
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._before = torch.cuda.Event() if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._before: torch.cuda.Event | None = None
         self._after: torch.cuda.Event | None = None
 
     def reserve(self, live: Files) -> None:
@@ -503,16 +473,15 @@ class _HostCopies:
                 self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
 
     def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get((file, name))
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu and tensor.is_cuda)
-            self._buffers[file, name] = buffer
-        return buffer
+        if (file, name) not in self._buffers:
+            pinned = self._stream is not None and tensor.is_cuda
+            self._buffers[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return self._buffers[file, name]
 
     def mark(self) -> None:
         """In the trainer: everything launched so far on the GPU belongs into the copy."""
-        if self._before is not None:
-            self._before.record(torch.cuda.current_stream(self._device))
+        if self._stream is not None:
+            self._before = torch.cuda.current_stream(self._device).record_event()
 
     def fill(self, live: Files) -> Files:
         """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
@@ -521,10 +490,12 @@ class _HostCopies:
             if self._stream is not None and self._before is not None:
                 self._stream.wait_event(self._before)
             for file, tensors in live.items():
-                copies[file] = {}
-                for name, tensor in tensors.items():
-                    buffer = self._buffer(file, name, tensor)
-                    copies[file][name] = buffer.copy_(tensor.detach(), non_blocking=self._on_gpu)
+                copies[file] = {
+                    name: self._buffer(file, name, tensor).copy_(
+                        tensor.detach(), non_blocking=self._stream is not None
+                    )
+                    for name, tensor in tensors.items()
+                }
             if self._stream is not None:
                 self._after = self._stream.record_event()
         return copies
@@ -540,43 +511,36 @@ class _HostCopies:
             torch.cuda.current_stream(self._device).wait_event(self._after)
 
 
-class _Post:
-    """Exchange small JSON messages about one checkpoint between the writer threads of all ranks.
+class _Messages:
+    """Exchange small JSON messages about a checkpoint between the writer threads of all ranks.
 
-    A rank's part is 7 kB (the state of its random generator). Messages are deleted once they are read, or the store
-    would grow with every checkpoint.
+    A message replaces the one of the same topic and sender about the checkpoint before.
     """
 
     def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
-        self._ranks = ranks
-        self._step = step
-        self._abandoned = abandoned
+        self._ranks, self._step, self._abandoned = ranks, step, abandoned
 
     def send(self, topic: str, message: dict[str, object]) -> None:
         if self._ranks.store is not None:
-            self._ranks.store.set(self._key(topic, self._ranks.rank), json.dumps(message))
+            message = {**message, "step": self._step}
+            self._ranks.store.set(f"checkpoint/{topic}/{self._ranks.rank}", json.dumps(message))
 
-    def receive(self, topic: str, sender: int) -> dict:
+    def receive(self, topic: str, sender: int) -> dict[str, Any]:
         """Wait for a message. Poll, because a blocking wait would lock the store for the trainer."""
         assert self._ranks.store is not None
-        key = self._key(topic, sender)
+        key = f"checkpoint/{topic}/{sender}"
         deadline = time.monotonic() + self._ranks.timeout_s
-        while not self._ranks.store.check([key]):
+        while True:
+            if self._ranks.store.check([key]):
+                message = json.loads(self._ranks.store.get(key))
+                if message["step"] == self._step:
+                    return message
             if self._abandoned.wait(_POLL_S) or time.monotonic() > deadline:
                 raise LmkitError(
                     "checkpoint.rank_missing",
                     f"{step_name(self._step)}: rank {sender} did not deliver its part of the checkpoint",
                     hint="look for that rank's own error; earlier checkpoints are intact",
                 )
-        return json.loads(self._ranks.store.get(key))
-
-    def forget(self, topic: str, sender: int) -> None:
-        """Delete a message that every reader has read."""
-        if self._ranks.store is not None:
-            self._ranks.store.delete_key(self._key(topic, sender))
-
-    def _key(self, topic: str, sender: int) -> str:
-        return f"checkpoint/{self._step}/{topic}/{sender}"
 
 
 class Retention:
@@ -591,11 +555,8 @@ class Retention:
     """
 
     def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
-        self._folder = folder
-        self._keep_last = keep_last
-        self._keep_best = keep_best
+        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
         self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-        self._foreign: set[int] = set()  # whole or unread, and not for us to judge
 
     def remember(self, step: int, valid_loss: float | None) -> None:
         """Count this checkpoint as good: it was just written and synced."""
@@ -607,33 +568,29 @@ class Retention:
         A damaged one stays while it is newer than the oldest of the last to keep.
         """
         saved = saved_steps(self._folder)
-        good = [item.step for item in saved if self._is_good(item)]
+        kept = set()
+        for step, path in saved:
+            if step in self._losses:
+                continue
+            try:
+                verify(path)
+            except DamagedCheckpoint:
+                continue
+            except LmkitError:  # not read, or of a newer format: it may be whole
+                kept.add(step)
+                continue
+            try:
+                self._losses[step] = open_checkpoint(path).state.valid_loss
+            except LmkitError:  # the checksums are right: another version wrote it
+                kept.add(step)
+        good = [step for step, _ in saved if step in self._losses]
         last = good[-self._keep_last :]
-        kept = {*last} | self._foreign
-        rated = [(loss, step) for step in good if (loss := self._losses[step]) is not None]
-        kept.update(step for _, step in sorted(rated)[: self._keep_best])
-        doomed = [item.path for item in saved if item.step not in kept and last and item.step < last[0]]
+        rated = sorted((loss, step) for step in good if (loss := self._losses[step]) is not None)
+        kept.update(last, (step for _, step in rated[: self._keep_best]))
+        doomed = [path for step, path in saved if step not in kept and last and step < last[0]]
         for path in doomed:
             remove_folder(path)
         return doomed
-
-    def _is_good(self, saved: SavedStep) -> bool:
-        if saved.step in self._losses:
-            return True
-        try:
-            with suppress(NewerFormat):  # which open_checkpoint raises again
-                verify(saved.path)
-        except DamagedCheckpoint:
-            return False
-        except LmkitError:  # it may be whole
-            self._foreign.add(saved.step)
-            return False
-        try:
-            self._losses[saved.step] = open_checkpoint(saved.path).state.valid_loss
-        except LmkitError:  # the checksums are right: another version wrote it
-            self._foreign.add(saved.step)
-            return False
-        return True
 
 
 # Resume
@@ -668,12 +625,15 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     removed = remove_partials(folder)
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
-    choice = choose_start(recipe)
-    return choice.path, [
-        *(f"removed {left}, left by a session that was killed" for left in removed),
-        *(f"skipped {why}" for why in choice.skipped),
-        *(f"kept a damaged checkpoint as {place}" for place in keep_newer(checkpoints, choice)),
-    ]
+    path, skipped = choose_start(recipe)
+    notes = [f"removed {left}, left by a session that was killed" for left in removed]
+    notes += [f"skipped {why}" for why in skipped]
+    # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
+    for saved in reversed(saved_steps(checkpoints)) if skipped else ():
+        if saved.path == path:
+            break
+        notes.append(f"kept a damaged checkpoint as {keep_damaged(saved.path)}")
+    return path, notes
 
 
 def choose_start(recipe: Recipe) -> Choice:
@@ -708,15 +668,6 @@ def choose_start(recipe: Recipe) -> Choice:
             hint="choose another run.name for the new branch, or delete the newer checkpoints",
         )
     return Choice(path, ())
-
-
-def keep_newer(folder: Path, choice: Choice) -> list[Path]:
-    """Rename the checkpoints that are newer than the chosen one, all damaged, and return their new paths.
-
-    The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
-    """
-    newest_first = [saved.path for saved in reversed(saved_steps(folder))] if choice.skipped else []
-    return [keep_damaged(path) for path in takewhile(lambda path: path != choice.path, newest_first)]
 
 
 def check_agreement(

@@ -57,7 +57,7 @@ def open_data(recipe: Recipe) -> Data:
     train_path, valid_path = token_paths(recipe)
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
-    ours, tokenizer = train.meta.tokenizer_sha256, tokenizer_path(recipe)
+    ours, own, table = train.meta.tokenizer_sha256, recipe.run.path / TOKENIZER, recipe.tokenizer
     if valid is not None and valid.meta.tokenizer_sha256 != ours:
         raise UsageError(
             "data.other_tokenizer",
@@ -66,20 +66,17 @@ def open_data(recipe: Recipe) -> Data:
             hint="encode both with the same tokenizer",
         )
     # `lmkit generate` will read and write with the run's tokenizer.
-    own, table = recipe.run.path / TOKENIZER, recipe.tokenizer
-    end = None if tokenizer == own or table is None else table.end_of_text
-    if tokenizer.exists() and (theirs := Tokenizer.load(tokenizer, end_of_text=end).sha256) != ours:
-        raise UsageError(
-            "data.other_tokenizer",
-            f"{train_path}: made with tokenizer {ours}, but {tokenizer} is {theirs}",
-            hint="encode the text again, or name its tokenizer: --set tokenizer.path=FILE",
-        )
-    if own != tokenizer and own.exists() and Tokenizer.load(own).sha256 != ours:
-        raise UsageError(
-            "data.other_tokenizer",
-            f"{own}: is another tokenizer than that of {train_path}, and would read and write for the model",
-            hint="move it away, or name a new run: --set run.name=...",
-        )
+    for path in {tokenizer_path(recipe), own}:
+        end = None if path == own or table is None else table.end_of_text
+        if path.exists() and (theirs := Tokenizer.load(path, end_of_text=end).sha256) != ours:
+            hint = "encode the text again, or name its tokenizer: --set tokenizer.path=FILE"
+            if path == own != tokenizer_path(recipe):
+                hint = "move it away, or name a new run: --set run.name=..."
+            raise UsageError(
+                "data.other_tokenizer",
+                f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
+                hint=hint,
+            )
     return Data(train, valid)
 
 
@@ -128,8 +125,6 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
             command = f"lmkit run {shlex.quote(recipe.source)}"
             if recipe.run.name != recipe.source:  # most shipped recipes name their run as themselves
                 command += f" --set run.name={shlex.quote(recipe.run.name)}"
-            if recipe.run.folder != type(recipe.run)().folder:
-                command += f" --set run.folder={shlex.quote(str(recipe.run.folder))}"
         raise UsageError(
             "data.no_tokens",
             f"{train}: no such token file to train on (key data.train)",
@@ -144,23 +139,20 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
 
 
 def refuse_changed(recipe: Recipe) -> None:
-    """Refuse token files that are not as `lmkit run` made them.
-
-    Raises:
-        UsageError: names the file ("data.changed").
-    """
-    if recipe.data.source == "random":
-        return
-    for key, tokens in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
-        refuse_changed_file(tokens, f" (key {key})", other=f"--set {key}=FILE.npy")
+    """Refuse token files that are not as `lmkit run` made them; see `refuse_changed_file`."""
+    if recipe.data.source != "random":
+        for key, tokens in zip(("data.train", "data.valid"), token_paths(recipe), strict=True):
+            refuse_changed_file(tokens, other=f"--set {key}=FILE.npy")
 
 
-def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
+def refuse_changed_file(tokens: Path, *, other: str) -> None:
     """Refuse a token file that is not as `lmkit run` made it. It is read only if its size or time changed.
 
     Args:
-        key: what to add to the error after the file.
         other: the option that names another file, for the hint.
+
+    Raises:
+        UsageError: names the file ("data.changed").
     """
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
@@ -173,7 +165,7 @@ def refuse_changed_file(tokens: Path, key: str = "", *, other: str) -> None:
             again = f"lmkit run {shlex.quote(str(tokens.parent.parent / RECIPE))}"
             raise UsageError(
                 "data.changed",
-                f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it{key}",
+                f"{path}: {'changed' if is_there else 'gone'} since `lmkit run` made it ({other} names another)",
                 hint=f"{again} makes it again; other tokens have to lie elsewhere: {other}",
             )
 

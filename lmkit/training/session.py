@@ -55,7 +55,7 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import check_device, check_optimizer, schedule_warnings, step_of
+from lmkit.training.setup import check_device, schedule_warnings, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
 
@@ -173,31 +173,29 @@ def _run_rank(
     ):
         own = FolderLock(recipe.run.path) if lock is None else nullcontext()
         start = _prepare(recipe, ranks, stop_at_step, lambda: held.enter_context(own))
-        checkpoint = start.checkpoint
+        resolved, checkpoint = start.recipe, start.checkpoint
         if start.done is not None:
-            for note in (*start.notes, *start.changes) if ranks.is_first else ():
+            for note in start.notes if ranks.is_first else ():
                 log.warning(note)
             return start.done if ranks.is_first else None
+        resumed_from = None if checkpoint is None else checkpoint.state.step
         sink = Fanout([])
         if ranks.is_first:
             mark_run(recipe.run.path)
             keep_tokenizer(recipe)
             save_recipe(recipe)
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-            sink = open_sink(start.recipe, after_step=0 if checkpoint is None else checkpoint.state.step)
+            sink = open_sink(resolved, after_step=resumed_from or 0)
         try:
-            begin = f"no checkpoint yet: {start.beginning}"
-            if checkpoint is not None:
-                begin = f"resuming from {checkpoint.path}"
-            for note in (*start.notes, begin, *start.changes):
+            for note in (*start.notes, start.begin):
                 sink.note(note)
-            step = step_of(start.recipe, ranks, start.data)
+            step = step_of(resolved, ranks, start.data)
             if start.given is not None:
                 begin_with(start.given, step)
             counters = Counters() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
             with StopSignals(ranks) as signals:
                 trainer = Trainer(
-                    start.recipe,
+                    resolved,
                     step,
                     start.data,
                     start.batches,
@@ -214,13 +212,13 @@ def _run_rank(
             return None
         decorate("loss.png", lambda: draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss"))
         return _result(
-            start.recipe,
+            resolved,
             status=ending,
-            resumed_from=None if checkpoint is None else checkpoint.state.step,
+            resumed_from=resumed_from,
             step=counters.step,
             tokens=counters.tokens,
             seconds=trainer.clock.seconds,
-            tokens_per_second=trainer.speed.session,
+            tokens_per_second=trainer.clock.speed,
             loss=trainer.train_loss,
             evaluation=evaluation,
         )
@@ -251,7 +249,8 @@ class _Start:
     Attributes:
         recipe: resolved.
         checkpoint: to resume from; None: from scratch, or with the weights `given`.
-        notes, changes: lines for people: on the choice of the checkpoint; on what changed since, and warnings.
+        begin: a line for people that says so.
+        notes: further lines: on the choice of the checkpoint, on what changed since, and warnings.
         done: the result if nothing is left to do, not even an evaluation.
     """
 
@@ -259,15 +258,10 @@ class _Start:
     data: Data
     batches: BatchSource
     checkpoint: Checkpoint | None
-    notes: list[str]
-    changes: list[str]
-    done: TrainResult | None
-    given: GivenWeights | None = None
-
-    @property
-    def beginning(self) -> str:
-        """How a run begins that has no checkpoint."""
-        return "starting from scratch" if self.given is None else f"starting from {self.given.path}"
+    given: GivenWeights | None
+    begin: str
+    notes: tuple[str, ...]
+    done: TrainResult | None = None
 
 
 def _prepare(
@@ -281,7 +275,6 @@ def _prepare(
     data = open_data(recipe)
     resolved = with_precision(resolve(recipe, data), ranks.device)
     check_device(resolved, ranks.device)
-    check_optimizer(resolved.optimizer)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
         path, skipped = choose_start(recipe)
@@ -294,15 +287,20 @@ def _prepare(
     if no_fit := misfit(resolved, ranks=ranks.world_size):
         warnings.append(no_fit)
     if path is None:
-        return _Start(resolved, data, batches, None, notes, warnings, None, open_given(resolved, data))
+        given = open_given(resolved, data)
+        begin = "starting from scratch" if given is None else f"starting from {given.path}"
+        begin = f"no checkpoint yet: {begin}"
+        return _Start(resolved, data, batches, None, given, begin, (*notes, *warnings))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
     resolved = with_precision(resolve(recipe, data), ranks.device, saved=before.get("precision"))
-    changes = check_agreement(checkpoint, resolved, data.identity, ranks.world_size) + warnings
-    done = None
+    notes += check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
+    begin, done = f"resuming from {path}", None
     if is_finished(checkpoint.state, resolved, stop_at_step):
         done = _finished_before(resolved, checkpoint, data)
-    return _Start(resolved, data, batches, checkpoint, notes, changes, done)
+        what = "only the last evaluation is left" if done is None else "nothing to do"
+        begin = f"{what}: already at step {checkpoint.state.step}"
+    return _Start(resolved, data, batches, checkpoint, None, begin, (*notes, *warnings), done)
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
@@ -412,23 +410,17 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     refuse_changed(recipe)
     refuse_foreign_files(recipe.run.path)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
-    begin = _prepare(recipe, ranks, stop_at_step, None)
+    start = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
-    model, table = resolved_tables(begin.recipe)
-    start = begin.beginning
-    if begin.checkpoint is not None:
-        start = f"resuming from {begin.checkpoint.path}"
-        if is_finished(begin.checkpoint.state, begin.recipe, stop_at_step):
-            what = "only the last evaluation is left" if begin.done is None else "nothing to do"
-            start = f"{what}: already at step {begin.checkpoint.state.step}"
+    model, table = resolved_tables(start.recipe)
     return TrainPlan(
         folder=str(recipe.run.path),
         parameters=count_parameters(model).total,
         steps=table.steps,
         tokens_per_step=table.batch_size * model.context_length,
-        train_tokens=None if begin.data.train is None else begin.data.train.meta.num_tokens,
+        train_tokens=None if start.data.train is None else start.data.train.meta.num_tokens,
         ranks=nproc,
-        start=start,
-        notes=(*begin.notes, *begin.changes),
+        start=start.begin.removeprefix("no checkpoint yet: "),
+        notes=start.notes,
         stop_at_step=stop_at_step,
     )

@@ -7,7 +7,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,11 +50,8 @@ class Flags(NamedTuple):
     save: bool = False
 
 
-NO_FLAGS = Flags()
-
-
 class Outcome:
-    """The result of one step. On GPUs, reading anything but `loss` waits for the step.
+    """The result of one step. On GPUs, the first look at anything but `loss` waits for the step.
 
     Args:
         report: int32, on the device: stop, nonfinite, save, applied, then the bits of float32 numbers: every rank's
@@ -64,9 +60,21 @@ class Outcome:
 
     Attributes:
         loss: mean over this rank's rows, in nats per token; a scalar on the device.
+        stop, save: whether a rank asked to stop, or for a checkpoint of this step.
+        nonfinite: whether some rank saw a loss or gradient that is not finite (and loss scaling did not cause it).
+        applied: whether the optimizer changed the weights.
+        losses: of every rank: float32, (world_size,), in host memory.
+        grad_norm: of the mean gradient over all ranks, before clipping: a float32 scalar in host memory.
     """
 
-    def __init__(self, report: torch.Tensor, ranks: Ranks) -> None:
+    stop: bool
+    nonfinite: bool
+    save: bool
+    applied: bool
+    losses: Tensor
+    grad_norm: Tensor
+
+    def __init__(self, report: Tensor, ranks: Ranks) -> None:
         self.loss = report[NUM_FLAGS + ranks.rank].view(torch.float32)
         self._host, self._arrived = report, None
         if report.is_cuda:
@@ -74,46 +82,16 @@ class Outcome:
             self._host.copy_(report, non_blocking=True)
             self._arrived = torch.cuda.current_stream(report.device).record_event()
 
-    @cached_property
-    def _flags(self) -> list[bool]:
+    def __getattr__(self, name: str) -> Any:
+        """Read the report when an attribute of it is asked for the first time."""
+        if name not in Outcome.__annotations__:
+            raise AttributeError(name)
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [flag != 0 for flag in self._host[:NUM_FLAGS].tolist()]
-
-    @property
-    def stop(self) -> bool:
-        """Whether a rank asked to stop."""
-        return self._flags[0]
-
-    @property
-    def nonfinite(self) -> bool:
-        """Whether some rank saw a loss or gradient that is not finite (and loss scaling did not cause it)."""
-        return self._flags[1]
-
-    @property
-    def save(self) -> bool:
-        """Whether a rank asked for a checkpoint of this step."""
-        return self._flags[2]
-
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer changed the weights."""
-        return self._flags[APPLIED]
-
-    @property
-    def losses(self) -> torch.Tensor:
-        """The loss of every rank: float32, (world_size,), in host memory."""
-        return self._numbers[:-1]
-
-    @property
-    def grad_norm(self) -> torch.Tensor:
-        """The norm of the mean gradient over all ranks, before clipping: a float32 scalar in host memory."""
-        return self._numbers[-1]
-
-    @property
-    def _numbers(self) -> torch.Tensor:
-        assert self._flags  # have arrived
-        return self._host[NUM_FLAGS:].view(torch.float32)
+        self.stop, self.nonfinite, self.save, self.applied = map(bool, self._host[:NUM_FLAGS].tolist())
+        numbers = self._host[NUM_FLAGS:].view(torch.float32)
+        self.losses, self.grad_norm = numbers[:-1], numbers[-1]
+        return getattr(self, name)
 
 
 class Step(core.Step):
@@ -138,6 +116,8 @@ class Step(core.Step):
 
     Attributes:
         sync: the strategy.
+        ask: called after the backward pass of a step; returns this rank's flags.
+        before_update: called before the weights change.
         decider: the optimizer that obeys its attribute `decision`; None if there is none.
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
 
@@ -169,7 +149,9 @@ class Step(core.Step):
         self.decider: Any = getattr(optimizer, "inner", optimizer)  # of a sharded optimizer
         if not hasattr(self.decider, "decision"):
             self.decider = None
-        self._sent = NO_FLAGS
+        self.ask: Callable[[], Flags] = Flags
+        self.before_update: Callable[[], object] = lambda: None
+        self._sent = Flags()
         self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self.precision = precision
         self._autocast = autocast(ranks.device, precision)
@@ -186,63 +168,43 @@ class Step(core.Step):
 
     def __call__(  # type: ignore[override]
         self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
+        inputs: Tensor,
+        targets: Tensor,
         *,
         lr: float,
-        flags: Flags = NO_FLAGS,
-        before_update: Callable[[], None] | None = None,
     ) -> Outcome:
         """Make one whole step: `accumulate`, then `update`.
 
         Args:
             inputs, targets: int64, (accumulation, rows, seq); moved to the device.
-            flags: of this rank.
-            before_update: of `update`.
         """
         device = self.ranks.device
         inputs, targets = inputs.to(device), targets.to(device)
-        if flags != self._sent:
-            for on_device, flag in zip(self._flags, flags, strict=True):
-                on_device.fill_(flag)
-            self._sent = flags
         if self.graph is None:
-            return self.update(self.accumulate(inputs, targets), lr=lr, before_update=before_update)
+            return self.update(self.accumulate(inputs, targets), lr=lr)
         if not self.graph.fits(inputs):
-            return self.graph.prepare(
-                lambda: self.update(self.accumulate(inputs, targets), lr=lr, before_update=before_update),
-                inputs,
-                targets,
-            )
-        if before_update is not None:
-            before_update()
+            return self.graph.prepare(inputs, targets, lr)
+        self._send()
         self.sync.end_step()  # the graph does not wait for what a step without it has left in flight
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
 
-    def launch(self, inputs: torch.Tensor, targets: torch.Tensor, lr: torch.Tensor) -> torch.Tensor:
-        """Launch all that the device does in a step; return the report that `Outcome` takes.
-
-        Nothing is in flight at its end, as a CUDA graph needs.
-
-        Args:
-            lr: a scalar on the device.
-        """
-        loss = self.accumulate(inputs, targets)
-        report = self._update(loss, self.reduce(), lr)
-        self.sync.end_step()
-        return report
-
-    def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward over the micro-batches; return the mean loss (a scalar on the device).
 
         Args:
             inputs, targets: int64, (accumulation, rows, seq), on the device.
         """
         self._sums = GradientSums(self.model.parameters()) if len(inputs) > 2 else None
-        self._shares = self._weights(targets) if self.masked else None
+        self._shares: Tensor | None = None
+        if self.masked:
+            # They turn the mean losses of the micro-batches of all ranks, whose mean is taken, into shares of the
+            # mean over all targets that count; (accumulation).
+            counts = (targets >= 0).sum(dim=(1, 2))
+            total = sum_over_ranks(counts.sum(), self.ranks).clamp(min=1)
+            self._shares = counts * (len(targets) * self.ranks.world_size) / total
         return super().accumulate(inputs, targets)
 
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    def backward(self, inputs: Tensor, targets: Tensor, index: int, count: int) -> Tensor:
         is_last = index == count - 1
         if is_last and self._sums is not None:
             self._sums.give()
@@ -257,33 +219,16 @@ class Step(core.Step):
             self._sums.take()
         return loss.detach().float()
 
-    def _weights(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the factors that turn the mean losses of the micro-batches of all ranks, whose mean is taken, into
-        shares of the mean over all targets that count; (accumulation)."""
-        counts = (targets >= 0).sum(dim=(1, 2))
-        total = sum_over_ranks(counts.sum(), self.ranks).clamp(min=1)
-        return counts * (len(targets) * self.ranks.world_size) / total
-
-    def update(
-        self,
-        loss: torch.Tensor,
-        *,
-        lr: float,
-        before_update: Callable[[], None] | None = None,
-    ) -> Outcome:
+    def update(self, loss: Tensor, *, lr: float) -> Outcome:
         """Reduce and clip the gradients, agree with the other ranks, and step the optimizer.
 
         If a loss or gradient is not finite on any rank, weights and optimizer state stay untouched on all ranks.
-
-        Args:
-            before_update: called before the weights change.
         """
         norm = self.reduce()
-        if before_update is not None:
-            before_update()
+        self._send()
         return Outcome(self._update(loss, norm, lr), self.ranks)
 
-    def reduce(self) -> torch.Tensor:
+    def reduce(self) -> Tensor:
         with range_("sync"):
             # Unscaling reads the gradients itself; clipping waits for the gradients that it reads.
             self.sync.finish(wait=self.loss_scale is not None)
@@ -293,7 +238,16 @@ class Step(core.Step):
                 self.loss_scale.unscale_(p for group in self.optimizer.param_groups for p in group["params"])
             return self.sync.clip_gradients(self.max_norm)
 
-    def _update(self, loss: torch.Tensor, norm: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    def _send(self) -> None:
+        """Copy this rank's flags to the device; call `before_update`."""
+        flags = self.ask()
+        if flags != self._sent:
+            for on_device, flag in zip(self._flags, flags, strict=True):
+                on_device.fill_(flag)
+            self._sent = flags
+        self.before_update()
+
+    def _update(self, loss: Tensor, norm: Tensor, lr: float | Tensor) -> Tensor:
         """Step the optimizer if the ranks agree that the gradients are good. The host waits for nothing.
 
         Returns:
@@ -433,7 +387,7 @@ class StepGraph:
         """Whether the step is captured, or may be after a few more."""
         return self._captures is not False
 
-    def fits(self, inputs: torch.Tensor) -> bool:
+    def fits(self, inputs: Tensor) -> bool:
         """Return whether `replay` may be called for a batch."""
         if self._graph is None:
             return False
@@ -443,7 +397,7 @@ class StepGraph:
             return False
         return inputs.shape == self._inputs.shape
 
-    def replay(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+    def replay(self, inputs: Tensor, targets: Tensor, lr: float) -> Tensor:
         """Make a step; return its report."""
         assert self._graph is not None
         with range_("graph"):
@@ -454,15 +408,23 @@ class StepGraph:
             self._graph.replay()
             return self._report.clone()  # the next replay writes to it
 
-    def prepare(self, make: Callable[[], Outcome], inputs: torch.Tensor, targets: torch.Tensor) -> Outcome:
+    def prepare(self, inputs: Tensor, targets: Tensor, lr: float) -> Outcome:
         """Make a step without the graph. Capture the next, if it was the last one before that."""
+
+        def make() -> Outcome:
+            return self._step.update(self._step.accumulate(inputs, targets), lr=lr)
+
         if self._captures is False or self._graph is not None:
             return make()
         self._steps += 1
         if self._captures is None and self._steps > WARM_UPS:
             outcome = self._measured(make)
             if len(self._host_s) == MEASURED:
-                self._decide_by_host(min(self._host_s) / min(self._total_s))
+                # The host of this rank, or of another, for which all wait, is busy for too large a share.
+                share = min(self._host_s) / min(self._total_s)
+                captures = agree(self._step.ranks, stop=share > HOST_SHARE)
+                other = ", that of another rank for more" if captures and share <= HOST_SHARE else ""
+                self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
         else:
             outcome = make()
         if self._captures and self._steps >= WARM_UPS:
@@ -471,13 +433,6 @@ class StepGraph:
             else:
                 self._capture(inputs, targets)
         return outcome
-
-    def _decide_by_host(self, share: float) -> None:
-        """Capture if the host of this rank or of another, for which all wait, is busy for too large a share."""
-        is_busy = share > HOST_SHARE
-        captures = agree(self._step.ranks, stop=is_busy)
-        other = ", that of another rank for more" if captures and not is_busy else ""
-        self._decide(captures, f"the host is busy for {share:.0%} of a step{other}")
 
     def _has_room(self, device: torch.device) -> bool:
         """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow.
@@ -502,7 +457,7 @@ class StepGraph:
         self._total_s.append(time.perf_counter() - started)
         return outcome
 
-    def _capture(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def _capture(self, inputs: Tensor, targets: Tensor) -> None:
         from lmkit.kernels.launch import recording
 
         step, lr = self._step, self._step.optimizer.param_groups[0]["lr"]
@@ -517,7 +472,9 @@ class StepGraph:
             # "thread_local": the thread that writes a checkpoint may go on.
             capture = recording(graph, capture_error_mode="thread_local")
             with step.decider.captured() as self._launches, capture:
-                self._report = step.launch(self._inputs, self._targets, self._lr)
+                loss = step.accumulate(self._inputs, self._targets)
+                self._report = step._update(loss, step.reduce(), self._lr)
+                step.sync.end_step()  # nothing may be in flight at the end of a graph
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:
             self._decide(False, f"the step cannot be captured: {str(error).partition(chr(10))[0]}")

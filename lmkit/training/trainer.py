@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.process import StopSignals, end_as_stopped
-from lmkit.training.resume import CheckpointWriter, Counters, Retention, optimizer_tensors
+from lmkit.training.resume import CheckpointWriter, Counters, Retention, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.step import Flags, Outcome, Step, load_batch
@@ -44,26 +44,28 @@ class Diverged(LmkitError):
     """A loss or gradient is not finite on some rank, or a held-out loss. All ranks raise it at the same step."""
 
 
-class TrainingClock:
-    """Measure the wall-clock time of a run, including what earlier sessions used."""
+class Clock:
+    """Measure the wall-clock time of a run, with what earlier sessions used; and tokens per second of this session.
+
+    Attributes:
+        speed: the mean up to the last `read`, without the time of `excluded` blocks; None before the first.
+    """
 
     def __init__(self, *, used_seconds: float, max_minutes: float | None, ranks: Ranks) -> None:
-        self._began = time.perf_counter() - used_seconds
+        self._since = time.perf_counter()
+        self._began = self._since - used_seconds
         self._limit = None if max_minutes is None else max_minutes * 60
         self._ranks = ranks
+        self.speed: float | None = None
+        self._tokens, self._seconds = 0, 0.0
 
     @property
     def seconds(self) -> float:
         """Time used so far."""
         return time.perf_counter() - self._began
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Time until `max_minutes`; None without that limit."""
-        return None if self._limit is None else max(0.0, self._limit - self.seconds)
-
     def fraction(self) -> float | None:
-        """Return the used share of `max_minutes`, by rank 0's clock. All ranks call it and get the same value."""
+        """Return the used share of `max_minutes`, by rank 0's clock; None without that limit. Collective."""
         if self._limit is None:
             return None
         share = torch.tensor(self.seconds / self._limit, dtype=torch.float64)
@@ -71,33 +73,18 @@ class TrainingClock:
             dist.broadcast(share, src=0)
         return share.item()
 
-
-class Speedometer:
-    """Measure tokens per second, without the time of `excluded` blocks.
-
-    Attributes:
-        session: the mean speed up to the last read; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.session: float | None = None
-        self._since = time.perf_counter()
-        self._tokens = 0
-        self._seconds = 0.0
-
     def read(self, tokens: int) -> float:
-        """Return the speed, given the tokens since the last call."""
+        """Return the tokens per second, given the tokens since the last call."""
         now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
-        self._since = now
+        seconds, self._since = max(now - self._since, 1e-9), now
         self._tokens += tokens
         self._seconds += seconds
-        self.session = self._tokens / self._seconds
+        self.speed = self._tokens / self._seconds
         return tokens / seconds
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Do not count the time inside, for example of an evaluation."""
+        """Leave the time inside out of the speed, for example of an evaluation."""
         entered = time.perf_counter()
         yield
         self._since += time.perf_counter() - entered
@@ -134,17 +121,14 @@ class Trainer:
         self.step = step
         self.counters = counters
         self.train_loss: float | None = None
-        self.clock = TrainingClock(used_seconds=counters.seconds, max_minutes=train.max_minutes, ranks=ranks)
-        self._recipe, self._write_samples = recipe, write_samples
-        self._train = train
-        self._checkpoint = keep
-        self._batches = batches
+        self.clock = Clock(used_seconds=counters.seconds, max_minutes=train.max_minutes, ranks=ranks)
+        self._recipe, self._train, self._checkpoint = recipe, train, keep
+        self._batches, self._sink, self._signals = batches, sink, signals
+        self._write_samples = write_samples
         self._held_out = None
         if data.valid is not None:  # in batches of one micro-batch
             rows = train.batch_size // train.accumulation
             self._held_out = held_out_of(data.valid, model, context_length=model.context_length, rows=rows)
-        self._sink = sink
-        self._signals = signals
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
         self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
@@ -155,10 +139,11 @@ class Trainer:
         folder = recipe.run.path / CHECKPOINTS
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)
+        step.ask, step.before_update = self._flags, self._writer.release_weights
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = self._launched = counters.step
         self._flying: deque[tuple[Outcome, float]] = deque()  # launched, not waited for; with learning rates
-        self._said = ""
+        self._graph_note = ""
         self._stops = self._wants_save = False  # some rank asked for it
         self._saved_step = counters.step  # resumed from this checkpoint; or step 0, which is not saved
         # When rank 0 asks for a checkpoint, as of `time.perf_counter`; other ranks never ask.
@@ -166,7 +151,6 @@ class Trainer:
         self._save_at = time.perf_counter() + self._save_every_s
         self._logged_tokens = counters.tokens
         self._fraction = self.clock.fraction()
-        self.speed = Speedometer()
 
     def run(self) -> tuple[Ending, Evaluation | None]:
         """Train, then evaluate on all held-out tokens if the schedule has ended.
@@ -207,41 +191,30 @@ class Trainer:
 
         It waits for a step when it has launched the next one, or at once if something must happen in between.
         """
+        intervals = (self._train.eval_interval, self._train.sample_interval, self._checkpoint.interval)
         batch = None if self._is_done() else self._next_batch()
         while batch is not None:
             landed = None
             with range_("step"):
                 with watch.step(self._launched + 1):
-                    batch = self._launch(*batch)
+                    lr = self._learning_rate(self._launched, self._fraction)
+                    self._flying.append((self.step(*batch, lr=lr), lr))
+                    self._launched += 1
+                    if (graph := self.step.graph) is not None and graph.note != self._graph_note:
+                        self._graph_note = graph.note
+                        self._sink.note(graph.note)
+                    batch = self._next_batch()  # the GPU is still computing
                 if len(self._flying) > 1 or not self.step.runs_ahead:
                     landed = self._land(watch)
             stopped = landed is not None and self._after_step(*landed)
-            if self._flying and self._must_land():
+            is_due = any(interval and self._launched % interval == 0 for interval in intervals)
+            if self._flying and (is_due or self._is_done() or self._stops or self._wants_save):
                 stopped = self._after_step(*self._land(watch))
             if stopped:
                 return True
             if self._is_done():
                 break
         return False
-
-    def _launch(self, inputs: torch.Tensor, targets: torch.Tensor) -> Batch:
-        """Make the next step; return the batch after it."""
-        lr = self._learning_rate(self._launched, self._fraction)
-        release = None if self._writer.writing is None else self._writer.release_weights
-        outcome = self.step(inputs, targets, lr=lr, flags=self._flags(), before_update=release)
-        self._launched += 1
-        if (graph := self.step.graph) is not None and graph.note != self._said:
-            self._said = graph.note
-            self._sink.note(graph.note)
-        self._flying.append((outcome, lr))
-        return self._next_batch()  # the GPU is still computing
-
-    def _must_land(self) -> bool:
-        """Return whether something has to happen before a further step."""
-        train = self._train
-        intervals = (train.eval_interval, train.sample_interval, self._checkpoint.interval)
-        is_due = any(interval and self._launched % interval == 0 for interval in intervals)
-        return is_due or self._is_done() or self._stops or self._wants_save
 
     def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
         """Wait for the first step that was not waited for; count it."""
@@ -281,7 +254,8 @@ class Trainer:
             counters.skipped_in_a_row = 0
             return
         counters.skipped_in_a_row += 1
-        most = self.step.max_skips or 0
+        most, losses = self.step.max_skips or 0, outcome.losses.tolist()
+        loss = losses[self.ranks.rank]
         kind = "a spike" if math.isfinite(sum(outcome.losses) + outcome.grad_norm) else "not finite"
         if counters.skipped_in_a_row > most:
             why, hint = f"{kind}; weights are untouched", "lower optimizer.lr"
@@ -289,17 +263,12 @@ class Trainer:
                 why = f"{kind}, the last of {counters.skipped_in_a_row} in a row; train.max_skips is {most}"
             else:
                 hint += ', or go on without such steps: --set train.nonfinite="skip"'
-            what = self._what_is_not_finite(outcome)
+            what = f"loss {loss:.4f}, gradient norm {outcome.grad_norm.item():.2f}"
+            bad = [f"{value} on rank {rank}" for rank, value in enumerate(losses) if not math.isfinite(value)]
+            if bad and len(losses) > 1:
+                what = f"loss {', '.join(bad)}"
             raise Diverged("train.nonfinite", f"step {counters.step}: {what}: {why}", hint=hint)
-        loss = outcome.losses[self.ranks.rank].item()
         self._sink.record({"kind": "skip", "step": counters.step, "loss": loss, "why": kind})
-
-    def _what_is_not_finite(self, outcome: Outcome) -> str:
-        """Return the losses that are not finite, by rank; else the norm of the averaged gradient."""
-        losses = outcome.losses.tolist()
-        own = f"loss {losses[self.ranks.rank]:.4f}, gradient norm {outcome.grad_norm.item():.2f}"
-        bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        return f"loss {', '.join(bad)}" if bad and self.ranks.world_size > 1 else own
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
@@ -325,17 +294,18 @@ class Trainer:
             if ends or stopped or is_due or (is_best and checkpoint.keep_best > 0):
                 self._save()
             elif step == self._began_at + 1 and (checkpoint.interval > 0 or checkpoint.minutes > 0):
-                self._writer.reserve(self._initial_state, **self._tensors())
+                self._writer.reserve(own_files(self.step))
             return stopped
 
     def _log(self, outcome: Outcome, lr: float) -> None:
         counters = self.counters
         self.train_loss = (outcome.losses.sum() / self.ranks.world_size).item()
-        speed = self.speed.read(counters.tokens - self._logged_tokens)
+        speed = self.clock.read(counters.tokens - self._logged_tokens)
         self._logged_tokens = counters.tokens
         share = None if self._flops_share is None else self._flops_share * speed / self.ranks.world_size
         steps_left = (self._end - counters.step) * self._tokens_per_step / speed
-        time_left = self.clock.seconds_left
+        seconds, limit = self.clock.seconds, self._train.max_minutes
+        time_left = math.inf if limit is None else max(0.0, 60 * limit - seconds)
         self._sink.record(
             {
                 "kind": "train",
@@ -347,9 +317,9 @@ class Trainer:
                 "tokens_per_second": speed,
                 "mfu": share,
                 "memory_bytes": peak_memory(self.ranks.device),
-                "seconds": self.clock.seconds,
+                "seconds": seconds,
                 "progress": self._progress(counters.step),
-                "eta_seconds": steps_left if time_left is None else min(steps_left, time_left),
+                "eta_seconds": min(steps_left, time_left),
             }
         )
 
@@ -357,7 +327,7 @@ class Trainer:
         """Evaluate and record; return None without held-out tokens, or if a signal came."""
         if self._held_out is None:
             return None
-        with self.speed.excluded():
+        with self.clock.excluded():
             evaluation = evaluate(
                 self.step.model,
                 self._held_out,
@@ -375,18 +345,23 @@ class Trainer:
         return evaluation
 
     def _sample(self) -> None:
-        """Let the model write, and record its texts."""
+        """Let a copy of the model write, and record its texts; torch's random generators are left as they were."""
         assert self._write_samples is not None
+        texts: Sequence[str] = ()
+        device = self.ranks.device
         try:
-            with self.speed.excluded():
-                records = sample_records(
-                    self.step, self._recipe, self._write_samples, number=self.counters.step
-                )
+            with self.clock.excluded():
+                # A collective if the weights are sharded, which makes them whole on the first rank.
+                weights = model_weights(self.step.model)
+                if self.ranks.is_first:
+                    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                        config, origin = resolved_tables(self._recipe)[0], self._recipe.run.path
+                        model = filled_model(config, weights, device=device, origin=origin)
+                        texts = self._write_samples(model, self._recipe)
         except (LmkitError, torch.OutOfMemoryError) as error:  # training can go on without
             self._sink.note(f"step {self.counters.step}: no texts: {str(error).partition('. ')[0]}")
-            return
-        for record in records:
-            self._sink.record(record)
+        for number, text in enumerate(texts):
+            self._sink.record({"kind": "sample", "step": self.counters.step, "number": number, "text": text})
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
@@ -403,7 +378,7 @@ class Trainer:
             "rng": (capture_rng(self.ranks.device),),
         }
         state = self._initial_state.changed(**asdict(counters), **others)
-        self._writer.save(state, **self._tensors())
+        self._writer.save(state, own_files(self.step))
         self._saved_step = counters.step
         self._save_at = time.perf_counter() + self._save_every_s
         self._sink.record(
@@ -413,40 +388,3 @@ class Trainer:
     def _await_save(self) -> None:
         with losses_named(self.ranks, f"after step {self.counters.step}"):
             self._writer.wait_for_all()
-
-    def _tensors(self) -> dict[str, Any]:
-        """Return the live tensors that a checkpoint holds, as `CheckpointWriter.save` takes them."""
-        model, optimizer = self.step.model, self.step.optimizer
-        part = self.step.sync.weights_to_save()
-        return {
-            "model": model_weights(model) if part is None else part,
-            "model_files": 1 if part is None else self.ranks.world_size,
-            "optimizer": optimizer_tensors(optimizer, model),
-        }
-
-
-def sample_records(
-    step: Step, recipe: Recipe, write_samples: WriteSamples, *, number: int
-) -> list[dict[str, Any]]:
-    """Return a record of kind `sample` for each text; [] on ranks other than the first.
-
-    Every rank calls it. A copy of the model writes; torch's random generators are left as they were.
-
-    Args:
-        number: of the step.
-
-    Raises:
-        LmkitError: on the first rank: the model's predictions are not finite, or memory does not suffice.
-    """
-    # A collective if the weights are sharded, which makes them whole on the first rank.
-    weights = model_weights(step.model)
-    if not step.ranks.is_first:
-        return []
-    device = step.ranks.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # new weights are drawn at first
-        config = resolved_tables(recipe)[0]
-        model = filled_model(config, weights, device=device, origin=recipe.run.path)
-        texts = write_samples(model, recipe)
-    return [
-        {"kind": "sample", "step": number, "number": index, "text": text} for index, text in enumerate(texts)
-    ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def verify_path(path: Path) -> VerifyResult:
     Raises:
         UsageError: there is no such file, or not one that lmkit makes.
     """
-    return _result(str(path), list(_checks_of(path)))
+    checks = tuple(_checks_of(path))
+    return VerifyResult(str(path), checks, all(check.ok for check in checks))
 
 
 def _checks_of(path: Path) -> Iterator[Check]:
@@ -121,23 +123,18 @@ def _is_run(folder: Path) -> bool:
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:
-    for name, look in ((RECIPE, _recipe), (ENVIRONMENT, _json), (METRICS, _metrics)):
-        yield _check(folder / name, look)
-    sha256, made = None, made_files(folder)[0]
-    if (folder / RECORD).exists():
-        yield _check(folder / RECORD, _record)
-    checked = {folder / name for name in (RECORD, ENVIRONMENT, TOKENIZER)} | made.keys()
-    for path in (folder / name for name in RUN_FILES if name.endswith(".json") and "/" not in name):
-        if path.exists() and path not in checked:
-            yield _check(path, _json)
-    for path in sorted(made.keys() - {folder / TOKENIZER, *folder.glob("tokens/*.npy")}):
-        yield _check(path, lambda path: f"{size_of(path.stat().st_size)}, as `lmkit run` left it", made[path])
-    if (folder / TOKENIZER).exists():
-        tokenizer = _check(folder / TOKENIZER, _tokenizer, made.get(folder / TOKENIZER))
-        yield tokenizer
-        sha256 = Tokenizer.load(folder / TOKENIZER).sha256 if tokenizer.ok else None
-    for tokens in sorted(folder.glob("tokens/*.npy")):
-        yield _check(tokens, lambda path: _token_file(path, sha256), made.get(tokens))
+    made, tokens = made_files(folder)[0], sorted(folder.glob("tokens/*.npy"))
+    tables = [folder / name for name in RUN_FILES if name.endswith(".json") and "/" not in name]
+    files = [folder / name for name in (RECIPE, ENVIRONMENT, METRICS)]
+    files += [path for path in tables if path.exists()]
+    for path in dict.fromkeys([*files, *sorted(made.keys() - {*tokens})]):
+        look = _BY_NAME.get(path.name, _json if path in files else _size)
+        yield _check(path, look, made.get(path))
+    sha256 = None
+    with suppress(LmkitError, OSError):
+        sha256 = Tokenizer.load(folder / TOKENIZER).sha256
+    for path in tokens:
+        yield _check(path, lambda path: _token_file(path, sha256), made.get(path))
     checkpoints = saved_steps(folder / CHECKPOINTS)
     if not checkpoints:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
@@ -227,12 +224,13 @@ def _metrics(path: Path) -> str:
     return f"{len(records)} records"
 
 
-_FILES: Mapping[str, Callable[[Path], str]] = {
-    ".npy": _token_file,
-    ".json": _tokenizer,
-    ".toml": _recipe,
-    ".jsonl": _metrics,
-}
+def _size(path: Path) -> str:
+    return f"{size_of(path.stat().st_size)}, as `lmkit run` left it"
+
+
+Look = Callable[[Path], str]
+_FILES: dict[str, Look] = {".npy": _token_file, ".json": _tokenizer, ".toml": _recipe, ".jsonl": _metrics}
+_BY_NAME: dict[str, Look] = {RECIPE: _recipe, METRICS: _metrics, RECORD: _record, TOKENIZER: _tokenizer}
 
 
 def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
@@ -263,7 +261,7 @@ def verify_resume(recipe: Recipe, *, steps: int = 5) -> VerifyResult:
         Check(what, left[what] == right[what], f"{left[what][:12]} in one go, {right[what][:12]} resumed")
         for what in left
     ]
-    return _result(f"{2 * half} steps = {half} + {half}", checks)
+    return VerifyResult(f"{2 * half} steps = {half} + {half}", tuple(checks), left == right)
 
 
 def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
@@ -294,7 +292,3 @@ def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
         "optimizer": checkpoint.entries[shard_name(0, 1)].sha256,
         "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
     }
-
-
-def _result(path: str, checks: list[Check]) -> VerifyResult:
-    return VerifyResult(path, tuple(checks), ok=all(check.ok for check in checks))

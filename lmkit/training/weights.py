@@ -13,11 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
-from lmkit.core.attention import plain_frequencies, scale_frequencies
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import (
@@ -39,7 +37,9 @@ from lmkit.training.checkpoint import (
     MODEL,
     Checkpoint,
     TensorFile,
+    TrainingState,
     damaged_file,
+    is_finite,
     load_tokenizer,
     newest_checkpoint,
     run_tokenizer,
@@ -52,13 +52,7 @@ from lmkit.training.run_data import Data
 log = logging.getLogger("lmkit")
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
-_EXPONENTS = {
-    torch.float32: (np.uint32, np.uint32(0x7F80_0000)),
-    torch.float16: (np.uint16, np.uint16(0x7C00)),
-    torch.bfloat16: (np.uint16, np.uint16(0x7F80)),
-}
-"""Bits of the exponent, by the dtypes that weights may have."""
-_PART = 1 << 17
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 FREE = (
@@ -178,8 +172,7 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         tokenizer: the `tokenizer.json` that belongs to them, if there is one.
         specs: name -> a tensor on "meta", with the shape that `config` asks for and the dtype of the file.
         places: name -> the file, and the name in it.
-        in_halves: whether q and k lie in the order of Hugging Face folders.
-        tokenizer_sha256: of the tokenizer that they were trained with; None: not known.
+        state: of the checkpoint; None: a Hugging Face folder, in whose order q and k lie.
     """
 
     path: Path
@@ -187,8 +180,12 @@ class GivenWeights(Mapping[str, torch.Tensor]):
     tokenizer: Path | None
     specs: Mapping[str, torch.Tensor]
     places: Mapping[str, tuple[TensorFile, str]]
-    in_halves: bool
-    tokenizer_sha256: str | None = None
+    state: TrainingState | None
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Of the tokenizer that they were trained with; None: not known."""
+        return None if self.state is None or self.state.data is None else self.state.data.tokenizer_sha256
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -204,28 +201,18 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         """
         file, stored_as = self.places[name]
         weight = file.read(stored_as)
-        if not _is_finite(weight):
-            wrong = [known for holder, known in self.places.values() if not _is_finite(holder.read(known))]
+        if not is_finite(weight):
+            wrong = [known for holder, known in self.places.values() if not is_finite(holder.read(known))]
             raise LmkitError(
                 "weights.not_finite",
                 f"{self.path}: not finite: {some_of(wrong)}",
                 hint="download or copy the weights again; if they are as they were trained, use an older checkpoint",
             )
-        return to_pairs(name, weight, self.config) if self.in_halves else weight
+        return to_pairs(name, weight, self.config) if self.state is None else weight
 
     def model(self, device: torch.device | str) -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         return filled_model(self.config, dict(self), device=device, origin=self.path)
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    """Return whether no number of a contiguous tensor is infinite or NaN: whether no exponent has all its bits.
-
-    Parts fit into the cache. PyTorch's reductions take longer: each wakes the threads of its pool.
-    """
-    kind, exponent = _EXPONENTS[weight.dtype]
-    bits = weight.view(-1).view(torch.uint8).numpy().view(kind)
-    return all((bits[i : i + _PART] & exponent).max() < exponent for i in range(0, len(bits), _PART))
 
 
 def open_weights(path: Path) -> GivenWeights:
@@ -250,9 +237,8 @@ def weights_of(checkpoint: Checkpoint, *, is_verified: bool = False) -> GivenWei
     places = {name: (file, name) for file in files for name in file.tensors}
     config = checkpoint.state.model
     specs = _specs(checkpoint.path / MODEL, config, places)
-    tokenizer, data = run_tokenizer(checkpoint.path), checkpoint.state.data
-    trained_with = None if data is None else data.tokenizer_sha256
-    return GivenWeights(checkpoint.path, config, tokenizer, specs, places, False, trained_with)
+    tokenizer = run_tokenizer(checkpoint.path)
+    return GivenWeights(checkpoint.path, config, tokenizer, specs, places, checkpoint.state)
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -273,7 +259,7 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
         UsageError, LmkitError: as `open_weights`.
     """
     config = read_config(folder / CONFIG, context_length=context_length)
-    theirs = _tensors(folder, config)
+    theirs = _tensors(folder)
     config = _drop_copies(folder, config, theirs)
     places: dict[str, tuple[TensorFile, str]] = {}
     missing: list[str] = []
@@ -284,12 +270,10 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
             places[ours] = (theirs.pop(stored_as), stored_as)
         else:
             missing.append(stored_as)
-        if len(missing) > 3:  # a damaged configuration may ask for a billion layers
-            break
     if missing:
         raise LmkitError(
             "weights.missing",
-            f"{folder}: no tensor {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}",
+            f"{folder}: no tensor {some_of(missing)}",
             hint=f"copy or download the folder again; {CONFIG} and the weights belong together",
         )
     if theirs:
@@ -300,7 +284,7 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
         )
     tokenizer = folder / TOKENIZER
     specs = _specs(folder, config, places)
-    return GivenWeights(folder, config, tokenizer if tokenizer.is_file() else None, specs, places, True)
+    return GivenWeights(folder, config, tokenizer if tokenizer.is_file() else None, specs, places, None)
 
 
 def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile]) -> ModelConfig:
@@ -320,28 +304,15 @@ def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile
                 *(folder, CONFIG, HEAD, EMBEDDING),
             )
             config = config.changed(tie_embeddings=False)
-    known = plain_frequencies(config.head_dim, config.rope_theta)
-    differing = []
     for name in [name for name in theirs if name.endswith("rotary_emb.inv_freq")]:
-        found = theirs.pop(name).read(name).double()
-        # Those of 16 bits are rounded to 2^-9; another theta makes other slow frequencies.
-        if not any(
-            found.shape == right.shape and torch.allclose(found, right, rtol=1e-2, atol=1e-7)
-            for right in (known, scale_frequencies(config, known))
-        ):
-            differing.append(name)
-    if differing:
-        log.warning(
-            "%s: %s differs from the frequencies of %s, which count, as in transformers",
-            *(folder, some_of(differing), CONFIG),
-        )
+        del theirs[name]  # the configuration's count, as in transformers
     for name in theirs.keys() & set(output_biases(config)):
         if not theirs[name].read(name).any():
             del theirs[name]
     return config
 
 
-def _tensors(folder: Path, config: ModelConfig) -> dict[str, TensorFile]:
+def _tensors(folder: Path) -> dict[str, TensorFile]:
     """Return the tensors of a Hugging Face folder. Of two shards with a tensor, the index says which counts."""
     index = folder / INDEX
     if (folder / ONE_FILE).exists():  # transformers looks for it first
@@ -355,11 +326,7 @@ def _tensors(folder: Path, config: ModelConfig) -> dict[str, TensorFile]:
         for tensor, name in weight_map.items():
             if tensor not in files[name].tensors:
                 raise damaged_file(index, f"lists {tensor}, which {name} lacks")
-        unlisted = {tensor for file in files.values() for tensor in file.tensors} - weight_map.keys()
-        if unlisted:
-            weights = {theirs for _, theirs in weight_names(config.changed(tie_embeddings=False))}
-            if lost := sorted(unlisted & weights):
-                raise damaged_file(index, f"does not list {some_of(lost)}, which a shard has")
+        if unlisted := {tensor for file in files.values() for tensor in file.tensors} - weight_map.keys():
             log.warning("%s: does not list %s: left out", index, some_of(sorted(unlisted)))
         return {tensor: files[name] for tensor, name in weight_map.items()}
     if _has_any(folder, _PICKLES):
@@ -405,7 +372,7 @@ def _specs(
         raise LmkitError("weights.other_model", f"{path}: model.vocab_size is missing", hint=hint)
     specs = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
     for name, spec in specs.items():
-        if spec.dtype not in _EXPONENTS:
+        if spec.dtype not in _DTYPES:
             raise unsupported_dtype(path, places[name][1], str(spec.dtype).removeprefix("torch."))
     held, wanted = sum(spec.numel() for spec in specs.values()), count_parameters(config).total
     wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]

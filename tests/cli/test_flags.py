@@ -2,13 +2,10 @@
 
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
-
-from lmkit.training import judging
 
 
 def test_train_takes_the_learning_rate_and_the_batch_size(terminal):
@@ -98,10 +95,3 @@ def test_seeds_make_runs_side_by_side(run, terminal):
     assert compared["rows"][-1]["before"] == pytest.approx(
         json.loads((run / "training.json").read_text())["evaluation"]["bits_per_byte"]
     )
-
-
-def test_a_pipe_is_not_shared_by_ranks(run, terminal, monkeypatch):
-    os.mkfifo("pipe")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(judging, "encode_corpus", lambda *_: pytest.fail("the pipe was read"))
-    terminal.refuses(f"evaluate {run} --text pipe", code="evaluate.pipe_of_ranks", says=["pipe"])

@@ -137,24 +137,6 @@ def recorded(recipe: Any) -> list[float]:
     return [valid, final, evaluate_run(recipe.run.path, device="cpu").bits_per_byte]
 
 
-def test_training(tiny, tmp_path):
-    """`valid` and `final` records, and `evaluate RUN`."""
-    for part in ("train", "valid"):
-        (tmp_path / f"{part}.txt").write_text(END.join(TEXTS) * 5)
-        encode_corpus(tmp_path / f"{part}.txt", tmp_path / f"b{part}.npy", PLAIN)
-    data = (f'data.{part}="{tmp_path}/b{part}.npy"' for part in ("train", "valid"))
-    recipe = tiny(*data, "train.eval_batches=0", "train.eval_interval=5")
-    train_here(recipe)
-    model = weights_of(newest(recipe)).model("cpu").double()
-    text = (tmp_path / "valid.txt").read_text()
-    stream = [*PLAIN.encode(text), 261]
-    found = [
-        value for first in range(0, len(stream) - 1, 8) for value in bits(model, stream[first : first + 9])
-    ]
-    expected = math.fsum(found) * len(stream) / len(found) / len(text.replace(END, "").encode())
-    assert recorded(recipe) == [pytest.approx(expected, rel=1e-5)] * 3
-
-
 def test_training_on_conversations(tiny, tmp_path):
     """The bytes are those of the words of the assistant."""
     tokenizer = tokenizer_of(END, "<|im_start|>", "<|im_end|>")

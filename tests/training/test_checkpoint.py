@@ -141,35 +141,11 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path):
     verify(old)
 
 
-def test_leftovers_do_not_stop_pruning_and_publishing(tmp_path):
-    for step in (1, 2):
-        make_checkpoint(tmp_path, step)
-        for suffix in (".lmkit-partial", ".replaced"):
-            shutil.copytree(tmp_path / step_name(step), tmp_path / (step_name(step) + suffix))
-    prune(tmp_path)
-    assert not (tmp_path / (step_name(1) + ".lmkit-partial")).exists()
-    shutil.rmtree(tmp_path / (step_name(2) + ".lmkit-partial"))
-    make_checkpoint(tmp_path, 2, text="new")
-    assert "new" in (tmp_path / step_name(2) / MODEL).read_text()
-    clean_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(2)]
-    verify(tmp_path / step_name(1))
-
-
 def test_all_corrupt_lists_each(tmp_path):
     for step in (1, 2):
         (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
     with raises(LmkitError, "checkpoint.none_good", step_name(1), step_name(2)):
         newest_valid(tmp_path)
-
-
-def test_incomplete_checkpoints_do_not_count_towards_those_to_keep(tmp_path):
-    for step in (1, 2, 3, 4):
-        make_checkpoint(tmp_path, step)
-    (tmp_path / step_name(3) / MANIFEST).unlink()
-    (tmp_path / step_name(2) / MODEL).write_text("damaged")
-    assert prune(tmp_path, keep_last=2) == []
-    assert prune(tmp_path, keep_last=1) == [step_name(1), step_name(2), step_name(3)]
 
 
 def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path):
@@ -326,12 +302,6 @@ def test_other_content_is_refused(data, tmp_path):
 
 
 # state.json
-
-
-@pytest.mark.parametrize("text", [b"", b"null", b"{}", b"\xff", b'{"step": true}', b"[" * 50_000])
-def test_a_state_of_another_shape_is_damage(text):
-    with raises(LmkitError, "checkpoint.damaged", "state.json: "):
-        parse_state(text, path="state.json")
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from raising import raises
-from their_models import GROUPED, LLAMA3, byte_tokenizer, make_theirs, their_folder
+from random_models import random_folder
+from their_models import GROUPED, make_theirs, their_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError
-from lmkit.generation import generate
 from lmkit.model import TransformerLM
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.tables import GenerateConfig
+from lmkit.tokenizer import Tokenizer
 from lmkit.training import exchange
 from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
@@ -34,6 +33,30 @@ def ours_of(run: Path) -> TransformerLM:
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
     return {name: file.read(name) for file in files for name in file.tensors}
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 8 else pytest.param(seed, marks=pytest.mark.full) for seed in range(60)]
+)
+def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
+    """As transformers opens them, before and after an import and an export; stops come along."""
+    path = random_folder(tmp_path / "theirs", seed)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    import_model(path, tmp_path / "run")
+    ours = ours_of(tmp_path / "run").float()
+    ids = torch.randint(theirs.config.vocab_size, (2, 60), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        found, expected = ours(ids), theirs(ids).logits
+        # Both round in float32; transformers' angles are off by 60 x 2^-24 too. A wrong norm, bias, head or rotation
+        # moves logits by more than 1e-3 of the largest.
+        assert (found - expected).abs().max() < 2e-5 * float(expected.abs().max())
+        export_model(tmp_path / "run", tmp_path / "exported")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+        assert (again(ids).logits - expected).abs().max() < 2e-5 * float(expected.abs().max())
+    stops = Tokenizer.load(path / "tokenizer.json").marks.stops
+    assert Tokenizer.load(tmp_path / "run/tokenizer.json").marks.stops == stops
+    said = again.generation_config.eos_token_id
+    assert tuple(said if isinstance(said, list) else [said]) == stops
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -68,34 +91,6 @@ def test_a_weight_too_large_for_the_dtype_is_refused_by_name(dtype, largest, tmp
     assert torch.equal(tensors_of(tmp_path / "wide")["model.norm.weight"], norm)
 
 
-def test_greedy_text_is_that_of_transformers(tmp_path):
-    """200 tokens, with biases and scaled positions in the KV cache."""
-    import_model(their_folder(tmp_path, "Qwen2", {**GROUPED, **LLAMA3}), tmp_path / "run")
-    export_model(tmp_path / "run", tmp_path / "exported")
-    options = GenerateConfig(max_new_tokens=200, temperature=0.0, stop_at_end=False)
-    ours = generate(ours_of(tmp_path / "run"), byte_tokenizer(), "the other", options)[0]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    given_ids = torch.tensor([tokenizer.encode("the other")])
-    # The model has ids that the tokenizer lacks; lmkit never draws them.
-    lacking = [[i] for i in range(byte_tokenizer().vocab_size, 300)]
-    made = model.generate(
-        given_ids,
-        attention_mask=torch.ones_like(given_ids),
-        do_sample=False,
-        max_new_tokens=200,
-        eos_token_id=None,
-        pad_token_id=0,
-        bad_words_ids=lacking,
-    )
-    assert made[0, given_ids.shape[1] :].tolist() == list(ours.tokens)
-
-
-TEXTS = st.lists(
-    st.sampled_from([*"the \n'\té1", "<|endoftext|>", "<|pad|>", "<|pa", "日", "\u0301"]), max_size=30
-).map("".join)
-
-
 def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp_path):
     import_model(
         their_folder(tmp_path, "Qwen2"), tmp_path / "runs/run", context_length=8, with_tokenizer=False
@@ -114,18 +109,6 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     assert (again.resumed_from, again.step) == (4, 6)
     assert newest_checkpoint(run).optimizer_tensors()["layers.0.attn.k_proj.bias.exp_avg"].any()
     assert again.evaluation is not None
-
-
-def test_a_trained_run_opens_in_transformers(tiny, tmp_path):
-    changes = ("model.num_kv_heads=1", "model.rope_scaling=linear", "model.rope_factor=2.0", "train.steps=4")
-    recipe = tiny(*changes, "model.norm_eps=1e-3")
-    train(recipe)
-    exported = export_model(recipe.run.path, tmp_path / "exported")
-    assert exported.files == ("config.json", "model.safetensors")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    ids = torch.randint(64, (2, 8))
-    with torch.no_grad():
-        torch.testing.assert_close(ours_of(recipe.run.path)(ids), theirs(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_one_loader_opens_all_three(tmp_path):
@@ -154,11 +137,11 @@ def test_shards_and_memory(tmp_path, monkeypatch):
     with Allocations() as seen:
         import_model(theirs, tmp_path / "run")
     largest = max(tensor.nbytes for tensor in tensors_of(theirs).values())
-    assert largest <= seen.peak <= 2 * largest
+    assert largest <= seen.peak <= 2.1 * largest
     monkeypatch.setattr(exchange, "SHARD_BYTES", 100_000)
     with Allocations() as seen:
         exported = export_model(tmp_path / "run", tmp_path / "exported")
-    assert largest <= seen.peak <= 2 * largest
+    assert largest <= seen.peak <= 2.1 * largest
     assert INDEX in exported.files
     shards = [path.stat().st_size for path in (tmp_path / "exported").glob("*.safetensors")]
     assert len(shards) > 2

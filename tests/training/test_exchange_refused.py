@@ -114,12 +114,14 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         "tensors that overlap": header(lambda tensors: tensors.update(again=dict(last_tensor(tensors)))),
         "the index is cut": lambda path: cut(path / INDEX),
         "the index lists more": index(other="model-00001-of-00003.safetensors"),
-        "the index lacks a tensor": index(**{NORM: None}),
         "the index names another file": index(**{NORM: "model-00001-of-00003.safetensors"}),
         "the index leaves the folder": index(**{NORM: "../theirs/" + SHARD}),
         "the index is empty": lambda path: edited(path / INDEX, weight_map={}),
     },
-    "weights.missing": {"another number of layers": config(num_hidden_layers=10_000)},
+    "weights.missing": {
+        "another number of layers": config(num_hidden_layers=10_000),
+        "the index lacks a tensor": index(**{NORM: None}),
+    },
     "weights.other_model": {
         "another width": config(hidden_size=1 << 29, head_dim=None),
         "other heads": config(num_key_value_heads=2),

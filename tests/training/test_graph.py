@@ -93,38 +93,10 @@ def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, 
         "get_per_process_memory_fraction": fraction,
         "get_device_properties": SimpleNamespace(total_memory=10e9),
     }
-    for name, value in of_cuda.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    for name, value in of_cuda.items():  # some of these questions of PyTorch demand the index of the device
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: {0: value}[device.index])
     graph = StepGraph(build_step(CONFIG, Ranks()), always=False)
     assert graph._has_room(torch.device("cuda", 0)) == fits
-
-
-def test_room_is_asked_for_where_the_device_of_the_ranks_has_no_index(monkeypatch):
-    """As it is not after `Ranks(device=torch.device("cuda"))`; some questions of PyTorch demand it."""
-    asked: list[torch.device] = []
-    captured: list[int] = []
-    values = dict.fromkeys(["memory_allocated", "memory_reserved", "max_memory_allocated"], 0) | {
-        "mem_get_info": (10e9, 10e9),
-        "get_per_process_memory_fraction": 1.0,
-        "get_device_properties": SimpleNamespace(total_memory=10e9),
-    }
-
-    def answer(device: torch.device, value: Any) -> Any:
-        asked.append(device)
-        return value
-
-    for name, value in values.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: answer(device, value))
-    monkeypatch.setattr(StepGraph, "_refusal", lambda self: "")
-    monkeypatch.setattr(StepGraph, "_capture", lambda self, *batch: captured.append(self._steps))
-    step = build_step(CONFIG, Ranks())
-    monkeypatch.setattr(step, "ranks", Ranks(device=torch.device("cuda")))
-    inputs = SimpleNamespace(device=torch.device("cuda", 0))  # as moving a batch to "cuda" gives
-    step_graph = StepGraph(step, always=True)
-    for _ in range(WARM_UPS):
-        step_graph.prepare(lambda: None, inputs, inputs)  # type: ignore[arg-type, return-value]
-    assert captured == [WARM_UPS]
-    assert {device.index for device in asked} == {0}
 
 
 def test_a_step_whose_gpu_sets_the_pace_is_not(pretend, monkeypatch):
@@ -161,15 +133,6 @@ def test_other_shapes_are_made_without_the_graph_and_other_state_needs_another(p
     step.optimizer.load_state_dict(step.optimizer.state_dict())
     assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
     assert pretend == [WARM_UPS] * 2
-
-
-def test_a_rank_may_hold_no_parameter_of_the_first_group(pretend):
-    step = make_step(always=True)
-    groups = step.optimizer.param_groups
-    groups.insert(0, {**groups[0], "params": []})
-    assert steps(step, 4) == [False] * WARM_UPS + [True] * 2
-    step.optimizer.load_state_dict(step.optimizer.state_dict())
-    assert steps(step, 1) == [False]
 
 
 def test_a_replay_waits_for_what_the_step_before_has_left_in_flight(pretend, monkeypatch):

@@ -54,15 +54,6 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(trained,
     assert found[0] == found[1] == found[2]
 
 
-def test_weights_that_are_not_finite_are_refused(trained, tiny):
-    tensors = trained.model_tensors()
-    tensors["ln_final.weight"][0] = float("nan")
-    entries = {**trained.entries, MODEL: write_tensors(trained.path / MODEL, tensors)}
-    write_manifest(trained.path, entries)
-    with raises(LmkitError, "weights.not_finite", trained.path, "ln_final.weight"):
-        train_here(tiny("run.name=after", f"train.init_from={trained.path}"))
-
-
 def test_weights_too_large_for_bf16_are_refused(trained, tiny):
     tensors = trained.model_tensors()
     tensors["lm_head.weight"][0, 0] = 3.4e38
@@ -123,7 +114,7 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     # A Hugging Face folder does not say which tokenizer its model was trained with.
     monkeypatch.setattr(
         "lmkit.training.weights.open_weights",
-        lambda path: replace(open_weights(path), tokenizer_sha256=None),
+        lambda path: replace(open_weights(path), state=None),
     )
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)

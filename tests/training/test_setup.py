@@ -1,8 +1,9 @@
 """The training step that `lmkit train`, benches and loops of one's own share."""
 
+import ast
 import re
 import textwrap
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from raising import raises
 from run_folders import losses, train_here
 
 import lmkit.training
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import SCHEDULES
-from lmkit.training import build_step, setup
+from lmkit.training import build_step
 from lmkit.training.session import plan
 from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
@@ -74,31 +75,6 @@ def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
     assert found == {1: torch.float32, 2: torch.bfloat16}
 
 
-def test_a_step_is_built_on_the_gpu_where_there_is_one(monkeypatch):
-    """As `run.device = "auto"` chooses; here torch only says that it has one."""
-    asked: list[torch.device] = []
-
-    def refuse(name: str, query: torch.Tensor) -> None:
-        asked.append(query.device)
-        raise UsageError("attention.unsupported", "refused", hint="it is only asked")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(setup, "check_kernel", refuse)
-    monkeypatch.setattr(setup, "_one_query", lambda model, precision, device: SimpleNamespace(device=device))
-    for ranks, device in ((None, "cuda"), (Ranks(), "cpu")):
-        with raises(UsageError, "attention.unsupported"):
-            build_step(CONFIG, ranks)
-        assert asked.pop().type == device
-
-
-def test_a_step_that_no_device_can_make_is_refused_when_it_is_built():
-    """And not by the first batch."""
-    triton = CONFIG.changed(attention="flash_triton")
-    with raises(UsageError, "attention.unsupported", "flash_triton", "cpu"):
-        build_step(triton, Ranks())
-
-
 def test_what_the_device_cannot_do_is_refused(tiny):
     recipe = tiny(*SMALL)
     check_device(recipe, torch.device("cpu"))
@@ -114,18 +90,8 @@ def test_what_the_device_cannot_do_is_refused(tiny):
 @pytest.mark.parametrize(
     ("warmup", "schedule", "numbers"),
     [
-        (
-            40,
-            "cosine",
-            ("optimizer.warmup_steps = 40", "train.steps = 10", "0.00025 ", "optimizer.lr = 0.001"),
-        ),
-        (
-            10,
-            "cosine",
-            ("optimizer.warmup_steps = 10", "train.steps = 10", "0.0009 ", "optimizer.lr = 0.001"),
-        ),
+        (40, "cosine", ("optimizer.warmup_steps = 40", "train.steps = 10", "0.00025 ")),
         (9, "cosine", None),
-        (9, "constant", None),
         (0, "still_rising", ("last step", "train.steps = 10", "from 9 to 10")),
     ],
 )
@@ -139,3 +105,19 @@ def test_a_learning_rate_that_never_comes_down_is_warned_of(warmup, schedule, nu
         assert number in found[0]
     train_here(recipe, stop_at_step=1)
     assert [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line] == found
+
+
+def test_steps_are_made_in_one_place():
+    makers = {"Step", "build_step", "step_of"}
+    found = {
+        (path.name, node.func.id)
+        for path in Path(lmkit.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
+    }
+    assert found == {
+        ("setup.py", "Step"),
+        ("setup.py", "build_step"),
+        ("setup.py", "step_of"),
+        ("session.py", "step_of"),
+    }

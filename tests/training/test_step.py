@@ -86,12 +86,11 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def update(job: Job, loss: torch.Tensor, **options):
+def update(job: Job, loss: torch.Tensor, ask: Callable[[], Flags] = Flags) -> tuple[Outcome, list[str]]:
     events: list[str] = []
-    outcome = job.step.update(
-        loss, **{"lr": 0.01, "before_update": lambda: events.append("released"), **options}
-    )
-    return outcome, events
+    job.step.before_update = lambda: events.append("released")
+    job.step.ask = ask
+    return job.step.update(loss, lr=0.01), events
 
 
 def test_an_update_moves_the_weights_and_drops_the_gradients():

@@ -29,7 +29,7 @@ from lmkit.training import trainer
 from lmkit.training.checkpoint import step_name
 from lmkit.training.resume import CheckpointWriter
 from lmkit.training.step import Outcome, Step
-from lmkit.training.trainer import Diverged, Speedometer, TrainingClock
+from lmkit.training.trainer import Clock, Diverged
 
 
 class Time:
@@ -49,35 +49,35 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def test_the_clock_continues_from_what_earlier_sessions_used(time, monkeypatch):
-    run = TrainingClock(used_seconds=100.0, max_minutes=5.0, ranks=Ranks())
-    assert (run.seconds, run.seconds_left) == (100.0, 200.0)
+    run = Clock(used_seconds=100.0, max_minutes=5.0, ranks=Ranks())
+    assert run.seconds == 100.0
     time.now += 20.0
-    assert (run.seconds, run.seconds_left, run.fraction()) == (120.0, 180.0, pytest.approx(0.4))
+    assert (run.seconds, run.fraction()) == (120.0, pytest.approx(0.4))
     time.now += 330.0
-    assert (run.seconds, run.seconds_left, run.fraction()) == (450.0, 0.0, pytest.approx(1.5))
-    endless = TrainingClock(used_seconds=3.0, max_minutes=None, ranks=Ranks())
-    assert (endless.seconds, endless.seconds_left, endless.fraction()) == (3.0, None, None)
+    assert (run.seconds, run.fraction()) == (450.0, pytest.approx(1.5))
+    endless = Clock(used_seconds=3.0, max_minutes=None, ranks=Ranks())
+    assert (endless.seconds, endless.fraction()) == (3.0, None)
 
     def broadcast(tensor: torch.Tensor, *, src: int) -> None:
         assert src == 0
         tensor.fill_(0.25)
 
     monkeypatch.setattr(trainer, "dist", SimpleNamespace(broadcast=broadcast))
-    second = TrainingClock(used_seconds=30.0, max_minutes=1.0, ranks=Ranks(rank=1, world_size=2))
+    second = Clock(used_seconds=30.0, max_minutes=1.0, ranks=Ranks(rank=1, world_size=2))
     assert second.fraction() == 0.25  # rank 0's clock counts
 
 
 def test_speed_is_measured_since_the_last_read_without_excluded_time(time):
-    meter = Speedometer()
-    assert meter.session is None
+    meter = Clock(used_seconds=3.0, max_minutes=None, ranks=Ranks())
+    assert meter.speed is None
     time.now += 2.0
-    assert (meter.read(100), meter.session) == (50.0, 50.0)
+    assert (meter.read(100), meter.speed) == (50.0, 50.0)
     time.now += 1.0
     with meter.excluded():
         time.now += 7.0
     time.now += 2.0
-    assert meter.session == 50.0  # up to the last read
-    assert (meter.read(600), meter.session) == (200.0, 140.0)
+    assert meter.speed == 50.0  # up to the last read
+    assert (meter.read(600), meter.speed) == (200.0, 140.0)
     assert meter.read(0) == 0.0  # at once: no time, no tokens
 
 

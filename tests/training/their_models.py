@@ -32,18 +32,6 @@ LLAMA3 = {
         "original_max_position_embeddings": 64,
     }
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama grouped tied": ("Llama", {**GROUPED, **TIED, "rms_norm_eps": 0.01}),
-    "llama linear": ("Llama", LINEAR),
-    "llama 3": ("Llama", {**GROUPED, **LLAMA3}),
-    "mistral": ("Mistral", {**GROUPED, "sliding_window": None}),
-    "mistral with a wide window": ("Mistral", {**GROUPED, "sliding_window": 256}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2 grouped tied linear": ("Qwen2", {**GROUPED, **TIED, **LINEAR}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "qwen3 grouped tied llama 3": ("Qwen3", {**GROUPED, **TIED, **LLAMA3, "head_dim": 8}),
-}
 
 
 def make_theirs(kind: str, changes: dict[str, Any], seed: int = 0, scale: float = 0.1) -> Any:
