@@ -379,7 +379,6 @@ class Tokenizer:
         path = tokenizer_in(Path(path))
         marks = read_marks(path)
         tokenizer = cls._from_file({**tokenizer_json.load_json(path, marks), "marks": marks}, path)
-        tokenizer_json.warn_of_differences(tokenizer, path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:
