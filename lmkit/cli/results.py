@@ -108,11 +108,9 @@ def report(
         assert folder is not None
         return write_page(folder, beside or (), output=output, force=force)
     from lmkit.bench.report import write_reports
-    from lmkit.profile.write_up import SUMMARIES, side_by_side
+    from lmkit.profile.write_up import SUMMARIES
 
-    return write_reports(
-        folder, output, check=check, force=force, profiles=SUMMARIES, side_by_side=side_by_side
-    )
+    return write_reports(folder, output, check=check, force=force, profiles=SUMMARIES)
 
 
 OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")

@@ -86,29 +86,6 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     return _store(trace, output, {"kineto_trace.json.gz": gzip.compress(content, mtime=0)}, skip_steps=0)
 
 
-def run_memory(recipe: Recipe, output: Path, *, mode: Mode, steps: int) -> Profiled:
-    """Record the memory of training steps: peaks by phase and category, a picture, a snapshot for memory_viz."""
-    from lmkit.profile.memory import run_profile
-
-    # No warm-up: the optimizer's state appears in the first step.
-    result = run_profile(Workload(recipe, mode, steps, warmup=0))
-    return Profiled(str(output), _write(result.files, output), {"peaks": result.rows}, result.text)
-
-
-def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
-    """Record the memory of a forward pass and of training steps of each recipe, and compare them."""
-    from lmkit.profile.memory import table
-
-    written: dict[str, None] = {}
-
-    def write(files: Mapping[str, bytes | str]) -> None:
-        written.update(dict.fromkeys(name for name in _write(files, output) if "/" not in name))
-
-    rows, text = table(recipes, steps=steps, write=write)
-    is_fine = all(row["status"] != "failed" for row in rows)
-    return Profiled(str(output), tuple(written), {"rows": rows}, text, is_fine)
-
-
 def _run_under_nsys(
     command: Sequence[str], output: Path, *, what: str, source: str = "", skip_steps: int = 1
 ) -> Profiled:
@@ -147,10 +124,11 @@ def _store(
         **(recording or {}),
         ENVIRONMENT: json.dumps(describe_environment(), indent=1) + "\n",
     }
-    return Profiled(str(output), _write(files, output), summary, text_of(summary))
+    return Profiled(str(output), write_files(files, output), summary, text_of(summary))
 
 
-def _write(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
+def write_files(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
+    """Write the files of a profile; return their names."""
     for name in sorted(files, key=lambda name: name != ENVIRONMENT):  # the folder is a profile's from now on
         write_atomic(output / name, files[name])
     return tuple(files)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from lmkit.bench.report import Results
-from lmkit.bench.summary import Summary, bullets
-from lmkit.measure.tables import Column, Rows, markdown_table
-from lmkit.profile.allocations import BUILD, CATEGORIES, WHOLE_RUN
+from lmkit.bench.summary import Summary
+from lmkit.measure.tables import Column, Rows
 from lmkit.profile.summary import FACTS, named_table, range_table
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary")
+BUILD, WHOLE_RUN = "build", "whole run"
 
 
 def gib_key(category: str) -> str:
@@ -89,26 +89,6 @@ def memory_finding(rows: Rows) -> str:
 SUMMARIES = {"profile": summarize_trace, "memory": summarize_memory}
 
 
-def side_by_side(found: Sequence[Results]) -> dict[str, str]:
-    """Compare the traces with each other, and the memory profiles: heading -> Markdown."""
-    traces = {_name(results): results.rows[0] for results in found if results.kind == "profile"}
-    memories = {_name(results): results.rows for results in found if results.kind == "memory"}
-    tables = {}
-    if len(traces) > 1:
-        rows = [{**row, "trace": name} for name, row in traces.items()]
-        compared = Summary("", (Column("trace", "trace"), *TRACE), rows)
-        tables["Traces side by side"] = markdown_table(rows, compared.filled(compared.columns))
-    if len(memories) > 1:
-        peaks = [{**peak_row(rows), "profile": name} for name, rows in memories.items()]
-        table = markdown_table(peaks, (Column("profile", "profile"), *MEMORY))
-        tables["Memory profiles side by side"] = f"{table}\n{bullets(growth(list(memories.values())))}"
-    return tables
-
-
-def _name(results: Results) -> str:
-    return results.path.parent.as_posix()
-
-
 def most_computed(rows: Rows) -> float:
     """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
 
@@ -119,24 +99,3 @@ def most_computed(rows: Rows) -> float:
         for row in rows
         if row["phase"] not in (BUILD, WHOLE_RUN)
     )
-
-
-def growth(profiles: Sequence[Rows]) -> list[str]:
-    """Say how what a step computes grows over the two longest contexts of each model that was profiled at several."""
-    alike: dict[tuple[Any, ...], dict[int, float]] = {}
-    for rows in profiles:
-        first = rows[0]
-        same = tuple(first.get(key) for key in ("model", "pass", "batch_size", "attention", "dtype"))
-        if first.get("context_length") is not None:
-            alike.setdefault(same, {})[first["context_length"]] = most_computed(rows)
-    found = []
-    for (model, mode, _, kernel, dtype), sizes in alike.items():
-        short, long = sorted(sizes)[-2:] if len(sizes) > 1 else (0, 0)
-        if sizes.get(short):
-            ratio = sizes[long] / sizes[short]
-            power = math.log(ratio) / math.log(long / short)
-            found.append(
-                f"{model}, {kernel}, {dtype}: from {short} to {long} tokens what a {mode} computes grows "
-                f"{ratio:.2f} times, as the context to the power {power:.2f}."
-            )
-    return found
