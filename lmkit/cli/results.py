@@ -108,7 +108,7 @@ def report(
         assert folder is not None
         return write_page(folder, beside or (), output=output, force=force)
     from lmkit.bench.report import write_reports
-    from lmkit.profile.write_up import SUMMARIES
+    from lmkit.profile.summary import SUMMARIES
 
     return write_reports(folder, output, check=check, force=force, profiles=SUMMARIES)
 

@@ -27,15 +27,15 @@ from lmkit.bench.context import failure_is_a_row
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.core.ranges import range_
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB, release_memory
 from lmkit.measure.plots import decorate, stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import Column, Rows, markdown_table, row_files
+from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
 from lmkit.profile.run import Profiled, write_files
 from lmkit.profile.steps import Mode, Workload, call_of, make_training
-from lmkit.profile.write_up import (
+from lmkit.profile.summary import (
     BUILD,
     CATEGORIES,
     WHOLE_RUN,

@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.kineto import profile_work, read_chrome_trace
 from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import nvtx_is_available
 from lmkit.measure.tables import Column, Row, wrote
-from lmkit.measure.trace import Trace
+from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.steps import Mode, Workload, call_of, make_training
 from lmkit.profile.summary import report_of, summarize, text_of

@@ -10,7 +10,7 @@ from raising import raises
 from lmkit.bench.report import PICTURES, find_results, kind_of, read_rows, write_reports
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
-from lmkit.profile.write_up import SUMMARIES
+from lmkit.profile.summary import SUMMARIES
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json").read_text("utf-8"))

@@ -17,7 +17,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import tokenizers
 from mutations import damage, damage_header, damage_text
 
 from lmkit.cli.app import run_command_line
@@ -140,20 +139,6 @@ def assert_works(tokenizer: Tokenizer, vocab: dict[int, bytes]) -> None:
     if not tokenizer.missing_bytes:
         assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
     assert max(tokenizer.encode(SAMPLE), default=0) < tokenizer.vocab_size
-
-
-@form("tokenizer.json")
-def tokenizer_file(folder: Path) -> Format:
-    def read(folder: Path, good: Files, random: Random) -> None:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        theirs = None
-        with contextlib.suppress(Exception):  # their reader refuses some damage that lmkit does not look at
-            theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAMPLE).ids
-        assert theirs in (None, tokenizer.encode(SAMPLE))
-        assert max(tokenizer.encode(SAMPLE), default=0) < tokenizer.vocab_size
-
-    small_tokenizer().save(folder / "tokenizer.json")
-    return Format([content_of(folder)], {"tokenizer.json": TEXT}, read)
 
 
 @form("gpt2 vocab.json + merges.txt")

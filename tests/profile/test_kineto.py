@@ -8,7 +8,7 @@ from raising import raises
 
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
-from lmkit.measure.kineto import parse_chrome_trace, profile_work, read_chrome_trace
+from lmkit.measure.trace import parse_chrome_trace, profile_work, read_chrome_trace
 from lmkit.profile.summary import base_name, summarize
 
 

@@ -22,7 +22,7 @@ from lmkit.profile.memory import (
     run_memory,
     run_memory_table,
 )
-from lmkit.profile.write_up import BUILD, MEMORY, WHOLE_RUN, most_computed, peak_row
+from lmkit.profile.summary import BUILD, MEMORY, WHOLE_RUN, most_computed, peak_row
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 

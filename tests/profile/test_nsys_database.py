@@ -145,10 +145,7 @@ def test_other_files_are_refused(tmp_path, content):
     assert "x.sqlite" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("columns", "row"), [("start", (1,)), (None, (1, 2, "no thread", 1, 1)), (None, (2, 1, 77 << 24, 1, 1))]
-)
-def test_a_table_without_a_column_or_with_other_types_is_damaged(nsys_database, columns, row):
-    nsys_database.insert("CUPTI_ACTIVITY_KIND_RUNTIME", row, columns)
+def test_a_table_without_a_column_is_damaged(nsys_database):
+    nsys_database.insert("CUPTI_ACTIVITY_KIND_RUNTIME", (1,), "start")
     with raises(LmkitError, "trace.damaged", "report.sqlite"):
         read_nsys_database(nsys_database.path)
