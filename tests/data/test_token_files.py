@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from lmkit.data import token_files
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, documents_path, open_tokens, sidecar_path
+from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import save_record
 from lmkit.storage import write_atomic
@@ -52,7 +52,7 @@ def test_the_bytes_of_the_text_of_documents(tmp_path):
     file = open_tokens(path)
     assert file.documents is not None and file.sizes is not None  # noqa: PT018
     assert (file.documents.tolist(), file.sizes.tolist()) == ([0, 3], [7, 5])
-    os.truncate(documents_path(path), 24)
+    os.truncate(path.with_suffix(".documents"), 24)
     with raises(LmkitError, "tokens.damaged", "tokens.documents", "24 bytes"):
         open_tokens(path)
 
@@ -115,7 +115,7 @@ def test_faults_33_37_a_hint_names_the_command_that_makes_the_file_again(damage,
     of_a_run.parent.mkdir(parents=True)
     save_record(tmp_path / "my run", {"encode": {}})
     commands = {
-        own: f"lmkit data encode TEXT '{own}' --tokenizer TOKENIZER.json --force",
+        own: f"lmkit data encode TEXT '{own}' --tokenizer TOKENIZER.json",
         of_a_run: f"lmkit run '{tmp_path / 'my run' / 'recipe.toml'}'",
     }
     for path, command in commands.items():
@@ -127,16 +127,6 @@ def test_faults_33_37_a_hint_names_the_command_that_makes_the_file_again(damage,
         if path == own:  # what the hint says works
             write(own, [1, 2, 3])
     assert str(of_a_run) in error.value.hint
-
-
-@pytest.mark.parametrize("text", [None, "{", "{}", '{"a": 1}\n{"a": 2}\n'])
-def test_no_hint_overwrites_ids_that_lmkit_did_not_write(text, path):
-    sidecar_path(path).unlink()
-    if text is not None:
-        sidecar_path(path).write_text(text)
-    with raises(LmkitError, "tokens.damaged", "tokens.json", hint="OTHER.npy") as error:
-        open_tokens(path)
-    assert "--force" not in error.value.hint
 
 
 def test_wrong_size(path):

@@ -13,9 +13,8 @@ from raising import raises
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.files import to_characters
+from lmkit.tokenizer.files import to_characters, to_json
 from lmkit.tokenizer.pretokenize import AddedToken
-from lmkit.tokenizer.tokenizer_json import to_json
 
 
 def test_round_trip(trained, tmp_path):

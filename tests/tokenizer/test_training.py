@@ -79,12 +79,6 @@ def test_empty_corpus(write):
         assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
 
 
-def test_only_white_space_trains(write):
-    tokenizer = train_tokenizer([write("  \n\n \t  ")], vocab_size=258)
-    assert len(tokenizer.merges) == 1
-    assert tokenizer.decode(tokenizer.encode(" \n\n\t ")) == " \n\n\t "
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fault_20_invalid_utf8(write, workers):
     path = write(b"good text " * 200_000 + b"\xff bad")
@@ -130,13 +124,6 @@ def test_an_endless_word_makes_no_endless_tokens(write, code, caplog):
         ordinary = [token for i, token in made[0].vocab.items() if i not in made[0].special_ids.values()]
         assert limit // 2 < max(map(len, ordinary)) <= limit
         assert any(f"{limit} bytes" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize(("free", "warns"), [(70 * 5000 - 1, True), (70 * 6000, False), (None, False)])
-def test_words_that_may_not_fit_into_memory_are_warned_of(write, monkeypatch, caplog, free, warns):
-    monkeypatch.setattr("lmkit.tokenizer.training.available_memory", lambda: free)
-    train_tokenizer(write("a" * 5000), vocab_size=300)
-    assert any("of memory" in message for message in caplog.messages) == warns
 
 
 def test_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
