@@ -74,44 +74,13 @@ def profile_command(command: Sequence[str], folder: Path) -> NsysRun:
     arguments = [str(nsys), "profile", *options, f"--output={output}", *command]
     # Standard output belongs to results; nsys and the command talk to standard error.
     done = subprocess.run(arguments, env={**os.environ, ENVIRONMENT_VARIABLE: "nvtx"}, stdout=2, check=False)
-    report = _finished_report(nsys, output)
-    if report is not None:
+    report = output.with_suffix(REPORT)
+    if report.exists():
         return NsysRun(done.returncode, report, export_report(report, folder))
     if done.returncode == 0:
-        hint = "run it with --debug to see nsys's own messages"
-        raise LmkitError("nsys.no_report", "nsys wrote no report", hint=hint)
+        hint = f"nsys's own messages say why; a {STREAM} file becomes a report by its QdstrmImporter"
+        raise LmkitError("nsys.no_report", f"{folder}: nsys wrote no report", hint=hint)
     return NsysRun(done.returncode)
-
-
-def _finished_report(nsys: Path, output: Path) -> Path | None:
-    """Return `<output>.nsys-rep`, made from the raw stream where nsys did not find its importer."""
-    report, stream = output.with_suffix(REPORT), output.with_suffix(STREAM)
-    if not report.exists() and stream.exists():
-        importer = _find_importer(nsys)
-        if importer is None:
-            raise LmkitError(
-                "nsys.no_importer",
-                f"nsys left {stream.name} and no importer was found",
-                hint="import it on a machine with Nsight Systems, then summarise the .nsys-rep",
-            )
-        subprocess.run([str(importer), "-i", str(stream)], stdout=subprocess.DEVNULL, check=True)
-    if not report.exists():
-        return None
-    stream.unlink(missing_ok=True)
-    return report
-
-
-def _find_importer(nsys: Path) -> Path | None:
-    """Find nsys's QdstrmImporter. Debian links nsys through folders, and nsys looks for it at the wrong end."""
-    place = nsys
-    while True:
-        for parent in place.parents[:3]:
-            found = sorted(parent.glob("host-linux-*/QdstrmImporter"))
-            if found:
-                return found[0]
-        if not place.is_symlink():
-            return None
-        place = Path(os.path.normpath(place.parent / os.readlink(place)))
 
 
 def export_report(report: Path, folder: Path) -> Path:

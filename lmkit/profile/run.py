@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lmkit.bench.summary import report_text
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.plots import decorate, grouped_bars
@@ -19,7 +20,7 @@ from lmkit.measure.tables import Column, Row, wrote
 from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.steps import Mode, Workload, call_of, make_training
-from lmkit.profile.summary import report_of, summarize, text_of
+from lmkit.profile.summary import summarize, summarize_trace, text_of
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
@@ -116,12 +117,15 @@ def _store(
     `profile_ranges.png`."""
     summary = summarize(trace, skip_steps=skip_steps)
     picture = decorate(PICTURE, lambda: _picture(summary)) if summary["ranges"] else None
-    files = {
+    environment = describe_environment()
+    files: dict[str, bytes | str] = {
         "profile_summary.json": json.dumps(summary, indent=2, allow_nan=False) + "\n",
-        "profile_report.md": report_of(summary) + (f"\n![{PICTURE}]({PICTURE})\n" if picture else ""),
+        "profile_report.md": report_text(
+            summarize_trace([summary]), environment, [PICTURE] if picture else []
+        ),
         **({PICTURE: picture} if picture else {}),
         **(recording or {}),
-        ENVIRONMENT: json.dumps(describe_environment(), indent=1) + "\n",
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
     return Profiled(str(output), write_files(files, output), summary, text_of(summary))
 

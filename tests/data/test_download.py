@@ -146,15 +146,6 @@ def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site
     assert ranges(site)[6] == "bytes=1000000-"
 
 
-def test_pauses_grow_between_attempts(site, tmp_path, monkeypatch):
-    pauses = []
-    monkeypatch.setattr(module.time, "sleep", pauses.append)
-    site.statuses = [503] * 6
-    with raises(LmkitError, "download.failed", "503"):
-        download_dataset(replace(DATASET, base_url=site.url), tmp_path)
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
-
-
 def test_another_part_than_was_asked_for_is_not_taken(fetch, site):
     site.cuts = [1_000_000]
     site.part_shift = 5
@@ -238,13 +229,6 @@ def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path, dat
         fetch(dataset)
     assert own.read_bytes() == b"my own"
     assert site.requests == []
-
-
-def test_a_missing_file_is_asked_for_only_once(fetch, site):
-    del site.files["valid.txt"]
-    with raises(LmkitError, "download.failed", "valid.txt", "404"):
-        fetch()
-    assert len(site.requests) == 2
 
 
 def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):

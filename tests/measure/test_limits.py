@@ -4,7 +4,6 @@ import torch
 from lmkit.measure.limits import (
     Limits,
     known_peak,
-    limits_sentence,
     measure_copy_bandwidth,
     measure_limits,
     measure_matmul_peak,
@@ -61,9 +60,3 @@ def test_utilization_names_its_basis(monkeypatch):
     on_h200 = model_flops_utilization(494.5e12, "cpu", "bf16", measured)
     assert on_h200.share == pytest.approx(0.5)
     assert on_h200.basis == "dense bf16 peak of NVIDIA H200, 989 TFLOP/s"
-
-
-def test_the_sentence_has_no_more_digits_than_a_run_repeats():
-    limits = Limits("x", {"bf16": 787.7603e12, "fp32": 0.0512e12}, 4213.55e9)
-    sentence = limits_sentence(limits.as_dict())
-    assert "matmul 787.8 TFLOP/s bf16, 0.0512 TFLOP/s fp32; copy 4213.55 GB/s" in sentence

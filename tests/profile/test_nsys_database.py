@@ -3,7 +3,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.nsys import read_nsys_database, read_nsys_file
-from lmkit.profile.summary import report_of, summarize, text_of
+from lmkit.profile.summary import summarize, summarize_trace, text_of
 
 
 def summary_of(database, **options):
@@ -48,7 +48,7 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     assert summary["top_kernels"][0]["share"] == pytest.approx(400 / 590)
     assert max(map(len, text_of(summary).splitlines())) <= 100
     assert "44.0%" in text_of(summary)
-    assert report_of(summary).startswith("# Profile of report.sqlite (nsys)")
+    assert summarize_trace([summary]).title == "Profile of report.sqlite (nsys)"
 
 
 def test_all_steps_count_if_asked(two_steps):

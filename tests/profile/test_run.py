@@ -161,14 +161,3 @@ def test_the_real_nsys_sees_the_ranges(tmp_path):
     assert names(result.summary) == RANGES
     assert os.path.exists(tmp_path / "profile.nsys-rep")
     assert sys.executable not in (tmp_path / "profile_report.md").read_text()
-
-
-def test_a_picture_that_cannot_be_drawn_is_left_out_of_the_report(two_steps, tmp_path, monkeypatch):
-    def fails(*arguments: object, **options: object) -> bytes:
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(profiling, "grouped_bars", fails)
-    written = run_recording(two_steps.path, tmp_path / "out").files
-    assert "profile_summary.json" in written
-    assert "profile_ranges.png" not in written
-    assert "profile_ranges.png" not in (tmp_path / "out/profile_report.md").read_text()

@@ -1,6 +1,5 @@
 """Words and special tokens, in Python and in C, against the regular expression itself."""
 
-import itertools
 import random
 import time
 from collections import Counter
@@ -69,14 +68,6 @@ def test_every_code_point(template):
     points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     text = "\n".join(map(template.format, points))
     assert counted(text) == expected(text)
-
-
-def test_contractions_in_every_position(code):
-    endings = ["s", "d", "m", "t", "ll", "ve", "re", "l", "v", "r", "x", "S", ""]
-    befores, afters = ["", "a", " ", "'", "1", "\n"], ["", "a", " ", "'", "9"]
-    for before, ending, after in itertools.product(befores, endings, afters):
-        text = f"{before}'{ending}{after}"
-        assert counted(text) == expected(text), text
 
 
 @pytest.mark.parametrize("special", ["so", "l", " ", "'", "ve", "日"])

@@ -3,7 +3,6 @@
 import doctest
 import importlib
 import itertools
-import pickle
 import random
 import re
 import subprocess
@@ -173,16 +172,6 @@ def test_agrees_with_tiktoken(trained, real_text):
     )
     ours = trained.encode(real_text, allowed_special=frozenset({"<|endoftext|>"}))
     assert ours == other.encode(real_text, allowed_special="all")
-
-
-def test_a_copy_is_equal_and_another_tokenizer_is_not(trained, real_text):
-    trained.encode("now it has an encoder, which cannot be pickled")
-    copy = pickle.loads(pickle.dumps(trained))
-    assert copy.sha256 == trained.sha256
-    assert copy.special_ids == trained.special_ids
-    assert copy.encode(real_text) == trained.encode(real_text)
-    other = Tokenizer(vocab=trained.vocab, merges=trained.merges[:-1], special_tokens=trained.special_tokens)
-    assert other.sha256 != trained.sha256
 
 
 def test_inspection(trained, tmp_path, real_text):

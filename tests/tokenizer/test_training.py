@@ -1,7 +1,6 @@
 """`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
 
 import logging
-import os
 from collections import Counter
 
 import pytest
@@ -63,13 +62,6 @@ def test_one_path_strings_and_no_special_tokens(write):
     assert expected.special_tokens == ()
     one = train_tokenizer(path, vocab_size=258, special_tokens="<|pad|>")
     assert one.special_ids == {"<|pad|>": 257}
-
-
-def test_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe") as caught:
-        train_tokenizer([tmp_path / "pipe"], vocab_size=300)
-    assert caught.value.code == "text.unreadable"
 
 
 def test_empty_corpus(write):
@@ -143,12 +135,6 @@ def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypat
 def test_a_special_token_that_is_written_like_a_learned_one(write):
     with raises(UsageError, "tokenizer.special_tokens", "Ġthe"):
         train_tokenizer([write("the the the the")], vocab_size=260, special_tokens=("Ġthe",))
-
-
-def test_a_special_token_of_one_character_that_no_byte_is_written_as(write, tmp_path):
-    tokenizer = train_tokenizer([write("a€b")], vocab_size=257, special_tokens=("€",))
-    tokenizer.save(tmp_path / "tokenizer.json")
-    assert Tokenizer.load(tmp_path / "tokenizer.json").encode("a€b") == [97, 256, 98]
 
 
 def test_progress_reaches_the_end(write):
