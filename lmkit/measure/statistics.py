@@ -127,14 +127,14 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """The comparison of a candidate with a baseline.
+    """How the time of a baseline (or of a run before) compares with that of a candidate (or of a run after).
 
     Attributes:
         speedup: baseline / candidate; above 1 the candidate is faster.
-        low, high: 95% confidence interval of `speedup`.
+        low, high: confidence interval of `speedup`: 95% of pairs, 98% of runs.
         pairs: rounds that were compared.
-        verdict: "faster", "slower", "no difference" (above `SMALLEST_DIFFERENCE`), "unclear" or "too few repeats"
-            (fewer than `FEWEST_PAIRS`).
+        verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "unclear" or "too
+            few repeats" (fewer than `FEWEST_PAIRS`).
     """
 
     speedup: float
@@ -157,34 +157,13 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     Raises:
         ValueError: the lists differ in length, are empty, or hold a time that is not positive and finite.
     """
-    ratios = _ratios(candidate, baseline)
-    speedup, interval = median(ratios), median_interval(ratios)
-    verdict = _verdict(speedup, interval, len(ratios), SMALLEST_DIFFERENCE)
-    return PairedRatio(speedup, *interval, len(ratios), verdict)
-
-
-def _ratios(candidate: Sequence[float], baseline: Sequence[float]) -> list[float]:
     if len(candidate) != len(baseline):
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
     _refuse_bad_times(candidate, baseline)
-    return [base / own for own, base in zip(candidate, baseline, strict=True)]
-
-
-@dataclass(frozen=True)
-class RunRatio:
-    """How the time of a measurement in one run compares with its time in another run.
-
-    Attributes:
-        speedup: before / after, divided by the drift; above 1 the second run is faster.
-        low, high: 98% confidence interval of `speedup`, noise between runs included.
-        verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "too few repeats"
-            or "unclear".
-    """
-
-    speedup: float
-    low: float
-    high: float
-    verdict: str
+    ratios = [base / own for own, base in zip(candidate, baseline, strict=True)]
+    speedup, interval = median(ratios), median_interval(ratios)
+    verdict = _verdict(speedup, interval, len(ratios), SMALLEST_DIFFERENCE)
+    return PairedRatio(speedup, *interval, len(ratios), verdict)
 
 
 def compare_runs(
@@ -192,7 +171,7 @@ def compare_runs(
     references: Sequence[bool],
     *,
     smallest_difference: float,
-) -> list[RunRatio]:
+) -> list[PairedRatio]:
     """Compare two separate runs by (before, after) samples of each measurement.
 
     A time is the lower quartile of its samples: other processes only ever lengthen samples. Drift is the median
@@ -228,8 +207,9 @@ def compare_runs(
     for (before, after), change, variance in zip(pairs, changes, variances, strict=True):
         reach = WIDTH * math.sqrt(variance + shared)
         low, speedup, high = (math.exp(change - drift + by) for by in (-reach, 0.0, reach))
-        verdict = _verdict(speedup, (low, high), min(len(before), len(after)), smallest_difference)
-        results.append(RunRatio(speedup, low, high, verdict))
+        repeats = min(len(before), len(after))
+        verdict = _verdict(speedup, (low, high), repeats, smallest_difference)
+        results.append(PairedRatio(speedup, low, high, repeats, verdict))
     return results
 
 

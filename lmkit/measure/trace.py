@@ -92,31 +92,13 @@ class Trace:
     notes: tuple[str, ...] = ()
 
 
-PRODUCTS = "matrix products"
-CASTS = "casts to fp8"
-ATTENTION_FORWARD = "attention forward"
-ATTENTION_BACKWARD = "attention backward"
-ACTIVATION = "SwiGLU, GELU"
-NORM = "norm"
-LOSS = "cross-entropy"
-OPTIMIZER = "clipping, optimizer"
-ROPE = "RoPE"
-EMBEDDING = "embedding"
-REST = "rest"
 CLASSES = (
-    PRODUCTS,
-    ATTENTION_FORWARD,
-    ATTENTION_BACKWARD,
-    ACTIVATION,
-    NORM,
-    LOSS,
-    OPTIMIZER,
-    CASTS,
-    ROPE,
-    EMBEDDING,
-    REST,
+    *("matrix products", "attention forward", "attention backward", "SwiGLU, GELU", "norm", "cross-entropy"),
+    *("clipping, optimizer", "casts to fp8", "RoPE", "embedding", "rest"),
 )
 """In the order of tables."""
+PRODUCTS, ATTENTION_FORWARD, ATTENTION_BACKWARD, ACTIVATION, NORM, LOSS, *_others = CLASSES
+OPTIMIZER, CASTS, ROPE, EMBEDDING, REST = _others
 
 # The first pattern that is found in a name counts. The compiler names a kernel after all operations that it fused.
 _PATTERNS = {

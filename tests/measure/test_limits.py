@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lmkit.measure import timing
 from lmkit.measure.limits import (
     Limits,
     known_peak,
@@ -44,10 +45,8 @@ def test_measured_rates_are_possible_for_a_cpu():
 
 
 def test_the_rate_counts_two_flops_per_multiply_add(monkeypatch):
-    from lmkit.measure import limits
-
     fixed = Timing("fixed", (3.0, 1.0, 2.0), (0, 1, 2), "fake", "warm", 1)  # the best counts: it is a limit
-    monkeypatch.setattr(limits, "time_variants", lambda variants, **_: dict.fromkeys(variants, fixed))
+    monkeypatch.setattr(timing, "time_variants", lambda variants, **_: dict.fromkeys(variants, fixed))
     assert measure_matmul_peak("cpu", "fp32") == 2.0 * 1024**3 / 1e-3
     assert measure_copy_bandwidth("cpu") == 2.0 * 2**27 / 1e-3
 
