@@ -33,8 +33,7 @@ from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
-from lmkit.profile.run import Profiled, write_files
-from lmkit.profile.steps import Mode, Workload, call_of, make_training
+from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_files
 from lmkit.profile.summary import (
     BUILD,
     CATEGORIES,

@@ -4,9 +4,7 @@
 against the undamaged content if a checksum protects it.
 """
 
-import contextlib
 import functools
-import io
 import json
 import shutil
 import sys
@@ -19,10 +17,8 @@ from typing import Any
 import numpy as np
 from mutations import damage, damage_header, damage_text
 
-from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.token_files import TokenFileWriter, as_json, open_tokens
-from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe, recipe_to_toml, shipped_recipes, with_our_names
 from lmkit.recipe.tables import PRESETS, CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -77,16 +73,6 @@ def write(files: Files, folder: Path) -> None:
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-
-
-def command(*words: str | Path) -> None:
-    """Run a command line; an error that it prints is raised."""
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        run_command_line([str(word) for word in words])
-    for line in err.getvalue().splitlines():
-        if line.startswith("error"):
-            raise LmkitError("fuzz.refused", line)
 
 
 # ---- recipes

@@ -1,4 +1,4 @@
-"""Formats of run folders and results."""
+"""Formats of run folders."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from formats import TEXT, Files, Format, command, content_of, form, safetensors_header, write
+from formats import TEXT, Files, Format, content_of, form, safetensors_header
 from mutations import damage
 from tiny import RANDOM_TOKENS, TINY
 
@@ -172,32 +172,3 @@ def stages(folder: Path) -> Format:
 
 
 # ---- results of benches
-
-ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "h200"
-
-
-@form("results")
-def results(folder: Path) -> Format:
-    """Result files, as `lmkit compare` and `lmkit report` read them."""
-
-    def read(folder: Path, good: Files, random: Random) -> None:
-        if random.random() < 0.5:
-            command("report", folder, "--output", folder / "reports")
-        for path in folder.rglob("*.jsonl"):
-            command("compare", path, path)
-
-    row = {"bench": "attention", "kernel": "sdpa", "median_ms": 1.5, "samples_ms": [1.0, 2.0]}
-    files = {"rows.jsonl": (json.dumps(row) + "\n").encode() * 2}
-    for pattern in ("*.jsonl", "profile_summary.json", "environment.json"):
-        for path in sorted(ARTIFACTS.rglob(pattern)):
-            lines = path.read_bytes().splitlines(keepends=True)
-            files[str(path.relative_to(ARTIFACTS))] = b"".join(
-                lines[:14] if path.suffix == ".jsonl" else lines
-            )
-    write(files, folder)
-    for words in (
-        ("compare", *[folder / "rows.jsonl"] * 2),
-        ("report", folder, "--output", folder / "reports"),
-    ):
-        command(*words)  # what is imported at first use belongs to no case
-    return Format([{name: data} for name, data in files.items()], dict.fromkeys(files, TEXT), read)

@@ -46,7 +46,6 @@ def npy(text):
 
 DEEP = "[" * 100_000
 NO_IDS: tuple[Any, ...] = (-1, 1 << 24, 10**30, True, 1.0, "1", None, 256)
-NO_TIMES: tuple[Any, ...] = (["a"], [1.0, None], [0.0], "abc", [float("inf")], [[1.0]], {"a": 1}, [10**400])
 REFUSED: dict[tuple[str, str], list[Damage]] = {
     ("recipe", "recipe.toml"): [
         "model = " + "{a = " * 400 + "1" + "}" * 400,
@@ -77,7 +76,6 @@ REFUSED: dict[tuple[str, str], list[Damage]] = {
     ("hugging face config.json", "config.json"): [
         changed("model_type", value=value) for value in (["llama"], {}, None)
     ],
-    ("results", "rows.jsonl"): [json.dumps({"kernel": "a", "samples_ms": times}) for times in NO_TIMES],
 }
 READ: dict[tuple[str, str], list[Damage]] = {
     ("stages.json", "stages.json"): [

@@ -14,8 +14,17 @@ from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
 from lmkit.profile.memory import run_memory
 from lmkit.profile.nsys import NsysRun
-from lmkit.profile.run import CommandFailed, choose_engine, run_command, run_recording, run_steps
-from lmkit.profile.steps import Workload, main, make_training, workload_from_json
+from lmkit.profile.run import (
+    CommandFailed,
+    Workload,
+    choose_engine,
+    main,
+    make_training,
+    run_command,
+    run_recording,
+    run_steps,
+    workload_from_json,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 import lmkit
 from lmkit.bench.ddp_variants import case_of, make_training
 from lmkit.parallel.ranks import Ranks
-from lmkit.profile.steps import Workload
-from lmkit.profile.steps import make_training as profiled
+from lmkit.profile.run import Workload
+from lmkit.profile.run import make_training as profiled
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import (
     DataConfig,
