@@ -178,7 +178,7 @@ OPENS_BY_ITSELF = {
     "measure/environment.py": "the kernel's files",
     "measure/memory.py": "the kernel's files",
     "parallel/gather.py": "the kernel's files",
-    "measure/kineto.py": "a file that it has just written",
+    "measure/trace.py": "a file that it has just written",
     **dict.fromkeys(("recipe/load.py", "cli/recipe.py"), "shipped recipes"),
     **dict.fromkeys(
         (

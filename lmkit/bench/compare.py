@@ -11,8 +11,8 @@ from typing import Any
 
 from lmkit.bench.report import read_rows
 from lmkit.bench.summary import WRONG
-from lmkit.errors import LmkitError, UsageError, some_of
-from lmkit.measure.statistics import ALL_CHANGED, compare_runs, median, verdict_in_words
+from lmkit.errors import LmkitError, UsageError
+from lmkit.measure.statistics import compare_runs, median, verdict_in_words
 from lmkit.measure.tables import Column, Rows, terminal_table
 
 # Text and whole numbers that are results: they do not identify a measurement.
@@ -57,7 +57,6 @@ class Compared:
         compared: how many have an interval: measured in both, often and steadily enough.
         unclear: how many of these have an interval too wide for a verdict.
         worse: how many became slower or wrong, now fail, or are missing.
-        suspected: how many became slower when all rows did and no row of other code shows that the machine did.
         threshold: the smallest relative difference that counts.
     """
 
@@ -65,7 +64,6 @@ class Compared:
     compared: int
     unclear: int
     worse: int
-    suspected: int
     threshold: float
 
     def __str__(self) -> str:
@@ -76,23 +74,18 @@ class Compared:
             verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared{unclear})"
         else:
             verdict = "nothing was compared: no measurement has enough steady samples in both"
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.get("why"):
-                reasons.setdefault(row["why"], []).append(row["what"])
-        lines = [f"unclear, {why}: {some_of(names)}\n" for why, names in reasons.items()]
         told = [
             row | {"verdict": verdict_in_words(row["verdict"], row["low"], row["high"], self.threshold)}
             if "low" in row
             else row
             for row in self.rows
         ]
-        return terminal_table(told, COLUMNS) + "".join(lines) + verdict
+        return terminal_table(told, COLUMNS) + verdict
 
     @property
     def is_fine(self) -> bool:
-        """Whether at least one row was compared, and none became worse or may have."""
-        return self.compared > 0 and self.worse == 0 and self.suspected == 0
+        """Whether at least one row was compared, and none became worse."""
+        return self.compared > 0 and self.worse == 0
 
 
 def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
@@ -192,15 +185,12 @@ def compare_rows(
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}
     verdicts = [row["verdict"] for row in rows]
-    unclear = sum(row["verdict"] == "unclear" and not row["why"] for row in rows)
+    unclear = verdicts.count("unclear")
     return Compared(
         rows,
         compared=unclear + sum(verdict in ("faster", "slower", "no difference") for verdict in verdicts),
         unclear=unclear,
         worse=sum(verdict in ("slower", "stopped working", "missing", *WRONG) for verdict in verdicts),
-        suspected=sum(
-            ALL_CHANGED in row.get("why", "") and row["after_ms"] > row["before_ms"] for row in rows
-        ),
         threshold=smallest_difference,
     )
 

@@ -240,7 +240,7 @@ def trace_step(built: TrainingStep, ranks: Ranks) -> Timeline | None:
     """
     import torch
 
-    from lmkit.measure.kineto import chrome_trace, parse_chrome_trace
+    from lmkit.measure.trace import chrome_trace, parse_chrome_trace
     from lmkit.parallel.collectives import agree
 
     for _ in range(TRACE_WARMUP):

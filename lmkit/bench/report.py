@@ -25,7 +25,6 @@ from lmkit.storage.outputs import refuse_existing
 
 Made = TypeVar("Made")
 Summarize = Callable[[Rows], Summary]
-SideBySide = Callable[["Sequence[Results]"], Mapping[str, str]]
 ARTIFACTS, PARTS = Path("artifacts"), ("benches", "profiles")
 """Where benches and profiles write by default."""
 PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memory": ("phase", "peak_gib")}
@@ -215,7 +214,6 @@ def write_reports(
     check: bool = False,
     force: bool = False,
     profiles: Mapping[str, Summarize],
-    side_by_side: SideBySide,
 ) -> Reported:
     """Write every document for which there are rows below a folder.
 
@@ -225,7 +223,6 @@ def write_reports(
         check: write nothing, and compare the files with what would be written.
         force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
-        side_by_side: compares several of them.
 
     Raises:
         UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
@@ -243,9 +240,8 @@ def write_reports(
     written, missing, stale = [], [], []
     for name, write_up in WRITE_UPS.items():
         chosen = [results for results in found if results.kind in write_up.sections]
-        tables = _or_damaged(root, partial(side_by_side, chosen)) if chosen else {}
         stem = name.removesuffix(".md")
-        text = _write_up(write_up, stem, chosen, profiles, tables, root.resolve(), target.resolve())
+        text = _write_up(write_up, stem, chosen, profiles, root.resolve(), target.resolve())
         path = target / name
         if text is None:
             missing.append(name)
@@ -273,7 +269,6 @@ def _write_up(
     stem: str,
     found: Sequence[Results],
     profiles: Mapping[str, Summarize],
-    tables: Mapping[str, str],
     root: Path,
     output: Path,
 ) -> str | None:
@@ -305,9 +300,8 @@ def _write_up(
             ]
     if not parts:
         return None
-    compared = [text for title, table in tables.items() for text in (f"## {title}", table)]
     explained = ["## How it works", f"![{write_up.title}]({_picture_of(stem)})", page(stem)]
-    figures = ["## Figures", *compared, *parts]
+    figures = ["## Figures", *parts]
     return document(f"# {write_up.title}", write_up.introduction, bullets(short), *explained, *figures)
 
 

@@ -305,7 +305,7 @@ def _why_wrong(losses: list[float], *, falls: bool) -> str:
 
 
 def _class_ms(training: Training, context: Context) -> dict[str, float]:
-    from lmkit.measure.kineto import profile_work
+    from lmkit.measure.trace import profile_work
 
     steps = context.options.profiled_steps
     trace, _ = profile_work(

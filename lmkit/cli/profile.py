@@ -129,10 +129,10 @@ def memory(
         given = {key: _words(text) for key, text in lists.items() if text}
         combinations = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
         recipes = [load_recipe(recipe, set_ or (), flags=flags) for flags in combinations]
-        from lmkit.profile.run import run_memory_table
+        from lmkit.profile.memory import run_memory_table
 
         return run_memory_table(recipes, folder, steps=steps)
-    from lmkit.profile.run import run_memory
+    from lmkit.profile.memory import run_memory
 
     return run_memory(loaded, folder, mode=mode, steps=steps)
 

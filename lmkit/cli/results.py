@@ -45,8 +45,8 @@ def compare(
     "unclear" and says between what the difference lies.
 
     Verdicts on benches allow for the machine's noise and for its drift, which rows of other people's code (sdpa,
-    torch) show. On a busy machine most verdicts are unclear. Exit code 1 if a bench's row is worse, wrong or may be
-    worse, or nothing was compared.
+    torch) show. On a busy machine most verdicts are unclear. Exit code 1 if a bench's row is worse or wrong, or
+    nothing was compared.
     """
     if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
         from lmkit.training import results
@@ -108,11 +108,9 @@ def report(
         assert folder is not None
         return write_page(folder, beside or (), output=output, force=force)
     from lmkit.bench.report import write_reports
-    from lmkit.profile.write_up import SUMMARIES, side_by_side
+    from lmkit.profile.summary import SUMMARIES
 
-    return write_reports(
-        folder, output, check=check, force=force, profiles=SUMMARIES, side_by_side=side_by_side
-    )
+    return write_reports(folder, output, check=check, force=force, profiles=SUMMARIES)
 
 
 OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import json
 import os
 import re
 import time
@@ -28,13 +29,9 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
 from typing import IO, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmkit.errors import LmkitError, reason
 from lmkit.measure.progress import Progress
@@ -140,7 +137,7 @@ def download_dataset(
                 for place in (path, fetched):
                     _refuse_to_replace(place)
                 url = f"{dataset.base_url.rstrip('/')}/{file.remote}"
-                _fetch(_Transfer(url, fetched, file.max_bytes, report))
+                _fetch(url, fetched, file.max_bytes, report)
             if fetched != path:
                 _unpack(fetched, path, file.max_bytes, report)
     return [folder / file.name for file in files]
@@ -173,144 +170,95 @@ def _refuse_to_replace(path: Path) -> None:
         )
 
 
-def _fetch(transfer: _Transfer) -> None:
-    """Run a transfer, again after failures of the network, and finish it."""
+def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
+    """Download a file, again after failures of the network; check and record its digest.
+
+    The bytes so far lie in `<name>.lmkit-partial`, and a note of their version beside it.
+    """
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    note = partial.with_name(partial.name + ".json")
     failure = ""
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(RETRY_WAIT_S * 2 ** (attempt - 1))
         try:
-            transfer.run()
-            return transfer.finish()
+            expected = _receive(url, partial, note, max_bytes, report)
+            break
         except urllib.error.HTTPError as error:
             failure = f"HTTP status {error.code}"
             error.close()
             if error.code == 416:  # our part is longer than the file: begin again
-                transfer.discard()
+                partial.unlink(missing_ok=True)
             elif error.code < 500 and error.code != 429:
-                raise LmkitError(
-                    "download.failed", f"{transfer.url}: {failure}", hint="check the address"
-                ) from None
+                raise LmkitError("download.failed", f"{url}: {failure}", hint="check the address") from None
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network
-                raise LmkitError(
-                    "download.disk",
-                    f"{error.filename}: {reason(error)}",
-                    hint="check the disk and the permissions",
-                ) from None
+                hint = "check the disk and the permissions"
+                raise LmkitError("download.disk", f"{error.filename}: {reason(error)}", hint=hint) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__
-    raise LmkitError(
-        "download.failed",
-        f"{transfer.url}: {failure} (tried {_ATTEMPTS} times)",
-        hint="run the same command again: it resumes where it stopped",
-    )
+    else:
+        raise LmkitError(
+            "download.failed",
+            f"{url}: {failure} (tried {_ATTEMPTS} times)",
+            hint="run the same command again: it resumes where it stopped",
+        )
+    digest = sha256_file(partial)
+    if expected and digest != expected:
+        partial.unlink()
+        note.unlink()
+        raise LmkitError(
+            "download.wrong_digest",
+            f"{url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
+            hint="the download is removed; try again later",
+        )
+    write_atomic(_digest_path(path), f"{digest}  {path.name}\n")
+    os.replace(partial, path)
+    note.unlink()
 
 
-_SENDABLE = r"^[ -~]*$"  # in a header of a request
+def _receive(url: str, partial: Path, note: Path, max_bytes: int, report: Progress) -> str:
+    """Request the bytes that `partial` lacks, and append them. Return the digest that the server promised, or "".
 
+    `note` holds the entity tag, size and digest of the version that `partial` is of.
 
-class _Version(BaseModel):
-    """Which version on the server a partial file is from: the content of `<name>.lmkit-partial.version.json`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    validator: str = Field(pattern=_SENDABLE)  # an entity tag or a date
-    size: int
-    sha256: str
-
-
-class _Transfer:
-    """A download in progress: `<name>.lmkit-partial` and its version."""
-
-    def __init__(self, url: str, path: Path, max_bytes: int, progress: Progress) -> None:
-        self.url = url
-        self.path = path
-        self.max_bytes = max_bytes
-        self.progress = progress
-        self.partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        self.version_path = path.with_name(path.name + PARTIAL_SUFFIX + ".version.json")
-
-    def run(self) -> None:
-        """Request the missing bytes and append them.
-
-        Raises:
-            OSError, http.client.HTTPException: the bytes received stay for the next attempt.
-        """
-        version = self._version()
-        headers = {"User-Agent": "lmkit"}
-        start = self.partial.stat().st_size if version.validator and self.partial.exists() else 0
-        if start:
-            # The answer is the rest of the same file (206) or, if the file has changed, all of the new one (200).
-            headers |= {"Range": f"bytes={start}-", "If-Range": version.validator}
-            if start == version.size:
-                return
-        redirects = _KeepDigest()
-        opener = urllib.request.build_opener(redirects)
-        with opener.open(urllib.request.Request(self.url, headers=headers), timeout=_TIMEOUT_S) as response:
-            if response.status == 206:
-                first, length = _numbers(
-                    response.headers, "Content-Range", r"bytes (\d{1,18})-\d+/(\d{1,18}|\*)"
-                )
-                if first != str(start):
-                    raise http.client.HTTPException("the server sent another part than it was asked for")
-                total = version.size if length == "*" else int(length)
-            else:
-                start = 0
-                total = int(*_numbers(response.headers, "Content-Length", r"(\d{1,18})", missing="0"))
-                self._note_version(response.headers, total, redirects.digest)
-            self._append(response, start, total)
-
-    def finish(self) -> None:
-        """Check the digest, record it, rename the file."""
-        digest = sha256_file(self.partial)
-        expected = self._version().sha256
-        if expected and digest != expected:
-            self.discard()
-            raise LmkitError(
-                "download.wrong_digest",
-                f"{self.url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
-                hint="the download is removed; try again later",
-            )
-        write_atomic(_digest_path(self.path), f"{digest}  {self.path.name}\n")
-        os.replace(self.partial, self.path)
-        self.version_path.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Delete the partial file."""
-        self.partial.unlink(missing_ok=True)
-        self.version_path.unlink(missing_ok=True)
-
-    def _append(self, response: IO[bytes], start: int, total: int) -> None:
-        with naming(self.partial), open(self.partial, "r+b" if start else "wb") as file:
+    Raises:
+        OSError, http.client.HTTPException: the bytes received stay for the next attempt.
+    """
+    etag, size, digest = json.loads(read_input(note)) if note.exists() else ("", 0, "")
+    headers = {"User-Agent": "lmkit"}
+    start = partial.stat().st_size if etag and partial.exists() else 0
+    if start:
+        # The answer is the rest of the same file (206) or, if the file has changed, all of the new one (200).
+        headers |= {"Range": f"bytes={start}-", "If-Range": etag}
+        if start == size:
+            return digest
+    redirects = _KeepDigest()
+    opener = urllib.request.build_opener(redirects)
+    with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+        if response.status == 206:
+            if not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                raise http.client.HTTPException("the server sent another part than it was asked for")
+        else:
+            start, size = 0, int(response.headers.get("Content-Length", "0"))
+            etag = response.headers.get("ETag", "")
+            digest = redirects.digest or _sha256_in(etag)
+            if etag.startswith("W/"):  # does not promise equal bytes
+                etag = ""
+            partial.unlink(missing_ok=True)  # bytes of one version must not meet the tag of another
+            write_atomic(note, json.dumps([etag, size, digest]))
+        with naming(partial), open(partial, "r+b" if start else "wb") as file:
             file.seek(start)
             try:
-                stage = f"download {self.path.name}"
-                _copy(
-                    response, file, self.max_bytes, self.url, lambda done: self.progress(stage, done, total)
-                )
+                stage = f"download {partial.name.removesuffix(PARTIAL_SUFFIX)}"
+                _copy(response, file, max_bytes, url, lambda done: report(stage, done, size))
             except LmkitError:
-                self.discard()
+                partial.unlink()
+                note.unlink()
                 raise
-            file.flush()
             os.fsync(file.fileno())
-            if total and file.tell() != total:
-                raise http.client.HTTPException(f"the connection ended after {file.tell()} of {total} bytes")
-
-    def _version(self) -> _Version:
-        """Return what `_note_version` wrote; without a whole note the transfer begins again."""
-        with suppress(FileNotFoundError, ValidationError):
-            return _Version.model_validate_json(read_input(self.version_path))
-        return _Version(validator="", size=0, sha256="")
-
-    def _note_version(self, headers: Message, total: int, linked_digest: str) -> None:
-        etag = headers.get("ETag", "")
-        # A weak tag (W/...) does not promise equal bytes. Without a strong tag or a date nothing can be resumed.
-        validator = headers.get("Last-Modified", "") if etag.startswith("W/") or not etag else etag
-        if not re.fullmatch(_SENDABLE, validator):
-            validator = ""
-        self.discard()  # bytes of one version must not meet the tag of another
-        version = _Version(validator=validator, size=total, sha256=linked_digest or _sha256_in(etag))
-        write_atomic(self.version_path, version.model_dump_json())
+            if size and file.tell() != size:
+                raise http.client.HTTPException(f"the connection ended after {file.tell()} of {size} bytes")
+    return digest
 
 
 class _KeepDigest(urllib.request.HTTPRedirectHandler):
@@ -321,9 +269,7 @@ class _KeepDigest(urllib.request.HTTPRedirectHandler):
 
     digest = ""
 
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         self.digest = _sha256_in(headers.get("X-Linked-Etag", "")) or self.digest
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -331,14 +277,6 @@ class _KeepDigest(urllib.request.HTTPRedirectHandler):
 def _sha256_in(etag: str) -> str:
     match = re.fullmatch(r'"?([0-9a-f]{64})"?', etag)
     return match[1] if match else ""
-
-
-def _numbers(headers: Message, name: str, pattern: str, missing: str = "") -> tuple[str, ...]:
-    """Return the groups of a header."""
-    match = re.fullmatch(pattern, headers.get(name) or missing)
-    if match is None:
-        raise http.client.HTTPException(f"the server sent a wrong {name}")
-    return match.groups()
 
 
 def _copy(

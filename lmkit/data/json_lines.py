@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -60,10 +60,7 @@ def json_records(
             UTF-8; it is an error or becomes U+FFFD, as `errors` says.
     """
     if path.name.lower().removesuffix(".gz").endswith(".json"):
-        data = stream.read(_LONGEST_LINE + 1)
-        if len(data) > _LONGEST_LINE:
-            message = f"{path}: larger than {_LONGEST_LINE:,} bytes"
-            raise LmkitError("corpus.long_line", message, hint="write JSON lines, and name the file .jsonl")
+        data = _read_line(stream.read, str(path))
         text = valid_utf8(Chunk(0, 0, len(data), data), path, errors).decode()
         whole = None
         with suppress(ValueError):
@@ -75,11 +72,9 @@ def json_records(
             return
         stream = io.BytesIO(data)  # JSON lines
     read = number = 0
-    while line := stream.readline(_LONGEST_LINE + 1):
+    while line := _read_line(stream.readline, f"{path}, line {number + 1}"):
         number += 1
         where = f"{path}, line {number}"
-        if len(line) > _LONGEST_LINE:
-            raise LmkitError("corpus.long_line", f"{where}: longer than {_LONGEST_LINE:,} bytes", hint=_HINT)
         text = valid_utf8(Chunk(0, read, len(line), line), path, errors).decode()
         read += len(line)
         if not text.strip():
@@ -91,6 +86,14 @@ def json_records(
         yield where, _without_halves(record, where, errors) if _SURROGATE.search(text) else record
 
 
+def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
+    data = read(_LONGEST_LINE + 1)
+    if len(data) > _LONGEST_LINE:
+        message = f"{where}: longer than {_LONGEST_LINE:,} bytes"
+        raise LmkitError("corpus.long_line", message, hint=f"{_HINT}, in a file that ends in .jsonl")
+    return data
+
+
 def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
     """Return the content of a line with U+FFFD in place of surrogates that are in no pair.
 
@@ -99,13 +102,10 @@ def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
     """
     text = json.dumps(record, ensure_ascii=False)
     half = _HALF.search(text)
-    if half is None:
-        return record
-    if errors == "strict":
-        raise LmkitError(
-            "text.not_utf8", f"{where}: \\u{ord(half[0]):x} without its other half", hint=REPLACE
-        )
-    return json.loads(_HALF.sub("\ufffd", text))
+    if half is not None and errors == "strict":
+        message = f"{where}: \\u{ord(half[0]):x} without its other half"
+        raise LmkitError("text.not_utf8", message, hint=REPLACE)
+    return record if half is None else json.loads(_HALF.sub("\ufffd", text))
 
 
 def is_learned(
@@ -127,7 +127,11 @@ def is_learned(
         UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
     """
     for key in lost:
-        if _says_more(key, keys.get(key)):
+        value = keys.get(key)
+        says_more = value is False if key in _PREFERENCES else bool(value)
+        if key == "loss_scale":
+            says_more = value not in (None, "", [], 1)
+        if says_more:
             hint = "remove the key, which would be left out, or write what it says into contents and weights (0 or 1)"
             raise UsageError("corpus.unsupported_key", f"{where}: {key} is not supported", hint=hint)
     values = {key: keys[key] for key in learned if key != field and keys.get(key) is not None}
@@ -137,13 +141,6 @@ def is_learned(
             message = f"{where}: {key} {json.dumps(value)[:40]}, which is neither 0 nor 1"
             raise UsageError("corpus.unsupported_key", message, hint=hint)
     return all(values.values())
-
-
-def _says_more(key: str, value: Any) -> bool:
-    """Return whether the value of a key of `_OF_LINE` or `_OF_MESSAGE` may not be left out."""
-    if key in _PREFERENCES:
-        return value is False
-    return value not in (None, "", [], 1) if key == "loss_scale" else bool(value)
 
 
 def messages_of(record: Any, where: str) -> list[Message]:

@@ -31,9 +31,11 @@ from pydantic.dataclasses import dataclass
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
 from lmkit.storage import atomic_path, write_atomic
-from lmkit.storage.inputs import open_input, read_object, refuse_irregular
+from lmkit.storage.inputs import open_input, read_object
 
 FORMAT = 2
+DOCUMENTS, MASK = ".documents", ".mask"
+"""Endings of the files beside a token file: where documents begin; a bit for each token that counts."""
 _MAX_SIDECAR_BYTES = 1 << 16
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -42,7 +44,6 @@ _HEADER = re.compile(
 _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
 _COUNTS_AT_ONCE = 1 << 12  # appended parts whose bits wait to be written
-_MARK = "tokenizer_sha256"  # key of our descriptions
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -98,19 +99,9 @@ def sidecar_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def mask_path(path: Path) -> Path:
-    """Return the path of the mask: tokens.npy -> tokens.mask."""
-    return path.with_suffix(".mask")
-
-
-def documents_path(path: Path) -> Path:
-    """Return the path of the positions of documents: tokens.npy -> tokens.documents."""
-    return path.with_suffix(".documents")
-
-
 def parts_of(path: Path) -> tuple[Path, ...]:
     """Return all files of which a token file may consist, `path` first."""
-    return path, sidecar_path(path), documents_path(path), mask_path(path)
+    return path, sidecar_path(path), path.with_suffix(DOCUMENTS), path.with_suffix(MASK)
 
 
 class TokenFileWriter:
@@ -160,16 +151,16 @@ class TokenFileWriter:
         with ExitStack() as stack:
             self._file = stack.enter_context(open(stack.enter_context(atomic_path(self._path)), "wb"))
             if self._masked:
-                partial = stack.enter_context(atomic_path(mask_path(self._path)))
+                partial = stack.enter_context(atomic_path(self._path.with_suffix(MASK)))
                 self._mask_file = stack.enter_context(open(partial, "wb"))
-            partial = stack.enter_context(atomic_path(documents_path(self._path)))
+            partial = stack.enter_context(atomic_path(self._path.with_suffix(DOCUMENTS)))
             self._documents_file = stack.enter_context(open(partial, "wb"))
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             yield self
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
-            for old in (self._path, documents_path(self._path)):  # must not meet the new description
+            for old in (self._path, self._path.with_suffix(DOCUMENTS)):  # must not meet the new description
                 old.unlink(missing_ok=True)
             write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
 
@@ -271,10 +262,8 @@ def as_json(meta: TokenMeta) -> dict[str, Any]:
 
 
 def _refuse_to_replace_another_json(path: Path) -> None:
-    if not sidecar_path(path).exists():
-        return
     try:
-        is_ours = _MARK in _read_object(path)
+        is_ours = not sidecar_path(path).exists() or "tokenizer_sha256" in _read_object(path)
     except LmkitError:  # not a JSON object: a damaged description only if there is a token file
         is_ours = path.exists()
     if not is_ours:
@@ -308,46 +297,29 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
-    mask = None if meta.counted_tokens is None else _map_mask(path, meta)
-    documents, sizes = _map_documents(path, meta)
     _check_ids(path, tokens, meta.vocab_size)
-    if mask is not None:
-        _check_mask(path, mask, meta)
-    return TokenFile(tokens, meta, mask, documents, sizes)
+    mask = None if meta.counted_tokens is None else _map_mask(path, meta)
+    return TokenFile(tokens, meta, mask, *_map_documents(path, meta))
 
 
-def _damaged(path: Path, problem: str, *, is_described: bool = True) -> LmkitError:
-    """Return the error for a damaged token file, with the command that makes `path` again as its hint.
-
-    Args:
-        is_described: whether lmkit wrote the description; no hint overwrites ids of somebody else.
-    """
+def _damaged(path: Path, problem: str) -> LmkitError:
+    """Return the error for a damaged token file, with the command that makes `path` again as its hint."""
     folder = path.parent.parent
+    again = f"lmkit data encode TEXT {shlex.quote(str(path))} --tokenizer TOKENIZER.json"
     if path == token_file(folder, path.stem) and "encode" in read_record(folder):
-        # `lmkit run` made the file and repeats a stage whose output is gone; the rest of the run stays.
-        hint = f"delete {path}, and lmkit run {shlex.quote(str(folder / RECIPE))} makes it again"
-    elif is_described:
-        encode = f"lmkit data encode TEXT {shlex.quote(str(path))}"
-        hint = f"make it again with: {encode} --tokenizer TOKENIZER.json --force"
-    else:
-        encode = "lmkit data encode TEXT OTHER.npy --tokenizer TOKENIZER.json"
-        hint = f"encode to another name: {encode}; write ids of your own with lmkit.data.TokenFileWriter"
-    return LmkitError("tokens.damaged", problem, hint=hint)
+        again = f"lmkit run {shlex.quote(str(folder / RECIPE))}"
+    return LmkitError("tokens.damaged", problem, hint=f"move {path} away and make it again with: {again}")
 
 
 def read_meta(path: Path) -> TokenMeta:
+    """Return the description of a token file. Errors are those of `open_tokens`."""
     make_one = "make one with: lmkit data encode"
-    if path.is_dir():
-        raise UsageError(
-            "tokens.missing", f"{path}: is a folder, not a token file", hint="name a .npy file in it"
-        )
-    if not path.exists():
-        raise UsageError("tokens.missing", f"{path}: no such token file", hint=make_one)
-    refuse_irregular(path)
+    if path.is_dir() or not path.exists():
+        what = "is a folder, not a token file" if path.is_dir() else "no such token file"
+        raise UsageError("tokens.missing", f"{path}: {what}", hint=make_one)
     if path.suffix != ".npy":
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
-    sidecar = sidecar_path(path)
-    content = _read_object(path)
+    content, sidecar = _read_object(path), sidecar_path(path)
     if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
             "tokens.other_format",
@@ -359,27 +331,32 @@ def read_meta(path: Path) -> TokenMeta:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
-        problem = f"{sidecar}: {where}: {first['msg']}"
-        raise _damaged(path, problem, is_described=_MARK in content) from None
+        raise _damaged(path, f"{sidecar}: {where}: {first['msg']}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the content of the description of a token file."""
-    sidecar = sidecar_path(path)
     try:
-        return read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
-    except FileNotFoundError:
-        problem = "missing"
-    except OSError as error:
-        problem = reason(error)
-    except ValueError as error:
-        problem = str(error)
-    raise _damaged(path, f"{sidecar}: {problem}; it has to describe {path.name}", is_described=False)
+        return read_object(sidecar_path(path), most_bytes=_MAX_SIDECAR_BYTES)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise _damaged(path, f"{sidecar_path(path)}: {why}; it has to describe {path.name}") from None
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
-    expected = token_dtype(meta.vocab_size)
-    dtype, length, offset, size = _read_header(path)
+    """Map the ids of a token file.
+
+    Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
+    header as Python, fails with different errors for different damage, and may unpickle an array of objects.
+    """
+    with open_input(path) as file:
+        start = file.read(len(_MAGIC) + 2)
+        header = file.read(int.from_bytes(start[-2:], "little"))
+        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+    match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
+    if match is None:
+        raise _damaged(path, f"{path}: not a .npy file with one row of whole numbers")
+    dtype, length, expected = match[1].decode(), int(match[2]), token_dtype(meta.vocab_size)
     if dtype != expected.str:
         raise _damaged(path, f"{path}: holds {dtype}, not {expected.str}")
     if length != meta.num_tokens or size != offset + length * expected.itemsize:
@@ -392,17 +369,21 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
 
 
 def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:
-    mask = mask_path(path)
-    size = mask.stat().st_size if mask.is_file() else None
-    if size is None:
-        raise _damaged(path, f"{mask}: missing; {path.name} has a mask")
+    mask = path.with_suffix(MASK)
+    size = mask.stat().st_size if mask.is_file() else 0
     if size != -(-meta.num_tokens // 8):
         raise _damaged(path, f"{mask}: {size} bytes for {meta.num_tokens} tokens")
-    return np.memmap(mask, np.uint8, "r")
+    bits = np.memmap(mask, np.uint8, "r")
+    starts = range(0, len(bits), _CHECK_TOKENS // 8)
+    counted = sum(int(np.unpackbits(bits[i : i + _CHECK_TOKENS // 8]).sum()) for i in starts)
+    beyond = int(bits[-1]) & (0xFF >> meta.num_tokens % 8) if meta.num_tokens % 8 else 0
+    if beyond or counted != meta.counted_tokens:
+        raise _damaged(path, f"{mask}: {counted} tokens count, {meta.counted_tokens} in the description")
+    return bits
 
 
 def _map_documents(path: Path, meta: TokenMeta) -> tuple[np.ndarray | None, np.ndarray | None]:
-    beside, count = documents_path(path), meta.num_documents
+    beside, count = path.with_suffix(DOCUMENTS), meta.num_documents
     if not beside.is_file():  # few read it, and they ask for it
         return None, None
     size = beside.stat().st_size
@@ -414,31 +395,6 @@ def _map_documents(path: Path, meta: TokenMeta) -> tuple[np.ndarray | None, np.n
         problem = f"{beside}: not the ascending positions of documents in {meta.num_tokens} tokens"
         raise _damaged(path, problem)
     return starts, sizes if len(sizes) else None
-
-
-def _check_mask(path: Path, mask: np.ndarray, meta: TokenMeta) -> None:
-    starts = range(0, len(mask), _CHECK_TOKENS // 8)
-    counted = sum(int(np.unpackbits(mask[i : i + _CHECK_TOKENS // 8]).sum()) for i in starts)
-    beyond = int(mask[-1]) & (0xFF >> meta.num_tokens % 8) if meta.num_tokens % 8 else 0
-    if beyond or counted != meta.counted_tokens:
-        problem = f"{mask_path(path)}: {counted} tokens count, {meta.counted_tokens} in the description"
-        raise _damaged(path, problem)
-
-
-def _read_header(path: Path) -> tuple[str, int, int, int]:
-    """Return dtype, number of tokens, offset of the first token, and size of the file.
-
-    Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
-    header as Python, fails with different errors for different damage, and may unpickle an array of objects.
-    """
-    with open_input(path) as file:
-        start = file.read(len(_MAGIC) + 2)
-        header = file.read(int.from_bytes(start[-2:], "little"))
-        offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
-    if match is None:
-        raise _damaged(path, f"{path}: not a .npy file with one row of whole numbers")
-    return match[1].decode(), int(match[2]), offset, size
 
 
 def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
@@ -496,10 +452,7 @@ def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) 
     if lost := int((~counts).sum()):
         _log.warning(
             "%s: %d of %d documents begin with more tokens than the context, none of which counts; %s",
-            _name(file.tokens),
-            lost,
-            len(starts),
-            hint,
+            *(_name(file.tokens), lost, len(starts), hint),
         )
     return starts[counts]
 

@@ -82,15 +82,6 @@ def git_state() -> dict[str, Any] | None:
     return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
-def environment_without_git() -> dict[str, str]:
-    """Return the variables of this process without those that point git to another repository, as in its hooks."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("GIT_") or name.startswith("GIT_CONFIG_")
-    }
-
-
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -124,8 +115,6 @@ def _nvidia_smi(*fields: str) -> list[dict[str, str]]:
 def _output_of(*command: str) -> str | None:
     """Return standard output, or None if the program is missing or fails: the fact is then not recorded."""
     try:
-        return subprocess.run(
-            command, env=environment_without_git(), capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

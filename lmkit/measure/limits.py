@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.measure.environment import device_name
 from lmkit.measure.memory import GIB
-from lmkit.measure.timing import time_variants
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +162,8 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
     """
     import torch
 
+    from lmkit.measure.timing import time_variants
+
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     sizes = (4096, 8192) if torch.device(device).type == "cuda" else (512, 1024)
@@ -184,6 +185,8 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
 def measure_copy_bandwidth(device: torch.device | str) -> float:
     """Return the bytes per second (read + written) of copying a buffer far larger than the caches."""
     import torch
+
+    from lmkit.measure.timing import time_variants
 
     size = 2**30 if torch.device(device).type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.measure.statistics import spread
 from lmkit.measure.tables import Column, Row, Rows
 
 if TYPE_CHECKING:
@@ -141,6 +140,8 @@ def of_row(row: Row, key: str) -> Whisker | None:
 
 def of_samples(samples: Sequence[float]) -> Whisker:
     """Return p10 to p90 around the median of the samples."""
+    from lmkit.measure.statistics import spread
+
     summary = spread(samples)
     return summary.median - summary.p10, summary.p90 - summary.median
 
@@ -351,14 +352,8 @@ def heat_map(
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     if present:
-        bar = figure.colorbar(image, ax=axes, label=value_label)
-        if center is not None:
-            lowest, highest = min(center, *present), max(center * 1.01, *present)
-            bar.ax.set_ylim(lowest, highest)
-            doublings = [center * 2.0**power for power in range(-10, 20)]
-            ticks = [tick for tick in doublings if lowest <= tick <= highest]  # not powers of ten
-            bar.set_ticks(ticks, labels=[format(tick, "g") for tick in ticks])
-            bar.minorticks_off()
+        bar = figure.colorbar(image, ax=axes, label=value_label, format="{x:.3g}")  # not powers of ten
+        bar.minorticks_off()
     return _finish(figure)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
@@ -94,44 +92,26 @@ def nvtx_is_available() -> bool:
     return torch.version.cuda is not None or importlib.util.find_spec("nvtx") is not None
 
 
-_NO_DEVICE = b"gpuGetDeviceCount failed"  # a CUDA build of torch where there is no GPU
-# The start of the lines that PyTorch 2.13 writes when a profiler starts and stops. Its own switch (KINETO_LOG_LEVEL)
-# ranks them above errors, so that it would hide errors first.
-_MARK = b"USDT:"
-_STDERR = 2
-
-
 @contextmanager
 def quietly(profiler: torch.profiler.profile) -> Iterator[torch.profiler.profile]:
-    """Run the block under a profiler, and drop what the profiler itself says on stderr; all else is passed on."""
-    with _without_marks():
+    """Run the block under a profiler, and drop what PyTorch writes to stderr when it starts and stops one."""
+    with _silence():
         profiler.__enter__()
     try:
         yield profiler
     finally:
-        with _without_marks():
+        with _silence():
             profiler.__exit__(None, None, None)
 
 
 @contextmanager
-def _without_marks() -> Iterator[None]:
-    """Hold back what is written to stderr, by C++ too, and write it at the end of the block without the marks."""
+def _silence() -> Iterator[None]:
+    """Drop what C++ writes to stderr inside the block."""
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
     try:
-        stderr = os.dup(_STDERR)
-    except OSError:  # closed: nobody sees it
         yield
-        return
-    if sys.stderr is not None:
-        sys.stderr.flush()
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), _STDERR)
-        try:
-            yield
-        finally:
-            if sys.stderr is not None:
-                sys.stderr.flush()
-            os.dup2(stderr, _STDERR)
-            said.seek(0)
-            kept = (line for line in said if not line.startswith(_MARK) and _NO_DEVICE not in line)
-            with open(stderr, "wb") as terminal:
-                terminal.writelines(kept)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -24,8 +24,6 @@ CONFIDENCE = 0.95
 
 FEWEST_REFERENCES = 3
 
-ALL_CHANGED = "all measurements take"
-
 NOISE_BETWEEN_RUNS = 0.005
 """What the same code differs by between two processes at least (memory layout), as a standard deviation."""
 
@@ -129,14 +127,14 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """The comparison of a candidate with a baseline.
+    """How the time of a baseline (or of a run before) compares with that of a candidate (or of a run after).
 
     Attributes:
         speedup: baseline / candidate; above 1 the candidate is faster.
-        low, high: 95% confidence interval of `speedup`.
+        low, high: confidence interval of `speedup`: 95% of pairs, 98% of runs.
         pairs: rounds that were compared.
-        verdict: "faster", "slower", "no difference" (above `SMALLEST_DIFFERENCE`), "unclear" or "too few repeats"
-            (fewer than `FEWEST_PAIRS`).
+        verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "unclear" or "too
+            few repeats" (fewer than `FEWEST_PAIRS`).
     """
 
     speedup: float
@@ -159,36 +157,13 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
     Raises:
         ValueError: the lists differ in length, are empty, or hold a time that is not positive and finite.
     """
-    ratios = _ratios(candidate, baseline)
-    speedup, interval = median(ratios), median_interval(ratios)
-    verdict = _verdict(speedup, interval, len(ratios), SMALLEST_DIFFERENCE)
-    return PairedRatio(speedup, *interval, len(ratios), verdict)
-
-
-def _ratios(candidate: Sequence[float], baseline: Sequence[float]) -> list[float]:
     if len(candidate) != len(baseline):
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
     _refuse_bad_times(candidate, baseline)
-    return [base / own for own, base in zip(candidate, baseline, strict=True)]
-
-
-@dataclass(frozen=True)
-class RunRatio:
-    """How the time of a measurement in one run compares with its time in another run.
-
-    Attributes:
-        speedup: before / after, divided by the drift; above 1 the second run is faster.
-        low, high: 98% confidence interval of `speedup`, noise between runs included.
-        verdict: "faster", "slower", "no difference" (above the smallest difference that counts), "too few repeats"
-            or "unclear".
-        why: the reason of "unclear" where it is not the width of the interval, else "".
-    """
-
-    speedup: float
-    low: float
-    high: float
-    verdict: str
-    why: str = ""
+    ratios = [base / own for own, base in zip(candidate, baseline, strict=True)]
+    speedup, interval = median(ratios), median_interval(ratios)
+    verdict = _verdict(speedup, interval, len(ratios), SMALLEST_DIFFERENCE)
+    return PairedRatio(speedup, *interval, len(ratios), verdict)
 
 
 def compare_runs(
@@ -196,17 +171,12 @@ def compare_runs(
     references: Sequence[bool],
     *,
     smallest_difference: float,
-) -> list[RunRatio]:
+) -> list[PairedRatio]:
     """Compare two separate runs by (before, after) samples of each measurement.
 
-    A time is the lower quartile of its samples: other processes only ever lengthen samples. What differs between runs
-    as a whole is seen in what the measurements have in common:
-
-    - Drift: the median change of the references, or with fewer than `FEWEST_REFERENCES` that of all measurements.
-      Without references it is not known whether a large drift is the machine's: then a difference must be one with
-      and without it.
-    - Noise between runs: how far changes scatter around their median beyond the noise of their samples. It is
-      too large, and small differences are missed, where a third of them changed and the rest did not.
+    A time is the lower quartile of its samples: other processes only ever lengthen samples. Drift is the median
+    change of the references; with fewer than `FEWEST_REFERENCES` it is not corrected. Noise between runs is how far
+    changes of the steadiest scatter around their median, of the references and of the others.
 
     Args:
         references: which measurements are of code that did not change.
@@ -214,49 +184,32 @@ def compare_runs(
     Raises:
         ValueError: a list is empty, or holds a time that is not positive and finite.
     """
-    changes, variances, reasons = [], [], []  # of the logarithm of before / after
+    changes, variances = [], []  # of the logarithm of before / after
     for before, after in pairs:
         _refuse_bad_times(before, after)
         (log_before, error_before), (log_after, error_after) = _log_quartile(before), _log_quartile(after)
         changes.append(log_before - log_after)
         variances.append(error_before**2 + error_after**2)
-        reasons.append(_unsteady(before) or _unsteady(after))
-    steady = [i for i, reason in enumerate(reasons) if not reason]
-    if len(reasons) >= FEWEST_PAIRS and len(steady) < 2 / 3 * len(reasons):
-        saturated = f"only {len(steady)} of {len(reasons)} measurements were steady: the machine was busy"
-        reasons = [saturated] * len(reasons)
-    stable = [i for i in steady if references[i]]
-    others = [i for i in steady if not references[i]]
-    known = len(stable) >= FEWEST_REFERENCES
-    common = stable if known else steady if len(steady) >= FEWEST_PAIRS else []
-    drift = median([changes[i] for i in common]) if common else 0.0
-    known = known or abs(drift) < math.log1p(smallest_difference)
-    noise, drift_variance = NOISE_BETWEEN_RUNS**2, 0.0
-    if common:
-        sampling = median([variances[i] for i in steady])
-        # A change that all but the references share is not scatter: each group has its own center.
-        center = median([changes[i] for i in others] or [drift]) if common is stable else drift
-        distances = [abs(changes[i] - (drift if references[i] else center)) for i in steady]
+    stable = [change for change, known in zip(changes, references, strict=True) if known]
+    others = [change for change, known in zip(changes, references, strict=True) if not known]
+    is_known = len(stable) >= FEWEST_REFERENCES
+    drift = median(stable) if is_known else 0.0
+    centers = {True: median(stable or [0.0]), False: median(others or [0.0])}
+    noise = NOISE_BETWEEN_RUNS**2
+    if len(pairs) >= FEWEST_PAIRS:
+        steadiest = sorted(zip(variances, changes, references, strict=True))[: len(pairs) * 3 // 4]
+        distances = [abs(change - centers[known]) for _, change, known in steadiest]
         # 1.4826: a standard deviation from a median. An estimate from few needs room.
         scatter = 1.4826 * median(distances) * (1.0 + 3.0 / len(distances))
-        noise = max(noise, scatter**2 - sampling)
-        drift_variance = 1.57 * (noise + sampling) / len(common)  # pi / 2: of a median
-
+        noise = max(noise, scatter**2 - median(variance for variance, *_ in steadiest))
+    shared = noise * (1.0 + 1.57 / len(stable) if is_known else 1.0)  # pi / 2: of a median, the drift
     results = []
-    for (before, after), change, variance, reason in zip(pairs, changes, variances, reasons, strict=True):
-        reach = WIDTH * math.sqrt(variance + noise + drift_variance)
-        found = (change - drift,) if known else (change - drift, change)
-        speedup = math.exp(min(found, key=abs))
-        low, high = math.exp(min(found) - reach), math.exp(max(found) + reach)
-        verdict = _verdict(speedup, (low, high), min(len(before), len(after)), smallest_difference)
-        if verdict != "too few repeats":
-            alone = (math.exp(change - reach), math.exp(change + reach))
-            shared = _verdict(math.exp(change), alone, FEWEST_PAIRS, smallest_difference)
-            decided = ("faster", "slower")
-            if not known and not reason and verdict not in decided and shared in decided:
-                reason = f"{ALL_CHANGED} {math.exp(-drift):.3g}x the time: the machine, or what they share"
-            verdict = "unclear" if reason else verdict
-        results.append(RunRatio(speedup, low, high, verdict, reason if verdict == "unclear" else ""))
+    for (before, after), change, variance in zip(pairs, changes, variances, strict=True):
+        reach = WIDTH * math.sqrt(variance + shared)
+        low, speedup, high = (math.exp(change - drift + by) for by in (-reach, 0.0, reach))
+        repeats = min(len(before), len(after))
+        verdict = _verdict(speedup, (low, high), repeats, smallest_difference)
+        results.append(PairedRatio(speedup, low, high, repeats, verdict))
     return results
 
 
@@ -267,25 +220,6 @@ def _log_quartile(samples: Sequence[float]) -> tuple[float, float]:
         math.log(quantile(samples, max(0.0, min(1.0, at)))) for at in (0.25 - step, 0.25, 0.25 + step)
     )
     return middle, (high - low) / 2.0
-
-
-def _unsteady(samples: Sequence[float]) -> str:
-    """Return why no single time can be told from the samples of one run, or ""."""
-    if len(samples) < FEWEST_PAIRS:
-        return ""
-    p25, p75 = quantile(samples, 0.25), quantile(samples, 0.75)
-    if p75 > 1.5 * p25:
-        return f"the middle half of the samples spans {p25:.3g} to {p75:.3g} ms: the machine was busy"
-    # Two modes: a gap that parts the samples, wider than what either side spreads.
-    ordered = sorted(samples)
-    fewest = max(2, len(ordered) // 4)
-    gap, at = max((ordered[i] / ordered[i - 1], i) for i in range(fewest, len(ordered) - fewest + 1))
-    sides = (ordered[:at], ordered[at:])
-    inner = max(quantile(side, 0.75) / quantile(side, 0.25) for side in sides)
-    if gap > max(1.15, inner):
-        modes = " and ".join(f"{median(side):.3g}" for side in sides)
-        return f"the samples have two modes, {modes} ms"
-    return ""
 
 
 def _refuse_bad_times(*samples: Sequence[float]) -> None:

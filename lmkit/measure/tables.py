@@ -162,19 +162,11 @@ def wrote(folder: str, files: Sequence[str]) -> str:
 
 
 def enumeration(what: str, items: Sequence[str]) -> str:
-    """Return `what: a, b, ...` in lines that fit a terminal, broken between items; a single item between words."""
-    text = items[0] if len(items) == 1 else ", ".join(item.replace(" ", "\0") for item in items)
-    head = f"{what}: "
-    first_line = "" if len(head + text.partition(" ")[0]) <= TERMINAL_WIDTH else f"{what}:\n"
-    filled = textwrap.fill(
-        text,
-        TERMINAL_WIDTH,
-        initial_indent="  " if first_line else head,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
+    """Return `what: a, b, ...` in lines that fit a terminal; words are not broken."""
+    text = f"{what}: {', '.join(items)}"
+    return textwrap.fill(
+        text, TERMINAL_WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return first_line + filled.replace("\0", " ")
 
 
 def statement(what: str, facts: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from lmkit.core.model import TransformerLM
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure import trace as classes
 from lmkit.recipe.tables import PRESETS, ModelConfig
 
 
@@ -161,6 +160,8 @@ def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str
         rows: sequences of `config.context_length` tokens.
         element_bytes: of activations and gradients.
     """
+    from lmkit.measure import trace as classes
+
     tokens = rows * config.context_length
     d, layers = config.d_model, config.num_layers
     d_kv = config.kv_heads * config.head_dim

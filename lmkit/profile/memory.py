@@ -1,7 +1,7 @@
 """`lmkit profile memory`: record every allocation of a few training steps; peaks by phase and category.
 
-On a GPU PyTorch's allocator keeps the history; on a CPU torch.profiler reports allocations. Phases are the trainer's
-ranges.
+On a GPU PyTorch's allocator keeps the history, with the source line of each allocation; on a CPU torch.profiler
+reports allocations. Phases are the trainer's ranges.
 """
 
 from __future__ import annotations
@@ -10,131 +10,186 @@ import bisect
 import itertools
 import json
 import linecache
+import math
 import os
 import pickle
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.bench.context import failure_is_a_row
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.core.ranges import range_
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.kineto import chrome_trace
 from lmkit.measure.memory import GIB, release_memory
-from lmkit.measure.plots import decorate, line_panels, stacked_areas
+from lmkit.measure.plots import decorate, stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
-from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, row_files, terminal_table
+from lmkit.measure.tables import Column, Rows, markdown_table, row_files
+from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
-from lmkit.profile.allocations import (
+from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_files
+from lmkit.profile.summary import (
     BUILD,
+    CATEGORIES,
     WHOLE_RUN,
-    Census,
-    MemoryProfile,
-    Phase,
-    Recording,
-    blocks_of,
-    profile_memory,
+    gib_key,
+    most_computed,
+    peak_row,
+    summarize_memory,
 )
-from lmkit.profile.steps import Mode, Workload, call_of, make_training
-from lmkit.profile.write_up import gib_key, growth, most_computed, peak_row, summarize_memory
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000
 PICTURE, PICTURE_POINTS = "memory_timeline.png", 3000
-LARGEST = (
-    Column("gib", "GiB", ".4f"),
-    Column("count", "count", "d"),
-    Column("category", "category"),
-    Column("phase", "allocated in"),
-)
+MOST_LINES = 10
 
-LINES = (
-    Column("gib", "GiB", ".4f"),
-    Column("share", "of peak", ".0%"),
-    *LARGEST[1:3],
-    Column("line", "source line"),
-)
+
+class Block(NamedTuple):
+    """One allocation. Times are in us on the recorder's clock; `freed` is infinite for a block alive at the end;
+    `line` is the source line that it is due to, if known."""
+
+    address: int
+    size: int
+    allocated: float
+    freed: float = math.inf
+    line: str = ""
+
+
+class Phase(NamedTuple):
+    """A named stretch of the run."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Census(NamedTuple):
+    """The addresses of named tensors at one moment: address -> category."""
+
+    time: float
+    owners: Mapping[int, str]
 
 
 @dataclass(frozen=True)
-class MemoryResult:
-    """The rows of a memory profile, the table for a terminal, and the files to store."""
+class Recording:
+    """All allocations of a run. `pickled` is a snapshot for https://pytorch.org/memory_viz."""
 
-    rows: Rows
-    text: str
-    files: dict[str, bytes | str]
+    blocks: Sequence[Block]
+    phases: Sequence[Phase]
+    censuses: Sequence[Census]
+    pickled: bytes
+    source: str
 
 
-def run_profile(work: Workload) -> MemoryResult:
-    """Build the model, run `work.warmup + work.steps` steps (or passes) and record their allocations.
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes over time.
 
-    Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
-    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`, `environment.json`.
+    Attributes:
+        alive: category -> bytes alive after each allocation or free, (changes,).
+        begins: (phase, index into `alive` of the first change in it) of every phase of the recording.
+        peaks: phase -> category -> bytes at the moment when most are alive during the phase (over all its instances).
+            In the order of their first start; the whole run is last.
+        lines: what is alive when most is, by source line and category, the most bytes first.
     """
-    with work.numerics():
-        recording = _record_on_gpu(work) if work.ranks.device.type == "cuda" else _record_on_cpu(work)
-    profile = profile_memory(recording)
-    rows = _rows(work, profile)
-    largest = [block | {"gib": block["bytes"] / GIB} for block in profile.largest]
-    tables = {"Largest allocations": markdown_table(largest, LARGEST)}
-    summary = summarize_memory(rows)
-    peak = max(1, sum(profile.peaks[WHOLE_RUN].values()))
-    lines = [line | {"gib": line["bytes"] / GIB, "share": line["bytes"] / peak} for line in profile.lines]
-    if lines:
-        tables = {"Source lines that hold most at the peak": markdown_table(lines, LINES), **tables}
-    top = [f"{line['share']:.0%} {line['category']} of {line['line'].split('  ')[0]}" for line in lines[:3]]
-    summary = replace(
-        summary,
-        title=f"Memory: {work}",
-        findings=[*summary.findings, *([f"Most of the peak: {', '.join(top)}."] if top else [])],
-        tables=tables,
-        notes=(f"GiB = 2^30 bytes, of {recording.source}",),
-    )
-    environment = describe_environment()
-    drawn = decorate(PICTURE, lambda: _picture(profile, work))
-    pictures = {PICTURE: drawn} if drawn else {}
-    files = row_files("memory_peaks", rows) | {
-        **pictures,
-        "memory_snapshot.pickle": recording.pickled,
-        "memory_report.md": report_text(summary, environment, [*pictures]),
-        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
-    }
-    columns = (*LINES[:-1], replace(LINES[-1], header="the lines that hold most"))
-    shown = terminal_table(lines[:3], columns, width=TERMINAL_WIDTH)
-    return MemoryResult(rows, terminal_text(summary) + (f"\n{shown}" if lines else ""), files)
+
+    alive: dict[str, Any]
+    begins: list[tuple[str, int]]
+    peaks: dict[str, dict[str, int]]
+    lines: Rows
 
 
-def _rows(work: Workload, profile: MemoryProfile) -> Rows:
-    model = work.model
-    facts = {
-        "model": model.preset or f"{model.num_layers} x {model.d_model}",
-        "parameters": count_parameters(model).total,
-        "context_length": model.context_length,
-        "batch_size": work.train.batch_size,
-        "pass": work.mode,
-        "dtype": work.train.precision,
-        "attention": model.attention,
+# ---- from allocations to peaks
+
+
+def blocks_of(events: Iterable[tuple[Any, ...]]) -> list[Block]:
+    """Match (time, address, size) events, positive sizes allocating and negative ones freeing.
+
+    Drop frees of blocks that were allocated before the recording. An event may have a source line, too.
+    """
+    open_at: dict[int, Block] = {}
+    freed = []
+    for moment, address, size, *line in events:
+        if size > 0:
+            open_at[address] = Block(address, size, moment, math.inf, *line)
+        elif address in open_at:
+            freed.append(open_at.pop(address)._replace(freed=moment))
+    return sorted([*freed, *open_at.values()], key=lambda block: block.allocated)
+
+
+def categorize(blocks: Sequence[Block], censuses: Sequence[Census], phases: Sequence[Phase]) -> list[str]:
+    """Return the category of every block.
+
+    A census at the block's address names parameters, gradients and optimizer state. Of the rest, blocks that outlive
+    their forward pass are activations; the others are temporary.
+    """
+    ordered = sorted(censuses, key=lambda census: census.time)
+    times = [census.time for census in ordered]
+    addresses = [sorted(census.owners) for census in ordered]
+    forwards = [phase for phase in phases if phase.name == "forward"]
+
+    def category(block: Block) -> str:
+        for i in range(bisect.bisect_left(times, block.allocated), bisect.bisect_left(times, block.freed)):
+            # A tensor may start inside an allocation.
+            index = bisect.bisect_left(addresses[i], block.address)
+            if index < len(addresses[i]) and addresses[i][index] < block.address + block.size:
+                return ordered[i].owners[addresses[i][index]]
+        kept = any(phase.start <= block.allocated <= phase.end < block.freed for phase in forwards)
+        return "activations" if kept else "temporary"
+
+    return [category(block) for block in blocks]
+
+
+def profile_memory(recording: Recording) -> MemoryProfile:
+    """Compute bytes alive by category over time, and the peak of every phase."""
+    blocks = recording.blocks
+    categories = categorize(blocks, recording.censuses, recording.phases)
+    changes = []
+    for block, category in zip(blocks, categories, strict=True):
+        changes.append((block.allocated, block.size, category))
+        if block.freed < math.inf:
+            changes.append((block.freed, -block.size, category))
+    changes.sort()  # at the same time: frees first
+    times = np.array([moment for moment, _, _ in changes], dtype=np.float64)
+    alive = {
+        name: np.cumsum([size if category == name else 0 for _, size, category in changes], dtype=np.int64)
+        for name in CATEGORIES
     }
-    return [
-        {
-            **facts,
-            "phase": phase,
-            "peak_gib": sum(peak.values()) / GIB,
-            **{gib_key(category): size / GIB for category, size in peak.items()},
-        }
-        for phase, peak in profile.peaks.items()
+    totals = np.sum(list(alive.values()), axis=0)
+    peaks: dict[str, dict[str, int]] = {}
+    phases = sorted(recording.phases, key=lambda phase: phase.start)
+    for phase in (*phases, Phase(WHOLE_RUN, -math.inf, math.inf)):
+        # What is alive when the phase begins counts: the last change before it.
+        first = max(0, int(np.searchsorted(times, phase.start, "right")) - 1)
+        last = int(np.searchsorted(times, phase.end, "right"))
+        peak = dict.fromkeys(CATEGORIES, 0)
+        if first < last:
+            top = first + int(totals[first:last].argmax())
+            peak = {name: int(alive[name][top]) for name in CATEGORIES}
+        if sum(peak.values()) > sum(peaks.setdefault(phase.name, peak).values()):
+            peaks[phase.name] = peak
+    begins = [(phase.name, int(np.searchsorted(times, phase.start))) for phase in phases]
+    at_peak = times[int(totals.argmax())] if len(times) else 0.0
+    sizes: Counter[tuple[str, str]] = Counter()
+    for block, category in zip(blocks, categories, strict=True):
+        if block.line and block.allocated <= at_peak < block.freed:
+            sizes[block.line, category] += block.size
+    lines = [
+        {"bytes": size, "category": category, "line": line}
+        for (line, category), size in sizes.most_common(MOST_LINES)
     ]
+    return MemoryProfile(alive, begins, peaks, lines)
+
+
+# ---- recording
 
 
 class _Observer:
@@ -200,22 +255,13 @@ def _record_on_gpu(work: Workload) -> Recording:
     finally:
         memory._record_memory_history(enabled=None)
     signs = {"alloc": 1, "free_completed": -1}
-    events = [
-        (
-            entry["time_us"],
-            entry["addr"],
-            signs[entry["action"]] * entry["size"],
-            _line(entry.get("frames", [])),
-        )
-        for entry in snapshot["device_traces"][work.ranks.device.index or 0]
-        if entry["action"] in signs
-    ]
+    events = []
+    for entry in snapshot["device_traces"][work.ranks.device.index or 0]:
+        if sign := signs.get(entry["action"]):
+            stack = ((frame["filename"], frame["line"]) for frame in entry.get("frames", []))
+            events.append((entry["time_us"], entry["addr"], sign * entry["size"], line_of(stack)))
     pickled = pickle.dumps(snapshot)
     return Recording(blocks_of(events), observer.phases, observer.censuses, pickled, "the CUDA allocator")
-
-
-def _line(frames: list[dict[str, Any]]) -> str:
-    return line_of((frame["filename"], frame["line"]) for frame in frames)
 
 
 def _record_on_cpu(work: Workload) -> Recording:
@@ -229,49 +275,21 @@ def _record_on_cpu(work: Workload) -> Recording:
 
     observer = _Observer(mark)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    lines = Lines()
-    with (
-        quietly(
-            torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-        ) as profiler,
-        # Compiled code is no sequence of operations.
-        lines if work.model.compile == "none" else nullcontext(),
-    ):
+    with quietly(
+        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    ) as profiler:
         _run(work, observer)
-    memory: list[tuple[float, int, int]] = []
+    events: list[tuple[float, int, int]] = []
     moments: dict[int, float] = {}
-    spans: list[tuple[float, float, int]] = []  # of operations, with the number of their line
     for event in json.loads(chrome_trace(profiler))["traceEvents"]:
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
-            memory.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
-        elif event.get("cat") == "user_annotation":
-            what, _, number = event["name"].rpartition(" ")
-            if what == "moment":
-                moments[int(number)] = event["ts"]
-            elif f"{what} " == Lines.PREFIX:
-                spans.append((event["ts"], event["ts"] + event["dur"], int(number)))
-    memory.sort(key=lambda event: event[0])
-    events = _with_lines(memory, sorted(spans), lines.found)
+            events.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
+        elif event.get("cat") == "user_annotation" and event["name"].startswith("moment "):
+            moments[int(event["name"].split()[1])] = event["ts"]
+    events.sort(key=lambda event: event[0])
     phases = [Phase(name, moments[int(start)], moments[int(end)]) for name, start, end in observer.phases]
     censuses = [Census(moments[int(moment)], owners) for moment, owners in observer.censuses]
-    return Recording(blocks_of(events), phases, censuses, _as_snapshot(events), "the CPU allocator")
-
-
-def _with_lines(
-    events: Sequence[tuple[float, int, int]], spans: Sequence[tuple[float, float, int]], lines: Sequence[str]
-) -> list[tuple[float, int, int, str]]:
-    """Add to every event the line of the span around it; spans (start, end, line number) do not overlap."""
-    starts = [start for start, _, _ in spans]
-    told = []
-    for event in events:
-        index = bisect.bisect_right(starts, event[0]) - 1
-        around = index >= 0 and event[0] <= spans[index][1]
-        told.append((*event, lines[spans[index][2]] if around else ""))
-    return told
-
-
-def _as_snapshot(events: list[tuple[float, int, int, str]]) -> bytes:
-    """Return CPU allocations in the form of a CUDA snapshot, which the viewer opens."""
+    # In the form of a CUDA snapshot, which the viewer opens.
     entries: list[dict[str, Any]] = [
         {
             "action": "alloc" if size > 0 else "free_completed",
@@ -279,11 +297,115 @@ def _as_snapshot(events: list[tuple[float, int, int, str]]) -> bytes:
             "size": abs(size),
             "stream": 0,
             "time_us": int(moment),
-            "frames": [{"filename": line, "line": 0, "name": ""}] if line else [],
+            "frames": [],
         }
-        for moment, address, size, line in events
+        for moment, address, size in events
     ]
-    return pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
+    pickled = pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
+    return Recording(blocks_of(events), phases, censuses, pickled, "the CPU allocator")
+
+
+AUTOGRAD = "autograd"
+"""The line of what PyTorch's own backward operations allocate, in threads without a Python stack."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+_PASSED_OVER = tuple(f"{_PACKAGE / part}" for part in ("profile", "measure", "autograd.py"))
+_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), "<", "?")
+
+
+def line_of(stack: Iterable[tuple[str, int]]) -> str:
+    """Return `core/model.py:130  the code` of the innermost line that counts; `AUTOGRAD` without one.
+
+    Args:
+        stack: files and line numbers, innermost first.
+    """
+    for file, number in stack:
+        ours = file.startswith(f"{_PACKAGE}{os.sep}")
+        if not file or file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
+            continue
+        name = os.path.relpath(file, _PACKAGE) if ours else os.path.basename(file)
+        return f"{name}:{number}  {linecache.getline(file, number).strip()[:60]}".rstrip()
+    return AUTOGRAD
+
+
+# ---- results
+
+LINES = (
+    Column("gib", "GiB", ".4f"),
+    Column("share", "of peak", ".0%"),
+    Column("category", "category"),
+    Column("line", "source line"),
+)
+MODES: tuple[Mode, ...] = ("forward", "step")
+CONTEXTS = (
+    Column("attention", "attention"),
+    Column("context_length", "context", "d"),
+    Column("dtype", "precision"),
+    Column("forward_gib", "forward GiB", ".3f", instead="status"),
+    Column("forward_computed_gib", "computed", ".3f"),
+    Column("step_gib", "step GiB", ".3f"),
+    Column("step_computed_gib", "computed", ".3f"),
+)
+
+
+def run_memory(
+    recipe: Recipe, output: Path, *, mode: Mode, steps: int, warmup: int = 0, snapshot: bool = True
+) -> Profiled:
+    """Record the memory of training steps (or passes): peaks by phase, category and source line.
+
+    Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
+    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`, `environment.json`.
+
+    Args:
+        warmup: steps before the recorded ones; the optimizer's state appears in the very first.
+    """
+    work = Workload(recipe, mode, steps, warmup)
+    with work.numerics():
+        recording = (_record_on_gpu if work.ranks.device.type == "cuda" else _record_on_cpu)(work)
+    profile = profile_memory(recording)
+    rows = _rows(work, profile.peaks)
+    summary = summarize_memory(rows)
+    peak = max(1, sum(profile.peaks[WHOLE_RUN].values()))
+    lines = [line | {"gib": line["bytes"] / GIB, "share": line["bytes"] / peak} for line in profile.lines]
+    top = [f"{line['share']:.0%} {line['category']} of {line['line'].split('  ')[0]}" for line in lines[:3]]
+    summary = replace(
+        summary,
+        title=f"Memory: {work}",
+        findings=[*summary.findings, *([f"Most of the peak: {', '.join(top)}."] if top else [])],
+        tables={"Source lines that hold most at the peak": markdown_table(lines, LINES)} if lines else {},
+        notes=(f"GiB = 2^30 bytes, of {recording.source}",),
+    )
+    environment = describe_environment()
+    drawn = decorate(PICTURE, lambda: _picture(profile, work))
+    files: dict[str, bytes | str] = {
+        **row_files("memory_peaks", rows),
+        **({PICTURE: drawn} if drawn else {}),
+        **({"memory_snapshot.pickle": recording.pickled} if snapshot else {}),
+        "memory_report.md": report_text(summary, environment, [PICTURE] if drawn else []),
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
+    }
+    return Profiled(str(output), write_files(files, output), {"peaks": rows}, terminal_text(summary))
+
+
+def _rows(work: Workload, peaks: Mapping[str, Mapping[str, int]]) -> Rows:
+    model = work.model
+    facts = {
+        "model": model.preset or f"{model.num_layers} x {model.d_model}",
+        "parameters": count_parameters(model).total,
+        "context_length": model.context_length,
+        "batch_size": work.train.batch_size,
+        "pass": work.mode,
+        "dtype": work.train.precision,
+        "attention": model.attention,
+    }
+    return [
+        {
+            **facts,
+            "phase": phase,
+            "peak_gib": sum(peak.values()) / GIB,
+            **{gib_key(category): size / GIB for category, size in peak.items()},
+        }
+        for phase, peak in peaks.items()
+    ]
 
 
 def _picture(profile: MemoryProfile, work: Workload) -> bytes:
@@ -304,151 +426,50 @@ def _picture(profile: MemoryProfile, work: Workload) -> bytes:
     )
 
 
-AUTOGRAD = "autograd"
-"""The line of what PyTorch's own backward operations allocate, in threads without a Python stack."""
-_PACKAGE = Path(__file__).resolve().parent.parent
-_PASSED_OVER = tuple(f"{_PACKAGE / part}" for part in ("profile", "measure", "autograd.py"))
-_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)), "<", "?")
+def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
+    """Profile the forward pass and training steps of each recipe, in folders of their own; a row for each recipe.
 
-Place = tuple[str, int]
-"""A file and a line number."""
-
-
-def line_of(stack: Iterable[Place]) -> str:
-    """Return `core/model.py:130  the code` of the innermost line that counts; `AUTOGRAD` without one.
-
-    Args:
-        stack: innermost first.
-    """
-    for file, number in stack:
-        ours = file.startswith(f"{_PACKAGE}{os.sep}")
-        if not file or file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
-            continue
-        name = os.path.relpath(file, _PACKAGE) if ours else os.path.basename(file)
-        return f"{name}:{number}  {linecache.getline(file, number).strip()[:60]}".rstrip()
-    return AUTOGRAD
-
-
-class Lines(TorchDispatchMode):
-    """Note the line of every operation, under a number by which it is annotated in a trace of torch.profiler.
-
-    Attributes:
-        found: the lines, by number.
-    """
-
-    PREFIX = "line "
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        line = line_of(_stack())
-        number = self._numbers.setdefault(line, len(self.found))
-        if number == len(self.found):
-            self.found.append(line)
-        with torch.profiler.record_function(f"{self.PREFIX}{number}"):
-            return func(*args, **(kwargs or {}))
-
-
-def _stack() -> Iterator[Place]:
-    """Yield the caller's stack, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-TABLE_PICTURE = "memory_contexts.png"
-MODES: tuple[Mode, ...] = ("forward", "step")
-SNAPSHOT = "memory_snapshot.pickle"  # of every cell they would be hundreds of megabytes
-COLUMNS = (
-    Column("attention", "attention"),
-    Column("context_length", "context", "d"),
-    Column("dtype", "precision"),
-    Column("forward_gib", "forward GiB", ".3f", instead="status"),
-    Column("forward_computed_gib", "computed", ".3f"),
-    Column("step_gib", "step GiB", ".3f"),
-    Column("step_computed_gib", "computed", ".3f"),
-)
-
-
-def table(
-    recipes: Sequence[Recipe], *, steps: int, write: Callable[[Mapping[str, bytes | str]], None]
-) -> tuple[Rows, str]:
-    """Profile recipes; return a row of each, and the table for a terminal. What does not fit, or fails, is a row.
-
-    Args:
-        write: takes files, most of them in folders: after each recipe its own and those of the table so far. So a run
-            that is cut short leaves what it measured.
+    What does not fit, or fails, is a row. The table is written after each recipe.
     """
     rows: Rows = []
-    of_steps: list[Rows] = []
-    text = ""
     for recipe in recipes:
-        files: dict[str, bytes | str] = {}
-        works = {mode: Workload(recipe, mode, steps, warmup=0) for mode in MODES}
-        model, train = works["step"].model, works["step"].train
+        work = Workload(recipe)
         row: dict[str, Any] = {
-            "attention": model.attention,
-            "context_length": model.context_length,
-            "dtype": train.precision,
-            "batch_size": train.batch_size,
+            "attention": work.model.attention,
+            "context_length": work.model.context_length,
+            "dtype": work.train.precision,
+            "batch_size": work.train.batch_size,
             "status": "ok",
         }
-        for mode, work in works.items():
+        for mode in MODES:
+            folder = f"{row['attention']}_{mode}_{row['context_length']}_{row['dtype']}"
             with failure_is_a_row(row, work.ranks.device):
-                result = run_profile(work)
-                row[f"{mode}_gib"] = peak_row(result.rows)["peak_gib"]
-                row[f"{mode}_computed_gib"] = most_computed(result.rows)
-                of_steps += [result.rows] if mode == "step" else []
-                folder = f"{model.attention}_{mode}_{model.context_length}_{train.precision}"
-                files |= {f"{folder}/{name}": text for name, text in result.files.items() if name != SNAPSHOT}
+                # Without snapshots: of every cell they would be hundreds of megabytes.
+                peaks = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False).summary[
+                    "peaks"
+                ]
+                row |= {
+                    f"{mode}_gib": peak_row(peaks)["peak_gib"],
+                    f"{mode}_computed_gib": most_computed(peaks),
+                }
             release_memory(work.ranks.device)
         rows.append(row)
-        text, of_table = _summarized(rows, growth(of_steps))
-        write(files | of_table)
-    return rows, text
-
-
-def _summarized(rows: Rows, findings: Sequence[str]) -> tuple[str, dict[str, bytes | str]]:
-    """Return the table for a terminal, and its files."""
-    summary = Summary(
-        "Memory by context and precision",
-        COLUMNS,
-        rows,
-        about=f"Batch {rows[0]['batch_size']}",
-        findings=findings,
-        notes=(
-            "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the "
-            "peak of a phase; every cell has a folder with its phases and source lines",
-        ),
-    )
-    environment = describe_environment()
-    drawn = decorate(TABLE_PICTURE, lambda: picture(rows))
-    pictures = {TABLE_PICTURE: drawn} if drawn else {}
-    return terminal_text(summary), {
-        **pictures,
-        "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
-        "memory_contexts_report.md": report_text(summary, environment, [*pictures]),
-        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
-    }
-
-
-def picture(rows: Rows) -> bytes:
-    """Draw the computed memory over the context on logarithmic axes, where a square is twice as steep as a line."""
-    shown = [
-        {**row, "mode": mode, "gib": row.get(f"{mode}_computed_gib")} for row, mode in product(rows, MODES)
-    ]
-    return line_panels(
-        shown,
-        "context_length",
-        Column("gib", "memory (GiB = 2^30 bytes)"),
-        panel="mode",
-        group="attention",
-        kind="dtype",
-        title="What forward and step compute: activations and temporary tensors at the peak",
-        x_label="context (tokens)",
-        log_y=True,
-    )
+        summary = Summary(
+            "Memory by context and precision",
+            CONTEXTS,
+            rows,
+            about=f"Batch {row['batch_size']}",
+            notes=(
+                "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at "
+                "the peak of a phase; every cell has a folder with its phases and source lines",
+            ),
+        )
+        environment = describe_environment()
+        files = {
+            "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
+            "memory_contexts_report.md": report_text(summary, environment, []),
+            ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
+        }
+        written = write_files(files, output)
+    is_fine = all(row["status"] != "failed" for row in rows)
+    return Profiled(str(output), written, {"rows": rows}, terminal_text(summary), is_fine)

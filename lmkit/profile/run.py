@@ -1,4 +1,7 @@
-"""`lmkit profile`: record training steps or a command, or summarize a recording, and store the results."""
+"""`lmkit profile`: record training steps or a command, or summarize a recording, and store the results.
+
+`python -m lmkit.profile.run WORKLOAD` (JSON of a `Workload`) runs training steps in a process of their own, for nsys.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,38 @@ import gzip
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
+
+from lmkit.bench.summary import report_text
+from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.kineto import profile_work, read_chrome_trace
 from lmkit.measure.plots import decorate, grouped_bars
-from lmkit.measure.ranges import nvtx_is_available
+from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_available
 from lmkit.measure.tables import Column, Row, wrote
-from lmkit.measure.trace import Trace
+from lmkit.measure.trace import Trace, profile_work, read_chrome_trace
+from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
-from lmkit.profile.steps import Mode, Workload, call_of, make_training
-from lmkit.profile.summary import report_of, summarize, text_of
+from lmkit.profile.summary import summarize, summarize_trace, text_of
+from lmkit.recipe.load import required
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
+from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage import write_atomic
+from lmkit.tokenizer.vocabulary import required_model
+from lmkit.training.precision import with_precision
+from lmkit.training.process import numerics
+from lmkit.training.setup import TrainingStep, check_device
 
 Engine = Literal["auto", "nsys", "kineto"]
+Mode = Literal["forward", "fwd+bwd", "step"]
 PICTURE = "profile_ranges.png"
 logger = logging.getLogger("lmkit")
 
@@ -73,7 +88,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     """Record training steps (or passes) of a recipe's model, on random tokens."""
     work = Workload(recipe, mode, steps)
     if choose_engine(engine) == "nsys":
-        command = [sys.executable, "-m", "lmkit.profile.steps", work.as_json()]
+        command = [sys.executable, "-m", "lmkit.profile.run", work.as_json()]
         return _run_under_nsys(command, output, what=recipe.run.name, source=str(work), skip_steps=0)
     with work.numerics():
         trace, content = profile_work(
@@ -84,29 +99,6 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
             source=str(work),
         )
     return _store(trace, output, {"kineto_trace.json.gz": gzip.compress(content, mtime=0)}, skip_steps=0)
-
-
-def run_memory(recipe: Recipe, output: Path, *, mode: Mode, steps: int) -> Profiled:
-    """Record the memory of training steps: peaks by phase and category, a picture, a snapshot for memory_viz."""
-    from lmkit.profile.memory import run_profile
-
-    # No warm-up: the optimizer's state appears in the first step.
-    result = run_profile(Workload(recipe, mode, steps, warmup=0))
-    return Profiled(str(output), _write(result.files, output), {"peaks": result.rows}, result.text)
-
-
-def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> Profiled:
-    """Record the memory of a forward pass and of training steps of each recipe, and compare them."""
-    from lmkit.profile.memory import table
-
-    written: dict[str, None] = {}
-
-    def write(files: Mapping[str, bytes | str]) -> None:
-        written.update(dict.fromkeys(name for name in _write(files, output) if "/" not in name))
-
-    rows, text = table(recipes, steps=steps, write=write)
-    is_fine = all(row["status"] != "failed" for row in rows)
-    return Profiled(str(output), tuple(written), {"rows": rows}, text, is_fine)
 
 
 def _run_under_nsys(
@@ -140,17 +132,21 @@ def _store(
     `profile_ranges.png`."""
     summary = summarize(trace, skip_steps=skip_steps)
     picture = decorate(PICTURE, lambda: _picture(summary)) if summary["ranges"] else None
-    files = {
+    environment = describe_environment()
+    files: dict[str, bytes | str] = {
         "profile_summary.json": json.dumps(summary, indent=2, allow_nan=False) + "\n",
-        "profile_report.md": report_of(summary) + (f"\n![{PICTURE}]({PICTURE})\n" if picture else ""),
+        "profile_report.md": report_text(
+            summarize_trace([summary]), environment, [PICTURE] if picture else []
+        ),
         **({PICTURE: picture} if picture else {}),
         **(recording or {}),
-        ENVIRONMENT: json.dumps(describe_environment(), indent=1) + "\n",
+        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return Profiled(str(output), _write(files, output), summary, text_of(summary))
+    return Profiled(str(output), write_files(files, output), summary, text_of(summary))
 
 
-def _write(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
+def write_files(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
+    """Write the files of a profile; return their names."""
     for name in sorted(files, key=lambda name: name != ENVIRONMENT):  # the folder is a profile's from now on
         write_atomic(output / name, files[name])
     return tuple(files)
@@ -195,3 +191,109 @@ def _picture(summary: Row) -> bytes:
         title=f"Where the time of a {unit} goes ({summary['engine']}; ranges lie inside one another)",
         x_label="range",
     )
+
+
+# ---- the steps that are profiled
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Steps of a recipe on one device, on random tokens.
+
+    Attributes:
+        mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
+        steps, warmup: recorded steps (or passes), and unrecorded ones before them.
+    """
+
+    recipe: Recipe
+    mode: Mode = "step"
+    steps: int = 5
+    warmup: int = 3
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """[model] with its vocabulary."""
+        return required_model(self.recipe, command="profile")
+
+    @property
+    def train(self) -> TrainConfig:
+        required(self.recipe.train, "train", self.recipe, command="profile")
+        return cast(TrainConfig, with_precision(self.recipe, self.ranks.device).train)
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """Set the recipe's threads and determinism while the block runs."""
+        return numerics(self.recipe.run, self.ranks)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(device=local_device(self.recipe.run.device, local_rank=0))
+
+    def as_json(self) -> str:
+        """Return the argument of `main`."""
+        recipe = self.recipe.model_dump(mode="json", exclude_none=True)  # TOML has no null
+        return json.dumps({"recipe": recipe, "mode": self.mode, "steps": self.steps, "warmup": self.warmup})
+
+    def __str__(self) -> str:
+        model, train = self.model, self.train
+        name = model.preset or f"{model.num_layers} layers, d_model {model.d_model}"
+        return (
+            f"{name}, {self.mode}, context {model.context_length}, "
+            f"batch {train.accumulation} x {train.batch_size // train.accumulation}, "
+            f"{train.precision}, attention {model.attention}, compile {model.compile}"
+        )
+
+
+def workload_from_json(text: str) -> Workload:
+    """Return the workload that `Workload.as_json` wrote."""
+    fields: dict[str, Any] = json.loads(text)
+    recipe = Recipe.model_validate_json(json.dumps(fields.pop("recipe")))
+    return Workload(recipe, **fields)
+
+
+def make_training(work: Workload) -> TrainingStep:
+    """Return the model with its optimizer and endless random tokens.
+
+    Raises:
+        UsageError: as `required_model`, or as `lmkit train`: something does not run on the device, or the optimizer
+            refuses an option.
+    """
+    train = work.train.changed(cuda_graph="off")  # of a graph a profile would not show the phases
+    recipe = work.recipe.changed(model=work.model, train=train)
+    check_device(recipe, work.ranks.device)
+    return TrainingStep(recipe, work.ranks)
+
+
+def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
+    """Return a call that runs one step or pass and waits for it.
+
+    A pass gets a range of its own, "pass", that waits for the device; the range around a forward pass alone ends when
+    the device has its work.
+    """
+    if mode == "step":
+        return partial(step.run, wait=True)
+    run = step.forward if mode == "forward" else step.forward_backward
+
+    def one_pass() -> None:
+        with range_("pass"):
+            run().item()
+
+    return one_pass
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the workload that the JSON argument describes, with the ranges that LMKIT_RANGES asks for."""
+    (text,) = arguments
+    work = workload_from_json(text)
+    with work.numerics():
+        call = call_of(make_training(work), work.mode)
+        for _ in range(work.warmup):
+            call()
+        enable_ranges_from_environment()
+        for _ in range(work.steps):
+            call()
+        if work.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from lmkit.bench.summary import Summary, terminal_text
 from lmkit.measure.statistics import clip, median, overlap, total
 from lmkit.measure.tables import TERMINAL_WIDTH, Column, Row, Rows, markdown_table, terminal_table
 from lmkit.measure.trace import Call, DeviceWork, Range, Trace
@@ -38,6 +39,12 @@ RANGE_COLUMNS = (
     Column("gpu_ms", "GPU ms", ".3f"),
     Column("launches", "launches", ".0f"),
 )
+NAMED_COLUMNS = (
+    Column("name", "name"),
+    Column("calls", "calls", "d"),
+    Column("total_ms", "ms", ".3f"),
+    Column("share", "share", ".1%"),
+)
 FACTS = {
     "undisturbed_ms": ("one of them without the profiler (ms)", ".2f"),
     "launches": ("kernel launches in the window", "d"),
@@ -53,52 +60,6 @@ FACTS = {
     "communication_overlap_share": ("communication while compute runs", ".1%"),
 }
 """Key of a summary -> its label and format."""
-
-
-Table = Callable[[Any, Sequence[Column]], str]
-
-
-def text_of(summary: Row) -> str:
-    """Return the tables of a summary for a terminal."""
-    return _render(summary, terminal_table)
-
-
-def report_of(summary: Row) -> str:
-    """Return a Markdown report of a summary."""
-    return f"# Profile of {summary['source']} ({summary['engine']})\n\n" + _render(summary, markdown_table)
-
-
-def _render(summary: Row, table: Table) -> str:
-    facts = [{"what": f"window ({summary['window']})", "value": f"{summary['window_ms']:.2f} ms"}]
-    missing = []
-    for key, (label, spec) in FACTS.items():
-        if summary[key] is None:
-            missing.append(label)
-        else:
-            facts.append({"what": label, "value": format(summary[key], spec)})
-    parts = [table(facts, [Column("what", "what"), Column("value", "value")])]
-    if missing:
-        parts.append(textwrap.fill(f"not recorded: {', '.join(missing)}", TERMINAL_WIDTH) + "\n")
-    if summary["ranges"]:
-        parts.append(range_table(summary["ranges"], table))
-    for key, kind in (("top_kernels", "kernel"), ("top_ops", "CPU operator (self time)")):
-        if summary[key]:
-            parts.append(named_table(summary[key], kind, table))
-    parts += [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in summary["warnings"]]
-    return "\n".join(parts)
-
-
-def range_table(ranges: Rows, table: Table = markdown_table) -> str:
-    """Return the table of a summary's ranges, without the GPU's columns of a CPU's recording."""
-    known = {key for row in ranges for key, value in row.items() if value is not None}
-    return table(ranges, [column for column in RANGE_COLUMNS if column.key in known])
-
-
-def named_table(entries: Rows, kind: str, table: Table = markdown_table) -> str:
-    """Return the table of a summary's kernels or CPU operators."""
-    columns = [Column("name", kind), Column("calls", "calls", "d"), Column("total_ms", "ms", ".3f")]
-    rows = [entry | {"name": short_name(entry["name"])} for entry in entries]
-    return table(rows, [*columns, Column("share", "share", ".1%")])
 
 
 def short_name(kernel: str) -> str:
@@ -348,3 +309,122 @@ def _warnings(trace: Trace, lost_window: str, slowdown: float) -> list[str]:
             f"factor{gpu}"
         )
     return found
+
+
+# ---- rows of traces and memory profiles in words, for `lmkit report`
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary")
+BUILD, WHOLE_RUN = "build", "whole run"
+
+
+def gib_key(category: str) -> str:
+    """Return the row's key for the size of a category."""
+    return category.replace(" ", "_") + "_gib"
+
+
+MEMORY = (
+    Column("phase", "phase"),
+    Column("peak_gib", "peak GiB", ".4f"),
+    *(Column(gib_key(category), category, ".4f") for category in CATEGORIES),
+)
+
+
+Table = Callable[[Any, Sequence[Column]], str]
+
+
+def summarize_trace(rows: Rows, table: Table = markdown_table) -> Summary:
+    """Say how many kernels a step launches and who waits for whom.
+
+    Args:
+        rows: the summary of a recording.
+        table: how to write ranges, kernels and operators.
+    """
+    trace = rows[0]
+    facts = [{"what": f"window ({trace['window']})", "value": f"{trace['window_ms']:.2f} ms"}]
+    missing = []
+    for key, (label, spec) in FACTS.items():
+        if (value := trace.get(key)) is None:
+            missing.append(label)
+        else:
+            facts.append({"what": label, "value": format(value, spec)})
+    tables = {}
+    if ranges := trace["ranges"]:  # without the GPU's columns of a CPU's recording
+        known = {key for row in ranges for key, value in row.items() if value is not None}
+        columns = [column for column in RANGE_COLUMNS if column.key in known]
+        tables["Ranges: medians of one instance"] = table(ranges, columns)
+    for key, title in (("top_kernels", "Kernels"), ("top_ops", "CPU operators (self time)")):
+        if named := [entry | {"name": short_name(entry["name"])} for entry in trace.get(key, ())]:
+            tables[title] = table(named, NAMED_COLUMNS)
+    return Summary(
+        f"Profile of {trace.get('source', 'a run')} ({trace['engine']})",
+        (Column("what", "what"), Column("value", "value")),
+        facts,
+        findings=_trace_findings(trace),
+        tables=tables,
+        notes=[f"not recorded: {', '.join(missing)}"] if missing else [],
+    )
+
+
+def text_of(trace: Row) -> str:
+    """Return the tables of a recording's summary for a terminal."""
+    summary = summarize_trace([dict(trace)], terminal_table)
+    warnings = [textwrap.fill(f"warning: {warning}", TERMINAL_WIDTH) + "\n" for warning in trace["warnings"]]
+    return "\n".join([terminal_text(summary), *summary.tables.values(), *warnings])
+
+
+def _trace_findings(trace: Mapping[str, Any]) -> list[str]:
+    found = []
+    for unit in ("step", "forward"):
+        if (launches := trace[f"launches_per_{unit}"]) is not None:
+            found.append(f"{launches:.0f} kernel launches per {unit}.")
+    # A profiler slows the CPU down: the share that the GPU's work fills of an undisturbed step says more.
+    fills, of = trace["undisturbed_gpu_share"], "the time without the profiler"
+    if fills is None:
+        fills, of = trace["gpu_busy_share"], "the time"
+    if fills is not None:
+        limit = "the GPU is the limit" if fills > 0.9 else "the GPU waits for the CPU"
+        found.append(f"The GPU's work fills {fills:.1%} of {of}: {limit}.")
+    if not found:
+        found.append(f"{trace['window']} in {trace['window_ms']:.2f} ms.")
+    return [*found, *(f"Caution: {warning}." for warning in trace["warnings"])]
+
+
+def summarize_memory(rows: Rows) -> Summary:
+    """Say when memory peaks and what fills it."""
+    return Summary("Memory", MEMORY, rows, findings=(memory_finding(rows),))
+
+
+def peak_row(rows: Rows) -> dict[str, Any]:
+    """Return the row of the phase with the highest peak; of several the innermost, which starts last."""
+    return max(
+        reversed(rows),
+        key=lambda row: (float(row["peak_gib"]), row["phase"] not in ("step", "pass", WHOLE_RUN)),
+    )
+
+
+def memory_finding(rows: Rows) -> str:
+    """Say where the peak is and what its largest part is."""
+    peak = peak_row(rows)
+    if not peak["peak_gib"]:
+        return "Nothing was allocated."
+    where = "between phases" if peak["phase"] == WHOLE_RUN else f"in {peak['phase']}"
+    share, largest = max((float(peak[gib_key(name)]) / float(peak["peak_gib"]), name) for name in CATEGORIES)
+    return (
+        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached {where}; "
+        f"the largest part of it is {largest}: {share:.0%}."
+    )
+
+
+SUMMARIES = {"profile": summarize_trace, "memory": summarize_memory}
+
+
+def most_computed(rows: Rows) -> float:
+    """Return the most GiB of activations and temporary tensors at the peak of a phase of the steps.
+
+    The peak of the whole run may lie in the optimizer's phase, where they are gone.
+    """
+    return max(
+        row["activations_gib"] + row["temporary_gib"]
+        for row in rows
+        if row["phase"] not in (BUILD, WHOLE_RUN)
+    )

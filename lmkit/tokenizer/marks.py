@@ -28,7 +28,10 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of�
 """Where no file names the token that ends a text, the first of these that the vocabulary has: the names of GPT-2,
 Llama 3, Llama 2, Gemma and DeepSeek."""
 CONFIG = "config.json"
+_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, CONFIG)
 _DECODER = "added_tokens_decoder"
+Beside = Mapping[str, dict[str, Any]]
+"""Names of files beside a tokenizer -> their content; {} of those that are not there."""
 
 
 class Marks(NamedTuple):
@@ -80,37 +83,33 @@ def no_end_of_text(where: object) -> UsageError:
     )
 
 
-def read_marks(path: Path) -> Marks:
+def read_beside(path: Path) -> Beside:
     """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
 
     Raises:
         LmkitError: a file is damaged ("tokenizer.damaged_marks").
     """
-    if path.name != TOKENIZER:
-        return Marks()
-    named = read_config(path)
-    generation = read_beside(path, GENERATION_CONFIG)
-    ids = generation if "eos_token_id" in generation else read_beside(path, CONFIG)
-    found = ids.get("eos_token_id")
+    return {name: _read(path.with_name(name)) if path.name == TOKENIZER else {} for name in _FILES}
+
+
+def marks_of(beside: Beside) -> Marks:
+    """Return what the files beside a tokenizer say of begin, end and stops."""
+    named, generation = config_of(beside), beside[GENERATION_CONFIG]
+    found = (generation if "eos_token_id" in generation else beside[CONFIG]).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
     return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the `tokenizer_config.json` beside a `tokenizer.json`; {} if there is none.
+def config_of(beside: Beside) -> dict[str, Any]:
+    """Return the keys of `tokenizer_config.json`.
 
-    As in transformers, keys of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
+    As in transformers, those of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
     """
-    config = read_beside(path, TOKENIZER_CONFIG)
-    return config if _DECODER in config else config | read_beside(path, SPECIAL_TOKENS_MAP)
+    config = beside[TOKENIZER_CONFIG]
+    return config if _DECODER in config else config | beside[SPECIAL_TOKENS_MAP]
 
 
-def read_beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the object in a file beside a `tokenizer.json`; {} if there is none."""
-    return _read(path.with_name(name)) if path.name == TOKENIZER else {}
-
-
-def added_by(config: Mapping[str, Any], path: Path, known: Collection[int]) -> list[dict[str, Any]]:
+def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[str, Any]]:
     """Return the `added_tokens_decoder` of a `tokenizer_config.json`, else the tokens of `added_tokens.json`, as the
     `added_tokens` of a `tokenizer.json`, each with its `field`, for errors.
 
@@ -121,8 +120,8 @@ def added_by(config: Mapping[str, Any], path: Path, known: Collection[int]) -> l
     Raises:
         LmkitError: it is damaged ("tokenizer.damaged_marks").
     """
+    config = config_of(beside)
     if _DECODER not in config:
-        older = sorted(read_beside(path, ADDED_TOKENS).items(), key=itemgetter(1))
         special = named_by(config)
         return [
             {
@@ -132,18 +131,14 @@ def added_by(config: Mapping[str, Any], path: Path, known: Collection[int]) -> l
                 "normalized": text not in special,
                 "field": f"{ADDED_TOKENS}: {json.dumps(text)}",
             }
-            for text, i in older
+            for text, i in sorted(beside[ADDED_TOKENS].items(), key=itemgetter(1))
             if i not in known
         ]
     try:
         found = {int(token_id): token for token_id, token in (config[_DECODER] or {}).items()}
+        field = f"{TOKENIZER_CONFIG}: {_DECODER}"
         return [
-            {
-                **found[i],
-                "content": str(found[i]["content"]),
-                "id": i,
-                "field": f"{TOKENIZER_CONFIG}: {_DECODER}.{i}",
-            }
+            {**found[i], "content": str(found[i]["content"]), "id": i, "field": f"{field}.{i}"}
             for i in sorted(found)
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -168,7 +163,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             ("tokenizer.marks"), or such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
-        if resolve_marks(read_marks(path), special_ids) == marks:
+        if resolve_marks(marks_of(read_beside(path)), special_ids) == marks:
             return
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass

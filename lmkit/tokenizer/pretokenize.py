@@ -13,7 +13,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -51,19 +50,10 @@ def split_words(text: str, pattern: str = "gpt2") -> list[str]:
     return word_finder(pattern)(text)
 
 
-class CharacterClass(IntEnum):
-    """The only property of a character that the pattern looks at, apart from spaces and apostrophes."""
-
-    OTHER = 0
-    LETTER = 1
-    NUMBER = 2
-    SPACE = 3
-
-
 _SPACES = (
     "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 )
-"""The characters of class SPACE."""
+"""The characters that `\\s` matches."""
 _SPACE_RUN = re.compile(b"(?:" + b"|".join(re.escape(space.encode()) for space in _SPACES) + b")*")
 _NORMAL_FORM = 8
 """Bytes of a text may become one byte of its normal form: a character of two bytes stands for at most four."""
@@ -74,18 +64,15 @@ _FIRST_BEYOND_LETTERS = 0x40000
 
 @functools.cache
 def character_classes() -> np.ndarray:
-    """Return the `CharacterClass` of every code point, uint8, shape (0x110000,).
+    """Return the class of every code point, uint8, shape (0x110000,): 1 letter, 2 number, 3 space, 0 anything else.
 
-    The table is computed with the regex engine, so that `words.c` agrees with `split_words`.
+    Patterns look at nothing else of a character, apart from spaces and apostrophes. The table is computed with the
+    regex engine, so that `words.c` agrees with `split_words`.
     """
     # Surrogates are included: bytes that are not UTF-8 are decoded to them.
     text = np.arange(_FIRST_BEYOND_LETTERS, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
     classes = np.zeros(0x110000, np.uint8)
-    for kind, pattern in (
-        (CharacterClass.LETTER, r"\p{L}+"),
-        (CharacterClass.NUMBER, r"\p{N}+"),
-        (CharacterClass.SPACE, r"\s+"),
-    ):
+    for kind, pattern in enumerate((r"\p{L}+", r"\p{N}+", r"\s+"), 1):
         for run in regex.finditer(pattern, text):
             classes[run.start() : run.end()] = kind
     return classes

@@ -17,7 +17,7 @@ from lmkit.errors import UsageError
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.run_folder import tokenizer_in
 from lmkit.storage import write_atomic
-from lmkit.tokenizer import files, tokenizer_json
+from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import (
     CHUNK_BYTES,
@@ -28,7 +28,7 @@ from lmkit.tokenizer.engine import (
     is_utf8,
     new_encoder,
 )
-from lmkit.tokenizer.marks import NO_MARKS, Marks, read_marks, resolve_marks, write_marks
+from lmkit.tokenizer.marks import NO_MARKS, Marks, read_beside, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _STREAM_BYTES = 1 << 16
@@ -206,7 +206,7 @@ class Tokenizer:
     def sha256(self) -> str:
         """Hash of the content of `tokenizer.json` as `save` writes it, and of the end-of-text token if it has no
         conventional name: equal tokenizers have equal hashes."""
-        content = tokenizer_json.to_json(self)
+        content = files.to_json(self)
         if self.marks.end != resolve_marks(NO_MARKS, self.special_ids).end:
             content += f"\0{self.marks.end}"
         return hashlib.sha256(content.encode()).hexdigest()
@@ -356,7 +356,7 @@ class Tokenizer:
                 somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
-        write_atomic(path, tokenizer_json.to_json(self))
+        write_atomic(path, files.to_json(self))
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -377,9 +377,7 @@ class Tokenizer:
             LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
         path = tokenizer_in(Path(path))
-        marks = read_marks(path)
-        tokenizer = cls._from_file({**tokenizer_json.load_json(path, marks), "marks": marks}, path)
-        tokenizer_json.warn_of_differences(tokenizer, path)
+        tokenizer = cls._from_file(files.load_json(path, read_beside(path)), path)
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:

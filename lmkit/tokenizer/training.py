@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.measure.memory import available_memory
 from lmkit.measure.progress import Progress
-from lmkit.measure.tables import size_of
 from lmkit.recipe import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
-from lmkit.tokenizer.files import to_bytes
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("lmkit")
-_MEMORY_PER_BYTE = 70  # bytes for a byte of distinct words; twice as many where all of them are equal
 
 
 def train_tokenizer(
@@ -69,7 +67,8 @@ def train_tokenizer(
     [(b'o', b'w'), (b'l', b'ow')]
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    special_tokens = _checked_specials(special_tokens)
+    special_tokens = (special_tokens,) if isinstance(special_tokens, str) else tuple(special_tokens or ())
+    _tokenizer([], special_tokens)  # refused before the words are counted
     least = NUM_BYTES + len(special_tokens)
     if not least <= vocab_size <= MAX_VOCABULARY:
         raise UsageError(
@@ -82,54 +81,31 @@ def train_tokenizer(
     words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
-    needed, free = _MEMORY_PER_BYTE * len(words.text), available_memory()
-    if free is not None and needed > free:
-        _log.warning(
-            "%s of distinct words: to learn merges takes about %s of memory, and %s are free",
-            *map(size_of, (len(words.text), needed, free)),
-        )
     num_merges = vocab_size - least
-    report = None if progress is None else lambda done, total: progress("learn merges", done, total)
+    report = None if progress is None else partial(progress, "learn merges")
     merges = learn_merges_fast(words, num_merges, report, max_token_bytes=max_token_bytes)
     if len(merges) < num_merges:
-        reached = least + len(merges)
         _log.warning(
             "the corpus has no more pairs to merge into tokens of at most %d bytes: the vocabulary is %d, not %d",
-            max_token_bytes,
-            reached,
-            vocab_size,
+            *(max_token_bytes, least + len(merges), vocab_size),
         )
-    tokenizer = Tokenizer.from_merges(merges, special_tokens)
-    for text, token_id in tokenizer.special_ids.items():
-        if token_id < NUM_BYTES + len(merges):
-            raise _unfit(text, "is written like a learned token in tokenizer.json", "choose another one")
+    tokenizer = _tokenizer(merges, special_tokens)
     return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
 
-def _checked_specials(special_tokens: str | Sequence[str] | None) -> tuple[str, ...]:
-    if special_tokens is None:
-        return ()
-    texts = (special_tokens,) if isinstance(special_tokens, str) else tuple(special_tokens)
-    for text in texts:
-        try:
-            is_byte = len(text.encode()) == 1 or len(to_bytes(text)) == 1
-        except ValueError:  # not in the byte alphabet
-            is_byte = False
-        if is_byte:  # the vocabulary contains the byte, and tokenizer.json would write both alike
-            raise _unfit(
-                text, "is a single byte, or is written like one in tokenizer.json", "choose a longer one"
-            )
-    if "" in texts or len(set(texts)) != len(texts):
-        raise UsageError(
-            "tokenizer.special_tokens",
-            f"special_tokens = {list(texts)}: must be distinct and not empty",
-            hint="name each special token once",
-        )
-    return texts
-
-
-def _unfit(text: str, why: str, hint: str) -> UsageError:
-    return UsageError("tokenizer.special_tokens", f"special_tokens: {text!r} {why}", hint=hint)
+def _tokenizer(merges: Sequence[Pair], special_tokens: tuple[str, ...]) -> Tokenizer:
+    """Return a trained tokenizer; refuse special tokens that its file could not tell from others."""
+    hint = "choose another one; name each special token once"
+    try:
+        tokenizer = Tokenizer.from_merges(merges, special_tokens)
+    except ValueError as error:
+        message = f"special_tokens = {list(special_tokens)}: {error}"
+        raise UsageError("tokenizer.special_tokens", message, hint=hint) from None
+    for text, token_id in tokenizer.special_ids.items():
+        if token_id < NUM_BYTES + len(merges):
+            message = f"special_tokens: {text!r} is written like a byte or a learned token in tokenizer.json"
+            raise UsageError("tokenizer.special_tokens", message, hint=hint)
+    return tokenizer
 
 
 def _count_words(

@@ -34,7 +34,6 @@ from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
-from lmkit.tokenizer.tokenizer_json import is_read_by
 from lmkit.training.checkpoint import (
     MODEL,
     STATE,
@@ -89,6 +88,13 @@ class ExportResult:
         )
 
 
+def _is_qwen2(tokenizer: Tokenizer) -> bool:
+    """Return whether transformers' Qwen2Tokenizer, which builds its own words, encodes as this tokenizer."""
+    words = (tokenizer.pattern, tokenizer.nfc, tokenizer.whole_words, tokenizer.unk_id)
+    added = {token.text for token in tokenizer.added_tokens}
+    return words == ("qwen2", True, False, None) and "<|endoftext|>" in added
+
+
 def export_model(source: Path, output: Path, *, dtype: str | None = None) -> ExportResult:
     """Write a Hugging Face folder: LlamaForCausalLM, with `qk_norm` Qwen3ForCausalLM.
 
@@ -113,9 +119,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
-    biased_llama = (
-        weights.config.qkv_bias and tokenizer is not None and not is_read_by("Qwen2Tokenizer", tokenizer, {})
-    )
+    biased_llama = weights.config.qkv_bias and tokenizer is not None and not _is_qwen2(tokenizer)
     content = config_json(
         weights.config,
         dtype=str(_DTYPES[dtype] if dtype else kept).removeprefix("torch."),

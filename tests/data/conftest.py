@@ -26,7 +26,6 @@ class FileServer:
         statuses: the next answers are these errors.
         announce_length: instead of the true length of a body; 0: none is announced.
         part_shift: how far beside the part that was asked for an answer begins.
-        total: instead of the length of the whole file in `Content-Range`.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -38,7 +37,6 @@ class FileServer:
     ranges: bool = True
     announce_length: int | None = None
     part_shift: int = 0
-    total: str = ""
     requests: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
 
@@ -70,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = dict(site.headers)
         if start:
             start += site.part_shift
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{site.total or len(content)}"
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         body = content[start:]
         if site.announce_length != 0:
             headers["Content-Length"] = str(site.announce_length or len(body))

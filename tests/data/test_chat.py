@@ -16,7 +16,6 @@ from lmkit.data.token_files import (
     TokenFile,
     TokenFileWriter,
     TokenMeta,
-    mask_path,
     open_tokens,
     sidecar_path,
     starts_that_count,
@@ -96,14 +95,14 @@ def test_many_parts_make_one_mask(tmp_path, monkeypatch):
     mask = open_tokens(tmp_path / "t.npy").mask
     assert mask is not None
     assert np.unpackbits(mask)[:100].astype(bool).tolist() == flags
-    assert mask_path(tmp_path / "t.npy").stat().st_size == 13
+    assert (tmp_path / "t.mask").stat().st_size == 13
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long", "flipped", "beyond", "count"])
 def test_a_damaged_mask_is_named(damage, tmp_path):
     path = tmp_path / "t.npy"
     masked(path, [True, False] * 10)
-    mask, data = mask_path(path), mask_path(path).read_bytes()
+    mask, data = path.with_suffix(".mask"), path.with_suffix(".mask").read_bytes()
     if damage == "missing":
         mask.unlink()
     elif damage == "count":
@@ -120,7 +119,7 @@ def test_a_file_without_mask_is_described_as_ever(tmp_path):
         writer.append(np.arange(9))
         writer.finish(num_bytes=9, source_sha256="b")
     assert "counted" not in sidecar_path(tmp_path / "t.npy").read_text()
-    assert not mask_path(tmp_path / "t.npy").exists()
+    assert not (tmp_path / "t.mask").exists()
 
 
 def test_the_last_conversations_are_held_out(corpus, tmp_path):

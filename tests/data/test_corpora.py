@@ -1,6 +1,5 @@
 """A recipe's [corpus] table becomes text to train on and text held out."""
 
-import errno
 import gzip
 import json
 import os
@@ -83,11 +82,6 @@ def test_about_as_much_is_held_out_as_was_asked_for(write, split, text, fraction
     assert fraction / 2 <= len(valid) / len(text) <= max(1.5 * fraction, 0.1)
 
 
-def test_a_last_line_of_one_character_can_be_held_out(write, split):
-    train, valid = split(write("book.txt", "first\n2\n"), valid_fraction=0.2)
-    assert (train, valid) == (b"first\n", b"2\n")
-
-
 @pytest.mark.parametrize("fraction", [0.05, 0.25, 0.3, 0.5, 0.61, 0.75, 0.9, 0.99])
 @pytest.mark.parametrize("text", ["a😀b😀😀c", "aéé日本é", "ab", "日本語" * 50])
 def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text, fraction):
@@ -129,15 +123,6 @@ def test_a_mark_that_ends_in_a_new_line_is_not_doubled(write):
     assert files.train[0].read_text() + files.valid[0].read_text() == "one\n--\ntwo\n--\n c\n--\n"
 
 
-def test_progress_counts_the_bytes_of_all_files(write, tmp_path):
-    paths = (write("a.txt", "ten bytes\n"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}\n'))
-    seen = []
-    prepare_corpus(
-        CorpusConfig(source="files", train=paths), tmp_path, progress=lambda *report: seen.append(report)
-    )
-    assert seen == [("corpus", done, 42) for done in (10, 26, 42)]
-
-
 def test_named_text_files_are_used_where_they_lie(write, tmp_path):
     train, valid = write("a.txt", "train"), write("b.txt", "valid")
     table = CorpusConfig(source="files", train=(train,), valid=(valid,))
@@ -170,23 +155,9 @@ def test_conversations_are_told_apart_from_documents(write, split):
         split(write("x.jsonl", '{"messages": []}'))
 
 
-def test_an_item_of_an_array_is_named(write, split):
-    with raises(UsageError, "corpus.no_field", "x.json, item 2"):
-        split(write("x.json", '[{"text": "a"},\n\n {"body": "b"}]'))
-
-
 def test_a_separator_at_the_end_of_a_json_text_is_left_out(write, split):
     train, valid = split(write("x.jsonl", '{"text": "a--b--"}\n' * 2), separator="--", valid_fraction=0.4)
     assert train == valid == f"a--b{MARK}".encode()
-
-
-def test_text_and_json_lines_are_joined(write, tmp_path):
-    train = write("a.txt", "zero"), write("b.jsonl", '{"text": "one"}\n{"text": "two"}')
-    valid = write("c.txt", "valid")
-    files = prepare_corpus(CorpusConfig(source="files", train=train, valid=(valid,)), tmp_path / "corpus")
-    assert files.train == (tmp_path / "corpus" / "train.txt",)
-    assert files.train[0].read_text() == f"zero{MARK}one{MARK}two{MARK}"
-    assert files.valid == (valid,)
 
 
 def test_characters_that_are_not_text_in_json_lines_are_replaced(write, split):
@@ -319,13 +290,6 @@ def test_compressed_files_and_pipes_become_text(write, pipe, tmp_path):
     assert files.valid[0].read_text() == "five"
 
 
-def test_sources_of_commands_may_be_compressed_or_pipes(write, pipe, tmp_path):
-    paths = [write("a.txt.gz", gzip.compress(b"one")), pipe("b", b"two"), write("c.txt", b"three")]
-    with plain_text_files(paths, tmp_path / "made") as texts:
-        assert [path.read_text() for path in texts] == ["one", "two", "three"]
-    assert list((tmp_path / "made").iterdir()) == []
-
-
 def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch):
     size = 32 << 20
     monkeypatch.setattr(json_lines, "_LONGEST_LINE", 1 << 20)
@@ -343,18 +307,6 @@ def test_compressed_text_is_read_in_bounded_memory(write, tmp_path, monkeypatch)
         assert tracemalloc.get_traced_memory()[1] < size / 4
     finally:
         tracemalloc.stop()
-
-
-def test_a_disk_that_a_text_fills_while_it_is_decompressed_is_named(tmp_path, monkeypatch):
-    def fill(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr("lmkit.data.corpora._join", fill)
-    texts = plain_text_files(tmp_path / "bomb.txt.gz", tmp_path)
-    with pytest.raises(OSError, match="no space left") as caught:
-        texts.__enter__()
-    assert "bomb.txt.gz" in caught.value.filename
-    assert str(tmp_path) in caught.value.filename
 
 
 @pytest.mark.parametrize(

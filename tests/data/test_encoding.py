@@ -1,4 +1,3 @@
-import gzip
 import hashlib
 import json
 import os
@@ -82,21 +81,6 @@ def test_fault_25_exact_at_chunk_borders_for_any_number_of_workers(
 ):
     encode_corpus([corpus], tmp_path / "tokens.npy", tokenizer, workers=workers)
     assert tokens(tmp_path / "tokens.npy") == tokenizer.encode(story)
-
-
-def test_documents_end_with_end_of_text(tokenizer, tmp_path):
-    texts = {"a": "no end", "b": f"an end{END}", "c": f"an end and space{END}\n\n", "d": ""}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text, "utf-8")
-    meta = encode_corpus([tmp_path / name for name in texts], tmp_path / "tokens.npy", tokenizer)
-    assert tokenizer.decode(tokens(tmp_path / "tokens.npy")) == f"no end{END}an end{END}an end and space{END}"
-    assert meta.num_documents == 3
-    assert meta.num_bytes == len("no endan endan end and space")
-
-
-def test_the_name_of_the_output(tokenizer, tmp_path, corpus):
-    with raises(UsageError, "tokens.name", "tokens.bin"):
-        encode_corpus([corpus], tmp_path / "tokens.bin", tokenizer)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -220,25 +204,3 @@ def _no_threads_left():
     before = threading.active_count()
     yield
     assert threading.active_count() == before
-
-
-def test_a_killed_encoding_of_a_compressed_text_leaves_nothing_after_the_next(tmp_path, tokenizer, story):
-    tokenizer.save(tmp_path / "tokenizer.json")
-    (tmp_path / "story.txt.gz").write_bytes(gzip.compress(story.encode()))
-    before = {path.name for path in tmp_path.iterdir()}
-    killed = """
-        import os, signal
-        from lmkit.data.encoding import encode_corpus
-        from lmkit.tokenizer import Tokenizer
-
-        def die(stage, done, total):
-            if stage == "encode":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        encode_corpus("story.txt.gz", "out.npy", Tokenizer.load("tokenizer.json"), progress=die)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(killed)], cwd=tmp_path, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert {path.name for path in tmp_path.iterdir()} > before
-    encode_corpus(tmp_path / "story.txt.gz", tmp_path / "out.npy", tokenizer)
-    assert {path.name for path in tmp_path.iterdir()} == before | {"out.npy", "out.json", "out.documents"}

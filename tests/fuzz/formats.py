@@ -4,9 +4,7 @@
 against the undamaged content if a checksum protects it.
 """
 
-import contextlib
 import functools
-import io
 import json
 import shutil
 import sys
@@ -17,13 +15,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import tokenizers
 from mutations import damage, damage_header, damage_text
 
-from lmkit.cli.app import run_command_line
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.token_files import TokenFileWriter, as_json, open_tokens
-from lmkit.errors import LmkitError
 from lmkit.recipe.load import load_recipe, recipe_to_toml, shipped_recipes, with_our_names
 from lmkit.recipe.tables import PRESETS, CorpusConfig
 from lmkit.tokenizer import Tokenizer
@@ -80,16 +75,6 @@ def write(files: Files, folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def command(*words: str | Path) -> None:
-    """Run a command line; an error that it prints is raised."""
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        run_command_line([str(word) for word in words])
-    for line in err.getvalue().splitlines():
-        if line.startswith("error"):
-            raise LmkitError("fuzz.refused", line)
-
-
 # ---- recipes
 
 
@@ -140,20 +125,6 @@ def assert_works(tokenizer: Tokenizer, vocab: dict[int, bytes]) -> None:
     if not tokenizer.missing_bytes:
         assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
     assert max(tokenizer.encode(SAMPLE), default=0) < tokenizer.vocab_size
-
-
-@form("tokenizer.json")
-def tokenizer_file(folder: Path) -> Format:
-    def read(folder: Path, good: Files, random: Random) -> None:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        theirs = None
-        with contextlib.suppress(Exception):  # their reader refuses some damage that lmkit does not look at
-            theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAMPLE).ids
-        assert theirs in (None, tokenizer.encode(SAMPLE))
-        assert max(tokenizer.encode(SAMPLE), default=0) < tokenizer.vocab_size
-
-    small_tokenizer().save(folder / "tokenizer.json")
-    return Format([content_of(folder)], {"tokenizer.json": TEXT}, read)
 
 
 @form("gpt2 vocab.json + merges.txt")

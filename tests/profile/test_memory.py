@@ -1,4 +1,6 @@
+import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,17 +8,26 @@ import torch
 from lmkit.measure.memory import GIB
 from lmkit.model import transformer
 from lmkit.model.accounting import count_parameters
-from lmkit.profile import allocations, memory
-from lmkit.profile.memory import AUTOGRAD, line_of, run_profile, table
-from lmkit.profile.steps import Workload
-from lmkit.profile.write_up import MEMORY, most_computed, peak_row
+from lmkit.profile import memory
+from lmkit.profile.memory import (
+    AUTOGRAD,
+    Block,
+    Census,
+    Phase,
+    Recording,
+    blocks_of,
+    categorize,
+    line_of,
+    profile_memory,
+    run_memory,
+    run_memory_table,
+)
+from lmkit.profile.summary import BUILD, MEMORY, WHOLE_RUN, most_computed, peak_row
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
 MODEL = ModelConfig(vocab_size=128, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=4)
-WORK = Workload(
-    Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batch_size=2)), steps=1, warmup=1
-)
+RECIPE = Recipe(run=RunConfig(device="cpu"), model=MODEL, train=TrainConfig(batch_size=2))
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +37,20 @@ def begins():
 
 
 @pytest.fixture(scope="module")
-def result(begins):
+def result(begins, tmp_path_factory):
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         draw = memory.stacked_areas
         patch.setattr(memory, "stacked_areas", lambda *a, **k: begins.update(k["begins"]) or draw(*a, **k))
-        yield run_profile(WORK)
+        folder = tmp_path_factory.mktemp("memory")
+        yield run_memory(RECIPE, folder, mode="step", steps=1, warmup=1)
     torch.set_num_threads(before)
 
 
 def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
     weights = count_parameters(MODEL).total * 4 / GIB
-    rows = {row["phase"]: row for row in result.rows}
+    rows = {row["phase"]: row for row in result.summary["peaks"]}
     work = {"data", "forward", "attention", "loss", "backward", "clip", "optimizer"}
     assert set(rows) - {"sync"} == work | {"build", "step", "whole run"}
     # Allocations are rounded up to 64 bytes or so, and RoPE's tables are not parameters.
@@ -48,11 +60,13 @@ def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
     assert rows["build"]["gradients_gib"] == 0
     assert rows["forward"]["activations_gib"] > 0
     assert rows["data"]["activations_gib"] == 0
-    assert rows["whole run"]["peak_gib"] == max(row["peak_gib"] for row in result.rows)
+    assert rows["whole run"]["peak_gib"] == max(row["peak_gib"] for row in result.summary["peaks"])
     assert not ranges_are_on()
 
 
 def test_files(result, begins):
+    folder = Path(result.folder)
+    assert set(result.files) == {path.name for path in folder.iterdir()}
     assert set(result.files) == {
         "memory_peaks.jsonl",
         "memory_peaks.csv",
@@ -61,67 +75,44 @@ def test_files(result, begins):
         "memory_report.md",
         "environment.json",
     }
-    (events,) = pickle.loads(result.files["memory_snapshot.pickle"])["device_traces"]
+    (events,) = pickle.loads((folder / "memory_snapshot.pickle").read_bytes())["device_traces"]
     assert {event["action"] for event in events} == {"alloc", "free_completed"}
-    assert result.files["memory_timeline.png"][:4] == b"\x89PNG"
+    assert (folder / "memory_timeline.png").read_bytes()[:4] == b"\x89PNG"
     assert max(map(len, result.text.splitlines())) <= 100
-    assert all(column.header in result.files["memory_report.md"] for column in MEMORY)
-    assert "![memory_timeline.png](memory_timeline.png)" in result.files["memory_report.md"]
+    report = (folder / "memory_report.md").read_text()
+    assert all(column.header in report for column in MEMORY)
+    assert "![memory_timeline.png](memory_timeline.png)" in report
     assert begins["build"] == 0 < begins["warm-up 1"] < begins["step 1"]
 
 
-def test_bytes_are_attributed_to_source_lines(result):
-    """The peak is in the optimizer's step: each moment is as large as the weights, and made on a line of its own."""
-    report = result.files["memory_report.md"]
-    table = report[report.index("Source lines") :].split("##")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line]
-    moments = [cell for cell in cells if "optimizer state" in cell]
-    weights = count_parameters(MODEL).total * 4 / GIB
-    share = weights / peak_row(result.rows)["peak_gib"]
-    assert [line.split(":")[0] for *_, line in moments] == ["core/adamw.py"] * 2
-    assert {kind[-13:] for *_, kind in moments} == {"_like(param),"}
-    for _, of_peak, *_ in moments:
-        assert float(of_peak.strip("%")) / 100 == pytest.approx(share, abs=0.006)  # two digits are shown
-    assert "backward()" in next(cell[-1] for cell in cells if "gradients" in cell)
-    assert "the lines that hold most" in result.text
-
-
 @pytest.mark.full
-def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square():
-    def recipe(kernel, context):
-        model = MODEL.model_copy(update={"attention": kernel, "context_length": context, "num_layers": 1})
-        return WORK.recipe.model_copy(update={"model": model})
-
-    recipes = [recipe(kernel, context) for kernel in ("reference", "flash_torch") for context in (256, 512)]
-    files = {}
-    kept = []
-    rows, text = table(recipes, steps=1, write=lambda more: (files.update(more), kept.append(len(files))))
-    assert len(kept) == 4
-    assert kept == sorted(set(kept))  # a run that is cut short leaves what it measured
+def test_a_table_of_contexts_shows_that_naive_attention_grows_as_the_square(tmp_path):
+    recipes = [
+        RECIPE.changed(model={"attention": kernel, "context_length": context, "num_layers": 1})
+        for kernel in ("reference", "flash_torch")
+        for context in (256, 512)
+    ]
+    found = run_memory_table(recipes, tmp_path, steps=1)
+    rows = found.summary["rows"]
     naive, flash = (rows[i + 1]["step_computed_gib"] / rows[i]["step_computed_gib"] for i in (0, 2))
     assert naive > 3.0  # scores and probabilities grow four times, the rest twice
     assert flash < 2.2  # what every token keeps grows twice, the tiles not at all
     assert all(row["forward_computed_gib"] < row["step_computed_gib"] for row in rows)
-    assert {
-        "memory_contexts.png",
-        "memory_contexts_report.md",
-        "reference_step_512_fp32/memory_peaks.jsonl",
-    } <= set(files)
-    assert not any(name.endswith(".pickle") for name in files)
-    assert files["memory_contexts_report.md"].count("from 256 to 512 tokens") == 2
-    assert max(map(len, text.splitlines())) <= 100
+    assert {"memory_contexts_report.md", "memory_contexts.json"} <= set(found.files)
+    assert (tmp_path / "reference_step_512_fp32/memory_peaks.jsonl").exists()
+    assert not any(tmp_path.rglob("*.pickle"))
+    assert max(map(len, found.text.splitlines())) <= 100
 
 
-def test_what_does_not_fit_is_a_row(monkeypatch):
-    def full(work):
+def test_what_does_not_fit_is_a_row(monkeypatch, tmp_path):
+    def full(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(memory, "run_profile", full)
-    files = {}
-    rows, text = table([WORK.recipe], steps=1, write=files.update)
-    assert rows[0]["status"] == "out of memory"
-    assert "out of memory" in text
-    assert "memory_contexts.png" in files
+    monkeypatch.setattr(memory, "run_memory", full)
+    found = run_memory_table([RECIPE], tmp_path, steps=1)
+    assert found.summary["rows"][0]["status"] == "out of memory"
+    assert "out of memory" in found.text
+    assert (tmp_path / "memory_contexts.json").exists()
 
 
 def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
@@ -131,7 +122,7 @@ def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
         ("??", 0),
         ("<string>", 1),
         (torch.nn.functional.__file__, 1),
-        (run_profile.__code__.co_filename, 3),
+        (run_memory.__code__.co_filename, 3),
     ]
     assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/transformer.py:1  ")
     assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
@@ -153,11 +144,107 @@ def test_what_a_step_computes_is_taken_from_the_phase_that_holds_most_of_it():
     rows = [
         {"phase": phase, "activations_gib": activations, "temporary_gib": temporary}
         for phase, activations, temporary in (
-            (allocations.BUILD, 0.0, 9.0),
+            (BUILD, 0.0, 9.0),
             ("forward", 3.0, 0.5),
             ("backward", 3.0, 1.0),
             ("optimizer", 0.0, 0.1),  # the peak of the run: weights, gradients and moments are large
-            (allocations.WHOLE_RUN, 0.0, 0.1),
+            (WHOLE_RUN, 0.0, 0.1),
         )
     ]
     assert most_computed(rows) == 4.0
+
+
+# ---- peaks worked by hand
+
+PHASES = [
+    Phase("build", 0, 10),
+    Phase("forward", 10, 20),
+    Phase("backward", 20, 30),
+    Phase("optimizer", 30, 40),
+]
+# (time, address, size): worked by hand in the tests below
+EVENTS = [
+    (1, 1000, 100),  # parameters
+    (11, 2000, 50),  # kept for backward
+    (12, 3000, 70),  # a temporary of the forward pass
+    (13, 3000, -70),
+    (21, 4000, 100),  # gradients, in the middle of the block
+    (22, 2000, -50),
+    (31, 5000, 200, "adamw.py:9"),  # optimizer state
+    (32, 3000, 30),  # the address of an old temporary again
+    (33, 3000, -30),
+    (35, 4000, -100),
+    (36, 9999, -5),  # allocated before the recording
+]
+CENSUSES = [
+    Census(10, {1000: "parameters"}),
+    Census(20, {1000: "parameters"}),
+    Census(30, {1000: "parameters", 4060: "gradients"}),
+    Census(40, {1000: "parameters", 5000: "optimizer state"}),
+]
+
+
+def profile(events, phases, censuses=()):
+    return profile_memory(Recording(blocks_of(events), phases, censuses, b"", "a test"))
+
+
+def test_frees_find_their_allocations_and_blocks_their_categories():
+    blocks = blocks_of(EVENTS)
+    assert [block[:4] for block in blocks] == [
+        (1000, 100, 1, math.inf),
+        (2000, 50, 11, 22),
+        (3000, 70, 12, 13),
+        (4000, 100, 21, 35),
+        (5000, 200, 31, math.inf),
+        (3000, 30, 32, 33),
+    ]
+    assert categorize(blocks, CENSUSES, PHASES) == [
+        *("parameters", "activations", "temporary", "gradients", "optimizer state", "temporary")
+    ]
+
+
+def test_a_census_counts_only_while_the_block_is_alive():
+    """The same address, freed before the census and allocated again after it."""
+    blocks = [Block(1000, 8, 1, 5), Block(1000, 8, 11, 15)]
+    assert categorize(blocks, [Census(10, {1000: "parameters"})], []) == ["temporary", "temporary"]
+
+
+def test_peaks_by_hand():
+    found = profile(EVENTS, PHASES, CENSUSES)
+    assert found.begins == [("build", 0), ("forward", 1), ("backward", 4), ("optimizer", 6)]
+    assert {phase: sum(peak.values()) for phase, peak in found.peaks.items()} == {
+        "build": 100,
+        "forward": 100 + 50 + 70,
+        "backward": 100 + 50 + 100,
+        "optimizer": 100 + 100 + 200 + 30,
+        "whole run": 430,
+    }
+    assert found.peaks["forward"]["activations"] == 50
+    assert found.peaks["whole run"] == {
+        "parameters": 100,
+        "gradients": 100,
+        "optimizer state": 200,
+        "activations": 0,
+        "temporary": 30,
+    }
+    assert found.alive["gradients"][-1] == 0
+    assert found.lines == [{"bytes": 200, "category": "optimizer state", "line": "adamw.py:9"}]
+
+
+def test_the_larger_of_two_instances_counts():
+    events = [(1, 10, 5), (2, 10, -5), (11, 10, 9), (12, 10, -9), (21, 10, 7), (22, 10, -7)]
+    found = profile(events, [Phase("forward", start, start + 10) for start in (0, 10, 20)])
+    assert {phase: sum(peak.values()) for phase, peak in found.peaks.items()} == {
+        "forward": 9,
+        "whole run": 9,
+    }
+
+
+def test_what_is_alive_when_a_phase_begins_counts():
+    peaks = profile([(1, 10, 5), (12, 10, -5)], [Phase("backward", 10, 20)]).peaks
+    assert sum(peaks["backward"].values()) == 5
+
+
+def test_nothing_recorded():
+    peaks = profile([], [Phase("build", 0, 1)]).peaks
+    assert {phase: sum(peak.values()) for phase, peak in peaks.items()} == {"build": 0, "whole run": 0}

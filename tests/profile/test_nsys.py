@@ -6,7 +6,6 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.profile import nsys
 from lmkit.profile.nsys import find_nsys, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize
 
@@ -92,21 +91,3 @@ def test_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_pa
 def test_other_files_are_refused(tmp_path, name, code):
     with raises(UsageError, code, name):
         read_nsys_file(tmp_path / name)
-
-
-def test_a_raw_stream_is_imported_by_hand(tmp_path, monkeypatch):
-    """Debian's nsys does not find its own importer, leaves a .qdstrm and reports success."""
-    tree = tmp_path / "lib" / "nsight"
-    (tree / "host-linux-x64").mkdir(parents=True)
-    importer = tree / "host-linux-x64" / "QdstrmImporter"
-    importer.write_text('#!/bin/sh\ncp "$2" "${2%.qdstrm}.nsys-rep"\n')
-    importer.chmod(0o755)
-    (tree / "bin").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "nsys").write_text("")
-    (tree / "bin" / "nsys").symlink_to(tmp_path / "elsewhere" / "nsys")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nsys").symlink_to("../lib/nsight/bin/nsys")
-    (tmp_path / "p.qdstrm").write_text("stream")
-    assert nsys._finished_report(tmp_path / "bin" / "nsys", tmp_path / "p").read_text() == "stream"
-    assert not (tmp_path / "p.qdstrm").exists()

@@ -3,7 +3,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.nsys import read_nsys_database, read_nsys_file
-from lmkit.profile.summary import report_of, summarize, text_of
+from lmkit.profile.summary import summarize, summarize_trace, text_of
 
 
 def summary_of(database, **options):
@@ -48,7 +48,7 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     assert summary["top_kernels"][0]["share"] == pytest.approx(400 / 590)
     assert max(map(len, text_of(summary).splitlines())) <= 100
     assert "44.0%" in text_of(summary)
-    assert report_of(summary).startswith("# Profile of report.sqlite (nsys)")
+    assert summarize_trace([summary]).title == "Profile of report.sqlite (nsys)"
 
 
 def test_all_steps_count_if_asked(two_steps):
@@ -145,10 +145,7 @@ def test_other_files_are_refused(tmp_path, content):
     assert "x.sqlite" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("columns", "row"), [("start", (1,)), (None, (1, 2, "no thread", 1, 1)), (None, (2, 1, 77 << 24, 1, 1))]
-)
-def test_a_table_without_a_column_or_with_other_types_is_damaged(nsys_database, columns, row):
-    nsys_database.insert("CUPTI_ACTIVITY_KIND_RUNTIME", row, columns)
+def test_a_table_without_a_column_is_damaged(nsys_database):
+    nsys_database.insert("CUPTI_ACTIVITY_KIND_RUNTIME", (1,), "start")
     with raises(LmkitError, "trace.damaged", "report.sqlite"):
         read_nsys_database(nsys_database.path)

@@ -12,9 +12,19 @@ from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
+from lmkit.profile.memory import run_memory
 from lmkit.profile.nsys import NsysRun
-from lmkit.profile.run import CommandFailed, choose_engine, run_command, run_memory, run_recording, run_steps
-from lmkit.profile.steps import Workload, main, make_training, workload_from_json
+from lmkit.profile.run import (
+    CommandFailed,
+    Workload,
+    choose_engine,
+    main,
+    make_training,
+    run_command,
+    run_recording,
+    run_steps,
+    workload_from_json,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep
@@ -160,14 +170,3 @@ def test_the_real_nsys_sees_the_ranges(tmp_path):
     assert names(result.summary) == RANGES
     assert os.path.exists(tmp_path / "profile.nsys-rep")
     assert sys.executable not in (tmp_path / "profile_report.md").read_text()
-
-
-def test_a_picture_that_cannot_be_drawn_is_left_out_of_the_report(two_steps, tmp_path, monkeypatch):
-    def fails(*arguments: object, **options: object) -> bytes:
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(profiling, "grouped_bars", fails)
-    written = run_recording(two_steps.path, tmp_path / "out").files
-    assert "profile_summary.json" in written
-    assert "profile_ranges.png" not in written
-    assert "profile_ranges.png" not in (tmp_path / "out/profile_report.md").read_text()

@@ -1,6 +1,5 @@
 """Chat templates against transformers' `apply_chat_template`, and those that are damaged or do not fit."""
 
-import itertools
 import json
 
 import pytest
@@ -103,18 +102,6 @@ def test_transformers_renders_the_same_text_tokens_and_mask(name, tmp_path):
         assert made["assistant_masks"] == [int(counts) for _, counts in joined(template, messages, tokenizer)]
 
     check()
-
-
-def test_the_assistants_words_and_their_end_count():
-    messages = [Message("user", "Hi"), Message("assistant", " the\n"), Message("assistant", "")]
-    tokenizer = tokenizer_of()
-    found = joined(TEMPLATES["chatml"], messages, tokenizer)
-    counted = [
-        tokenizer.decode([token for token, _ in group])
-        for counts, group in itertools.groupby(found, key=lambda item: item[1])
-        if counts
-    ]
-    assert counted == ["the<|im_end|>", "<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", ["plain", "chatml"])

@@ -88,11 +88,6 @@ def test_fault_20_replacement_does_not_depend_on_where_chunks_end(parts):
     )
 
 
-def test_utf8_cut_at_the_end():
-    with pytest.raises(LmkitError, match=r"text\.txt.* 4$"):
-        valid_utf8(Chunk(0, 0, 6, "abc 日".encode()[:-1]), Path("text.txt"), "strict")
-
-
 def test_missing_file_or_folder(tmp_path):
     for path in (tmp_path / "nothing.txt", tmp_path):
         with pytest.raises(UsageError, match=str(path)) as caught:

@@ -214,24 +214,6 @@ def cache(monkeypatch, tmp_path):
     engine.library.cache_clear()
 
 
-def test_a_compiler_that_failed_is_quoted(cache, monkeypatch, tmp_path, caplog):
-    compiler = tmp_path / "cc"
-    said = ("In file words.c:", "words.c:9: error: no such header", "That is all.")
-    compiler.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in said) + "exit 3\n")
-    compiler.chmod(0o755)
-    for name, words in (
-        (str(compiler), ["error: no such header", "exit code 3"]),
-        ("cc-nowhere", ["no C compiler"]),
-    ):
-        monkeypatch.setenv("CC", name)
-        engine.library.cache_clear()
-        caplog.clear()
-        assert engine.library() is None
-        (warning,) = caplog.messages
-        assert all(word in warning for word in [*words, name, "in Python"])
-        assert ("no C compiler" in warning) == (name == "cc-nowhere")
-
-
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_python_does_it_and_one_warning_says_so(
     cache, monkeypatch, caplog, trained, compiler
@@ -275,24 +257,6 @@ def test_results_are_finished_in_order_whoever_is_slow(workers):
 
     share_out(range(200), [work] * workers, finish)
     assert finished == list(range(200))
-
-
-def test_threads_work_side_by_side_and_never_share_a_worker():
-    both = threading.Barrier(2, timeout=60)  # lets two threads pass together
-
-    def worker():
-        inside = threading.Lock()
-
-        def work(item):
-            if not inside.acquire(blocking=False):
-                both.abort()
-                pytest.fail("two threads use one worker")
-            both.wait()
-            inside.release()
-
-        return work
-
-    share_out(range(200), [worker(), worker()])
 
 
 @pytest.mark.parametrize("where", ["items", "work", "finish"])

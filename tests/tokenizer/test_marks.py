@@ -169,3 +169,51 @@ def test_an_end_that_the_vocabulary_lacks(folder):
         Tokenizer.load(path)
     path = folder(tokenizer_config={"bos_token": "<no>"})
     assert Tokenizer.load(path).marks == NO_MARKS
+
+
+# ---- older folders
+
+NAMES = ("<|endoftext|>", "<s>", "</s>")
+
+
+def theirs(path):
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    return transformers.AutoTokenizer.from_pretrained(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("config", "older", "end"),
+    [
+        ({}, {"eos_token": "</s>", "bos_token": "<s>"}, 258),
+        ({}, {"eos_token": {"content": "</s>", "lstrip": False, "normalized": False}}, 258),
+        ({"eos_token": "<s>"}, {"eos_token": "</s>"}, 258),
+        ({"eos_token": "<s>"}, {"pad_token": "</s>"}, 257),
+        ({"eos_token": "<s>", "added_tokens_decoder": {}}, {"eos_token": "</s>"}, 257),
+    ],
+)
+def test_older_folders_name_the_end_of_a_text_in_special_tokens_map(folder, caplog, config, older, end):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    path = folder(special=NAMES, tokenizer_config=config, special_tokens_map=older)
+    ours = Tokenizer.load(path)
+    assert ours.end_of_text_id == end == theirs(path).eos_token_id
+    assert not caplog.text
+    if "eos_token" in older and "added_tokens_decoder" not in config:
+        path.with_name("tokenizer_config.json").unlink()
+        with raises(UsageError, "tokenizer.replaces_marks", path.with_name("special_tokens_map.json")):
+            Tokenizer.from_merges([], ["<end>"]).with_end_of_text("<end>").save(path)
+
+
+def test_older_folders_add_tokens_in_added_tokens(folder, caplog):
+    added = {"<b>": 260, "<a>": 259, "<s>": 257}
+    path = folder(
+        special=NAMES,
+        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<b>"},
+        added_tokens=added,
+    )
+    ours, text = Tokenizer.load(path), "<a><b> <s>"
+    assert ours.encode(text) == theirs(path)(text)["input_ids"] == [259, 260, 32, 257]
+    assert {token.text for token in ours.added_tokens if not token.special} == {"<a>"}
+    assert not caplog.text
+    path = folder(special=NAMES, added_tokens={"<a>": 300})
+    with raises(UsageError, "tokenizer.unsupported", "added_tokens.json", "<a>"):
+        Tokenizer.load(path)

@@ -1,6 +1,5 @@
 """Words and special tokens, in Python and in C, against the regular expression itself."""
 
-import itertools
 import random
 import time
 from collections import Counter
@@ -15,7 +14,6 @@ from lmkit.tokenizer.engine import new_counter
 from lmkit.tokenizer.pretokenize import (
     PATTERN,
     AddedToken,
-    CharacterClass,
     SpecialTokens,
     character_classes,
     split_words,
@@ -72,14 +70,6 @@ def test_every_code_point(template):
     assert counted(text) == expected(text)
 
 
-def test_contractions_in_every_position(code):
-    endings = ["s", "d", "m", "t", "ll", "ve", "re", "l", "v", "r", "x", "S", ""]
-    befores, afters = ["", "a", " ", "'", "1", "\n"], ["", "a", " ", "'", "9"]
-    for before, ending, after in itertools.product(befores, endings, afters):
-        text = f"{before}'{ending}{after}"
-        assert counted(text) == expected(text), text
-
-
 @pytest.mark.parametrize("special", ["so", "l", " ", "'", "ve", "日"])
 def test_text_around_special_tokens_is_split_as_if_it_stood_alone(code, special):
     for text in ("it'so", "'ll", "we'll've", "a  b", "'s's", "日 日本", "x 's"):
@@ -88,7 +78,7 @@ def test_text_around_special_tokens_is_split_as_if_it_stood_alone(code, special)
 
 def test_the_table_of_classes_covers_what_lies_beyond_its_search():
     for c in random.Random(0).sample(range(0x40000, 0x110000), 20_000):
-        assert character_classes()[c] == CharacterClass.OTHER
+        assert character_classes()[c] == 0
         assert split_words("a" + chr(c)) == ["a", chr(c)]
 
 

@@ -13,9 +13,8 @@ from raising import raises
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
-from lmkit.tokenizer.files import to_characters
+from lmkit.tokenizer.files import to_characters, to_json
 from lmkit.tokenizer.pretokenize import AddedToken
-from lmkit.tokenizer.tokenizer_json import to_json
 
 
 def test_round_trip(trained, tmp_path):
@@ -63,25 +62,6 @@ def test_fault_31_cut_at_any_byte(tmp_path):
         assert (caught.value.code, caught.value.exit_code) == ("tokenizer.damaged_file", 1)
     path.write_bytes(whole)
     assert Tokenizer.load(path).sha256 == tokenizer.sha256
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ("[]", "tokenizer.damaged_file"),
-        ("{}", "tokenizer.damaged_file"),
-        ('{"model": 3}', "tokenizer.damaged_file"),
-        ('{"model": {"type": "BPE"}, "pre_tokenizer": null, "added_tokens": []}', "tokenizer.damaged_file"),
-        ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "tokenizer.unsupported"),
-        ('{"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}', "tokenizer.unsupported"),
-    ],
-)
-def test_fault_31_other_content(tmp_path, content, code):
-    (tmp_path / "tokenizer.json").write_text(content, "utf-8")
-    with pytest.raises(LmkitError, match=r"tokenizer\.json") as caught:
-        Tokenizer.load(tmp_path / "tokenizer.json")
-    assert caught.value.code == code
-    assert caught.value.hint
 
 
 @pytest.fixture
@@ -252,11 +232,6 @@ def test_tokens_that_only_other_keys_of_the_config_name_are_told(configured, cap
     Tokenizer.load(configured({"mask_token": "<m>", "extra_special_tokens": {"image": "<i>"}}))
     assert "<i>" in caplog.text
     assert "<m>" in caplog.text
-
-
-def test_the_config_says_where_an_added_token_is_found(configured):
-    strips = {"257": families.added("</s>", 257, lstrip=True, rstrip=True)}
-    assert Tokenizer.load(configured({"added_tokens_decoder": strips})).encode("a </s> b") == [97, 257, 98]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
 
 import logging
-import os
 from collections import Counter
 
 import pytest
@@ -65,24 +64,11 @@ def test_one_path_strings_and_no_special_tokens(write):
     assert one.special_ids == {"<|pad|>": 257}
 
 
-def test_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe") as caught:
-        train_tokenizer([tmp_path / "pipe"], vocab_size=300)
-    assert caught.value.code == "text.unreadable"
-
-
 def test_empty_corpus(write):
     for paths, named in (([write("")], "corpus.txt"), ([], "no files")):
         with pytest.raises(UsageError, match=named) as caught:
             train_tokenizer(paths, vocab_size=300)
         assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
-
-
-def test_only_white_space_trains(write):
-    tokenizer = train_tokenizer([write("  \n\n \t  ")], vocab_size=258)
-    assert len(tokenizer.merges) == 1
-    assert tokenizer.decode(tokenizer.encode(" \n\n\t ")) == " \n\n\t "
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -132,13 +118,6 @@ def test_an_endless_word_makes_no_endless_tokens(write, code, caplog):
         assert any(f"{limit} bytes" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize(("free", "warns"), [(70 * 5000 - 1, True), (70 * 6000, False), (None, False)])
-def test_words_that_may_not_fit_into_memory_are_warned_of(write, monkeypatch, caplog, free, warns):
-    monkeypatch.setattr("lmkit.tokenizer.training.available_memory", lambda: free)
-    train_tokenizer(write("a" * 5000), vocab_size=300)
-    assert any("of memory" in message for message in caplog.messages) == warns
-
-
 def test_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
     path = write("a" * 5000)
     for words, longest in (("", 256), ("--max-token-bytes 8", 8)):
@@ -156,12 +135,6 @@ def test_impossible_special_tokens_are_refused_at_once(write, special, monkeypat
 def test_a_special_token_that_is_written_like_a_learned_one(write):
     with raises(UsageError, "tokenizer.special_tokens", "Ġthe"):
         train_tokenizer([write("the the the the")], vocab_size=260, special_tokens=("Ġthe",))
-
-
-def test_a_special_token_of_one_character_that_no_byte_is_written_as(write, tmp_path):
-    tokenizer = train_tokenizer([write("a€b")], vocab_size=257, special_tokens=("€",))
-    tokenizer.save(tmp_path / "tokenizer.json")
-    assert Tokenizer.load(tmp_path / "tokenizer.json").encode("a€b") == [97, 256, 98]
 
 
 def test_progress_reaches_the_end(write):
