@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import logging
 import os
 import tempfile
@@ -22,9 +21,6 @@ _log = logging.getLogger("lmkit")
 def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> ctypes.CDLL:
     """Load a shared library from the cache, or build it first. Of several processes one builds and the others wait.
 
-    The name of a kept library has the hash of its content. One with other content is removed and built again: a
-    library that is cut would end the process.
-
     Args:
         name: contains a hash of everything that determines the library.
         build: writes the library to the path that it is given. Its errors pass through.
@@ -36,18 +32,16 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
     with ExitStack() as held:
         try:
             cache = os.environ.get("XDG_CACHE_HOME")
-            folder = (Path(cache) if cache else Path.home() / ".cache") / "lmkit"
-            kept = _find(folder, name)
-            if kept is None:
-                folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_one_at_a_time(folder / f"{name}.lock"))
-                kept = _find(folder, name)
+            kept = (Path(cache) if cache else Path.home() / ".cache") / "lmkit" / f"{name}.so"
+            if not kept.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_one_at_a_time(kept.with_suffix(".lock")))
+            is_kept = kept.exists()
         except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
             _warn(what, error)
             return _load(_built(name, build))
-        if kept is None:
+        if not is_kept:
             library = _built(name, build)
-            kept = folder / _kept_name(name, library)
             try:
                 write_atomic(kept, library)
             except (OSError, LmkitError) as error:
@@ -63,20 +57,6 @@ def _warn(what: str, error: Exception) -> None:
     why = reason(error) if isinstance(error, OSError) else str(error)
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     _log.warning("%s%s: %s is compiled again for each process", where, why, what)
-
-
-def _kept_name(name: str, library: bytes) -> str:
-    return f"{name}-{hashlib.sha256(library).hexdigest()[:16]}.so"
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    """Return the kept library; remove others of this name."""
-    for path in folder.glob(f"{name}-*.so"):
-        with suppress(FileNotFoundError):  # another process removes it
-            if path.name == _kept_name(name, read_input(path)):
-                return path
-            path.unlink()
-    return None
 
 
 def _built(name: str, build: Callable[[Path], None]) -> bytes:

@@ -63,7 +63,7 @@ def lose_a_rank_in_a_bench(name: str) -> None:
         dist.barrier()
 
     with pytest.MonkeyPatch.context() as patch:
-        options = BENCHES.options(name)
+        options = BENCHES.function_of(name, "Options")
         patch.setattr(BENCHES, "options", lambda name: options)
         patch.setattr(BENCHES, "load", lambda name: work)
         harness._on_rank(name, recipe, harness.Journal(Path("none")), lambda *_: None)
