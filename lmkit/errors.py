@@ -74,15 +74,15 @@ def limit_reached(error: BaseException) -> LmkitError | None:
     )
     if not isinstance(error, MemoryError) and not any(sign in text for sign in signs):
         return None
-    parts = re.split(r"(?<!\d)\. |: |\n", text)
-    detail = next(
-        (part.strip() for part in parts if re.search(r"allocate.*\d|failed to map segment", part)), ""
-    )
-    detail = re.sub(r"\b(\d{8,}) bytes", lambda size: f"{int(size[1]) / 2**30:,.1f} GiB", detail)
+    detail = ""
+    if found := re.search(r"allocate ([\d.]+) ?(\w+)|failed to map segment.*", text):
+        detail = f": {found[0]}"
+        if found[2] == "bytes":
+            detail = f": allocate {int(found[1]) / 2**30:,.1f} GiB"
     hint = "use a smaller batch, context or model (lmkit plan RECIPE says what fits), or fewer workers"
     if (limit := _limit("RLIMIT_AS")) is not None:
         hint = f"raise the limit with ulimit -v, which is {limit // 1024} kB here, or {hint}"
-    return LmkitError("memory.exhausted", f"out of memory{': ' + detail if detail else ''}", hint=hint)
+    return LmkitError("memory.exhausted", f"out of memory{detail}", hint=hint)
 
 
 def _limit(name: str) -> int | None:

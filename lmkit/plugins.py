@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
-from lmkit.registry import FUNCTIONS, REGISTRIES, Registry
+from lmkit.registry import REGISTRIES, Registry
 
 PLUGINS: list[Path] = []
 """Files that the user named with `--plugin`; ranks that are started load them, too."""
@@ -34,29 +34,15 @@ def load_plugin(path: Path) -> None:
     if spec is None or spec.loader is None:
         message, hint = f"--plugin {path}: not a Python file", "its name has to end in .py"
         raise UsageError("plugin.not_python", message, hint=hint)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        _check_functions(name)
     except (LmkitError, KeyboardInterrupt):  # a name that is taken
         raise
     except BaseException as error:
-        raise UsageError(
-            "plugin.failed",
-            f"--plugin {path}: {first_line(error)}",
-            hint=f"for the traceback: python {path}",
-        ) from error
+        message, hint = f"--plugin {path}: {first_line(error)}", f"for the traceback: python {path}"
+        raise UsageError("plugin.failed", message, hint=hint) from error
     PLUGINS.append(path)
-
-
-def _check_functions(module: str) -> None:
-    """Raise UsageError if a fact of what a module has registered names a function that it lacks."""
-    for registry in REGISTRIES:
-        for entry in registry.entries:
-            for fact in FUNCTIONS if entry.module == module else ():
-                if (function := getattr(entry.facts, fact, None)) is not None:
-                    registry.function_of(entry.name, function)
 
 
 def plugin_error(error: BaseException) -> LmkitError | None:
@@ -64,24 +50,19 @@ def plugin_error(error: BaseException) -> LmkitError | None:
 
     None for errors of other code, and for what ends a program.
     """
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if Path(frame.f_code.co_filename) in PLUGINS
-    ]
+    walked = traceback.walk_tb(error.__traceback__)
+    frames = [(frame, line) for frame, line in walked if Path(frame.f_code.co_filename) in PLUGINS]
     if not frames or isinstance(error, KeyboardInterrupt | SystemExit):
         return None
-    called = {frame.f_code.co_name for frame, _ in frames}
-    called |= {type(frame.f_locals.get("self")).__name__ for frame, _ in frames}
-    modules = {frame.f_globals["__name__"] for frame, _ in frames}
-    entries = (
-        f"{registry.noun} {entry.name!r}: "
-        for registry in REGISTRIES
-        for entry in registry.entries
-        if entry.module in modules and entry.attribute in called
-    )
+    called = {
+        (frame.f_globals["__name__"], name)
+        for frame, _ in frames
+        for name in (frame.f_code.co_name, type(frame.f_locals.get("self")).__name__)
+    }
+    entries = [(registry, entry) for registry in REGISTRIES for entry in registry.entries]
+    nouns = [f"{r.noun} {e.name!r}: " for r, e in entries if (e.module, e.attribute) in called]
     frame, line = frames[-1]
-    where = f"{next(entries, '')}{frame.f_code.co_filename}:{line}"
+    where = f"{''.join(nouns[:1])}{frame.f_code.co_filename}:{line}"
     return LmkitError("plugin.raised", f"{where}: {first_line(error)}", hint="for the traceback: --debug")
 
 
@@ -99,6 +80,6 @@ def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> 
 
 def wrong_result(registry: Registry[Any], name: str, found: str) -> LmkitError:
     """Return the error that names a registered object, its file, and what it wrongly returned."""
-    entry = next(entry for entry in registry.entries if entry.name == registry.canonical(name))
+    entry = registry.entry(name)
     message = f"{entry.file}: {registry.noun} {entry.name!r} returned {found}"
     return LmkitError("plugin.returned", message, hint="CONTRIBUTING.md shows what it has to return")

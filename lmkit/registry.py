@@ -46,8 +46,6 @@ class Facts:
         return [package for package in self.requires if importlib.util.find_spec(package) is None]
 
 
-FUNCTIONS = ("check", "implementation", "fallback")
-"""Facts that name a function of the module."""
 F = TypeVar("F", bound=Facts)
 Registered = TypeVar("Registered", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).resolve().parent
@@ -74,11 +72,6 @@ class Entry(Generic[F]):
         """The file of its module, which is imported; for errors."""
         return str(getattr(sys.modules[self.module], "__file__", self.module))
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Its name and its aliases."""
-        return (self.name, *self.facts.aliases)
-
 
 class Registry(Generic[F]):
     """Named objects of one kind.
@@ -86,29 +79,16 @@ class Registry(Generic[F]):
     Args:
         variable: what this registry is called in this module; decorators are found by it.
         noun: what an object of this kind is called in messages.
-        package: the folder below `lmkit` whose files register objects.
         facts: a dataclass; its fields are the keyword arguments of `register`.
+        folders: the folders below `lmkit` whose files register objects.
         core: objects of `lmkit.core`, which knows no registry.
-        further: further such folders.
     """
 
     def __init__(
-        self,
-        variable: str,
-        noun: str,
-        package: str,
-        facts: type[F],
-        core: Sequence[Entry[F]] = (),
-        further: Sequence[str] = (),
+        self, variable: str, noun: str, facts: type[F], *folders: str, core: Sequence[Entry[F]] = ()
     ) -> None:
         self.noun = noun
-        self._core = core
-        # The decorator's arguments and the name of what it decorates.
-        self._decorated = re.compile(
-            rf"^@{variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)", re.MULTILINE | re.DOTALL
-        )
-        self._folders = package, *further
-        self._facts = facts
+        self._variable, self._facts, self._folders, self._core = variable, facts, folders, core
 
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
         """Register the decorated function or class under `name`.
@@ -132,9 +112,8 @@ class Registry(Generic[F]):
                     f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,",
                     hint="they separate names, and names from variants and options",
                 )
-            spelled = {spelling: other for other in self._entries.values() for spelling in other.spellings}
-            for spelling in entry.spellings:
-                other = spelled.get(spelling, entry)
+            for spelling in (name, *entry.facts.aliases):
+                other = self._entries.get(self.aliases.get(spelling, spelling), entry)
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     raise UsageError(
                         "registry.name_taken",
@@ -165,24 +144,24 @@ class Registry(Generic[F]):
         """Other spelling -> name."""
         return {alias: entry.name for entry in self._entries.values() for alias in entry.facts.aliases}
 
-    def canonical(self, name: str) -> str:
-        """Return the registered name for a name or an alias.
+    def entry(self, name: str) -> Entry[F]:
+        """Return the entry of a name or an alias.
 
         Raises:
             UsageError: no object has this name.
         """
-        name = self.aliases.get(name, name)
-        if name not in self._entries:
-            raise UsageError(
-                "registry.unknown_name",
-                f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}",
-                hint="there are: " + ", ".join(self.names),
-            )
-        return name
+        if (found := self._entries.get(self.aliases.get(name, name))) is None:
+            message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
+            raise UsageError("registry.unknown_name", message, hint="there are: " + ", ".join(self.names))
+        return found
+
+    def canonical(self, name: str) -> str:
+        """Return the registered name for a name or an alias."""
+        return self.entry(name).name
 
     def facts(self, name: str) -> F:
         """Return what is known of an object without importing its module."""
-        return self._entries[self.canonical(name)].facts
+        return self.entry(name).facts
 
     def load(self, name: str) -> Any:
         """Import the module of an object and return the object.
@@ -190,7 +169,7 @@ class Registry(Generic[F]):
         Raises:
             UsageError: no object has this name, or a package that it requires is not installed.
         """
-        entry = self._entries[self.canonical(name)]
+        entry = self.entry(name)
         if entry.loaded is None:
             try:
                 entry.loaded = getattr(importlib.import_module(entry.module), entry.attribute)
@@ -225,24 +204,20 @@ class Registry(Generic[F]):
             )
         return found
 
-    def module(self, name: str) -> str:
-        """Return the name of the module in which `name` is registered; it is not imported."""
-        return self._entries[self.canonical(name)].module
-
-    def options(self, name: str) -> Any:
-        """Return the class `Options` of the module in which `name` is registered: its table in a recipe."""
-        return self.function_of(name, "Options")
-
     @cached_property
     def _entries(self) -> dict[str, Entry[F]]:
+        # The decorator's arguments and the name of what it decorates
+        decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
         for path in (p for folder in self._folders for p in sorted((_PACKAGE / folder).glob("*.py"))):
-            for arguments, attribute in self._decorated.findall(path.read_text("utf-8")):
+            for arguments, attribute in re.findall(
+                decorated, path.read_text("utf-8"), re.MULTILINE | re.DOTALL
+            ):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
                 facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-                module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 name = ast.literal_eval(call.args[0])
+                module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
         return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
 
@@ -401,16 +376,16 @@ class BenchFacts(Facts):
 ATTENTION = Registry(
     "ATTENTION",
     "attention kernel",
-    "attention",
     KernelFacts,
+    "attention",
     core=(
         Entry(
             "reference",
             "lmkit.core.attention",
             "reference",
             KernelFacts(
-                order=1,
-                aliases=("scaled_dot_prod_attention",),
+                1,
+                ("scaled_dot_prod_attention",),
                 masks=True,
                 windows=True,
                 second_derivatives=True,
@@ -420,31 +395,23 @@ ATTENTION = Registry(
         Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
     ),
 )
-OPERATIONS = Registry("OPERATIONS", "set of operations", "model", OperationsFacts)
-STRATEGIES = Registry("STRATEGIES", "strategy", "parallel", StrategyFacts, further=("bench/rivals",))
-OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", "optim", OptimizerFacts)
-BENCHES = Registry("BENCHES", "bench", "bench", BenchFacts)
+OPERATIONS = Registry("OPERATIONS", "set of operations", OperationsFacts, "model")
+STRATEGIES = Registry("STRATEGIES", "strategy", StrategyFacts, "parallel", "bench/rivals")
+OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", OptimizerFacts, "optim")
+BENCHES = Registry("BENCHES", "bench", BenchFacts, "bench")
 SCHEDULES = Registry(
     "SCHEDULES",
     "learning-rate schedule",
-    "optim",
     ScheduleFacts,
-    core=(
-        Entry("cosine", "lmkit.core.schedule", "cosine_lr", ScheduleFacts()),
-        Entry("linear", "lmkit.core.schedule", "linear_lr", ScheduleFacts()),
-        Entry("constant", "lmkit.core.schedule", "constant_lr", ScheduleFacts()),
-        Entry("wsd", "lmkit.core.schedule", "wsd_lr", ScheduleFacts(uses=("cooldown_steps",))),
-    ),
+    "optim",
+    core=[
+        Entry(name, "lmkit.core.schedule", f"{name}_lr", ScheduleFacts(uses=uses))
+        for name, uses in {"cosine": (), "linear": (), "constant": (), "wsd": ("cooldown_steps",)}.items()
+    ],
 )
 """Functions `schedule(step, *, lr, min_lr, warmup_steps, total_steps, **uses) -> lr`; see `lmkit.core.schedule`."""
-DATASETS = Registry("DATASETS", "dataset", "data", Facts)
+DATASETS = Registry("DATASETS", "dataset", Facts, "data")
 """Functions that return their `lmkit.data.download.Dataset`."""
 REGISTRIES: tuple[Registry[Any], ...] = (
-    ATTENTION,
-    OPERATIONS,
-    STRATEGIES,
-    OPTIMIZERS,
-    BENCHES,
-    SCHEDULES,
-    DATASETS,
+    *(ATTENTION, OPERATIONS, STRATEGIES, OPTIMIZERS, BENCHES, SCHEDULES, DATASETS),
 )

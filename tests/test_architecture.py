@@ -256,10 +256,10 @@ def test_files_are_named_after_ideas(word):
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 570,
+    "": 530,
     "attention": 578,
     "bench": 6120,
-    "cli": 2930,
+    "cli": 2720,
     "core": 2200,
     "data": 1600,
     "generation": 1005,
@@ -269,8 +269,8 @@ BUDGETS = {
     "optim": 460,
     "parallel": 2580,
     "profile": 1260,
-    "recipe": 1340,
-    "storage": 430,
+    "recipe": 1310,
+    "storage": 400,
     "tokenizer": 2050,
     "training": 5090,
 }

@@ -2,15 +2,13 @@
 
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from raising import raises
 
 from lmkit import plugins
 from lmkit.errors import UsageError
-from lmkit.registry import ATTENTION, BENCHES, FUNCTIONS, STRATEGIES, KernelFacts, Registry
+from lmkit.registry import ATTENTION, BENCHES, STRATEGIES, KernelFacts, Registry
 
 PLUGIN = """
 from lmkit.registry import ATTENTION
@@ -83,19 +81,11 @@ def test_a_plugin_that_cannot_be_imported_is_one_error(plugin, content, code, te
     terminal.refuses(f"{USES_IT} --plugin {plugin}", code=code, says=[str(plugin)])
 
 
-@pytest.mark.parametrize("fact", FUNCTIONS)
-@pytest.mark.parametrize("command", [USES_IT, "bench attention --kernels from_outside --tiers 16"])
-def test_a_fact_that_names_no_function_is_refused(plugin, fact, command, terminal):
-    facts = f'{fact}="no_such", '
-    plugin.write_text(
-        PLUGIN.replace('"from_outside", ', f'"from_outside", {facts}') + "\ndef no_suck(q): ...\n"
-    )
-    refused = terminal.refuses(
-        f"{command} --plugin {plugin}",
-        code="registry.no_function",
-        says=[str(plugin), "from_outside", "no_such"],
-    )
-    assert "no_suck" in refused.hint
+def test_a_fact_that_names_no_function_is_refused(plugin):
+    plugin.write_text(PLUGIN + "\ndef no_suck(q): ...\n")
+    plugins.load_plugin(plugin)
+    with raises(UsageError, "registry.no_function", plugin, "from_outside", "no_such", hint="no_suck"):
+        ATTENTION.function_of("from_outside", "no_such")
 
 
 def test_a_bench_without_options_is_refused(tmp_path, monkeypatch, terminal):
@@ -108,14 +98,6 @@ def test_a_bench_without_options_is_refused(tmp_path, monkeypatch, terminal):
         )
     finally:
         BENCHES.unregister("bare")
-
-
-def test_a_plugin_whose_name_does_not_end_in_py_is_named(terminal):
-    Path("notes.txt").write_text("x = 1")
-    refused = terminal.refuses(
-        f"{USES_IT} --plugin notes.txt", code="plugin.not_python", says=["--plugin", "notes.txt"]
-    )
-    assert ".py" in refused.hint
 
 
 def test_a_name_is_registered_once():
@@ -143,7 +125,7 @@ def test_neither_names_nor_aliases_are_given_twice(name, facts, code):
 
 
 def test_a_second_definition_in_a_module_has_its_own_facts():
-    lab = Registry("LAB", "thing", "no_such_folder", KernelFacts)
+    lab = Registry("LAB", "thing", KernelFacts)
     for masks in (True, False):
         lab.register("first", masks=masks)(test_a_second_definition_in_a_module_has_its_own_facts)
     assert not lab.facts("first").masks
@@ -170,12 +152,6 @@ def test_several_decorators_and_classes_are_found(tmp_path, monkeypatch):
         '@LAB.register(\n    "first",\n    order=1,\n    aliases=("one", "uno"),\n)\n@other\ndef first(): ...\n'
     )
     monkeypatch.setattr("lmkit.registry._PACKAGE", tmp_path)
-    lab = Registry("LAB", "thing", "lab", KernelFacts)
+    lab = Registry("LAB", "thing", KernelFacts, "lab")
     assert lab.names == ("first", "second")
     assert lab.aliases == {"one": "first", "uno": "first"}
-
-
-def test_a_graph_repeats_steps_that_are_alike():
-    refused = [name for name in STRATEGIES.names if not STRATEGIES.facts(name).is_captured]
-    assert refused == ["torch_ddp", "torch_fsdp"]
-    assert not replace(STRATEGIES.facts("naive"), steps_alike=False).is_captured

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit import __version__
-from lmkit.cli.options import DebugOption, Group
+from lmkit.cli.options import Commands, DebugOption, first_sentence
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.streams import only_results_on_stdout
 
@@ -44,53 +44,24 @@ COMMANDS = {
 """Name -> module of this package, whose `app` is the group of that name or has the command of that name."""
 
 
+class _Root(Commands):
+    """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
+
+    def lines(self) -> dict[str, str]:
+        return {name: _help_line(name) for name in COMMANDS}
+
+    def command(self, name: str) -> Any:
+        module: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
+        return module.command(name) if name != COMMANDS[name] or name in module.lines() else module.group()
+
+
 def _help_line(name: str) -> str:
     """Return the first sentence of a command's help, read from the source of its module."""
     source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
     function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
     if function is not None:
-        docstring = source.index('"""', function.end()) + len('"""')
-        line = source[docstring:].splitlines()[0].removesuffix('"""')
-    else:
-        (line,) = re.findall(r'= Commands\(\s*"([^"]+)"', source)
-    return line.partition(". ")[0].rstrip(".") + "."
-
-
-class _Root(Group):
-    """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
-            group = typer.main.get_group(importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name]}").app)
-            self.commands[cmd_name] = group.commands.get(cmd_name, group)
-        return self.commands.get(cmd_name)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; keep the message of an interrupted one, which Typer would drop."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:
-            ctx.obj["interrupted"] = str(stop) or "interrupted"
-            raise
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _help_line(name)) for name in COMMANDS])
-
-
-app = typer.Typer(
-    name="lmkit",
-    cls=_Root,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"max_content_width": 100},
-    epilog="Start with: lmkit run quickstart. Help for a command: lmkit COMMAND --help",
-)
+        return first_sentence(source[source.index('"""', function.end()) + len('"""') :].partition('"""')[0])
+    return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
 
 
 def _print_version(value: bool) -> None:
@@ -99,20 +70,23 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Build language models from scratch and measure how fast every part is."""
+    """Hold the options of `lmkit` itself."""
 
 
 @cache
 def root_command() -> Any:
     """Return the command `lmkit`."""
-    return typer.main.get_command(app)
+    commands = _Root(
+        "Build language models from scratch and measure how fast every part is.",
+        epilog="Start with: lmkit run quickstart. Help for a command: lmkit COMMAND --help",
+    )
+    return commands.group(root, name="lmkit", context_settings={"max_content_width": 100})
 
 
 def run_command_line(arguments: Sequence[str]) -> int:
@@ -126,12 +100,18 @@ def run_command_line(arguments: Sequence[str]) -> int:
                 )
             except SystemExit as stop:
                 if not stop.code:  # commands return: this is a plugin's
-                    line, hint = "ended before its work was done", "look for sys.exit in the code of plugins"
-                    where = _command_in(arguments)
-                    raise LmkitError("command.ended", f"{where}: {line}", hint=hint) from stop
+                    message = f"{_command_in(arguments)}: ended before its work was done"
+                    hint = "look for sys.exit in the code of plugins"
+                    raise LmkitError("command.ended", message, hint=hint) from stop
                 code = stop.code if isinstance(stop.code, int) else 1
             except _WrongArguments as error:
-                code = _refuse_arguments(error, arguments)
+                text, where = error.format_message(), _command_in(arguments)
+                if error.ctx is not None and text == error.ctx.get_help():  # a group without a command
+                    print(text, file=sys.stderr)
+                    return UsageError.exit_code
+                message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
+                hint = f"see {where} --help"
+                raise UsageError("command.wrong_arguments", message, hint=hint) from error
             if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
                 print(settings.get("interrupted", "interrupted"), file=sys.stderr)
             sys.stdout.flush()
@@ -141,7 +121,13 @@ def run_command_line(arguments: Sequence[str]) -> int:
             explained = _explained(error)
             if explained is None or settings.get("debug"):
                 raise
-            _print_error(explained)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                from lmkit.cli.ranks import speak_for_ranks
+
+                explained = speak_for_ranks(explained)
+            print(f"error[{explained.code}]: {explained.message}", file=sys.stderr)
+            if explained.hint:
+                print(f"hint: {explained.hint}", file=sys.stderr)
             return explained.exit_code
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
 
@@ -165,37 +151,11 @@ def _explained(error: BaseException) -> LmkitError | None:
     return LmkitError("file.failed", f"{where}{reason(error)}", hint=hint)
 
 
-def _refuse_arguments(error: Any, arguments: Sequence[str]) -> int:
-    """Print what is wrong with the arguments; the hint is how the command is used."""
-    text, context = error.format_message(), error.ctx
-    if context is not None and text == context.get_help():  # a group without a command
-        print(text, file=sys.stderr)
-        return UsageError.exit_code
-    where, usage = _command_in(arguments), ""
-    if context is not None:
-        where = context.command_path
-        usage = " ".join(context.get_usage().split()).replace("Usage:", "usage:") + "; "
-    message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
-    _print_error(UsageError("command.wrong_arguments", message, hint=f"{usage}more with {where} --help"))
-    return UsageError.exit_code
-
-
 def _command_in(arguments: Sequence[str]) -> str:
     """Return the command of a line: `lmkit data synth` of `data synth x.txt --seed`."""
-    words: list[str] = ["lmkit"]
-    command = root_command()
+    words, command = ["lmkit"], root_command()
     for word in arguments:
         if word in getattr(command, "commands", ()):
             words.append(word)
             command = command.get_command(None, word)
     return " ".join(words)
-
-
-def _print_error(error: LmkitError) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from lmkit.cli.ranks import speak_for_ranks
-
-        error = speak_for_ranks(error)
-    print(f"error[{error.code}]: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from lmkit.cli.console import Result, progress_on_stderr, show
+from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import (
     Commands,
     ForceOption,
-    Group,
-    JsonOption,
     NprocOption,
     PrintRecipeOption,
     SetOption,
+    command_of,
     option,
 )
 from lmkit.plugins import load_plugin
@@ -38,45 +36,26 @@ OutputOption = Annotated[
 ]
 
 
-class _Benches(Group):
+class _Benches(Commands):
     """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
-    @property
-    def commands(self) -> dict[str, Any]:
-        return dict.fromkeys(_command_name(name) for name in BENCHES.names)
+    def lines(self) -> dict[str, str]:
+        return {_command_name(name): BENCHES.facts(name).help for name in BENCHES.names}
 
-    @commands.setter
-    def commands(self, value: object) -> None:
-        """Do nothing: the registry knows the commands."""
+    def command(self, name: str) -> Any:
+        return _command(name.replace("-", "_"))
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _command(cmd_name.replace("-", "_")) if cmd_name in self.commands else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        for flag, file in pairwise([*args, ""]):
+    def prepared(self, words: list[str]) -> list[str]:
+        for flag, file in pairwise([*words, ""]):
             if flag == "--plugin" or flag.startswith("--plugin="):  # it may register the bench that is called
                 load_plugin(Path(flag.partition("=")[2] or file))
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command, [_with_dashes(word) for word in rest]
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(_command_name(name), BENCHES.facts(name).help) for name in BENCHES.names])
+        return [*words[:1], *map(_with_dashes, words[1:])]
 
 
-app = Commands(
+app = _Benches(
     "Measure how fast each part is. Exit code 1 if a variant is wrong or failed, or nothing could be measured.",
     example="lmkit bench attention bench_attention_cpu",
-    cls=_Benches,
 )
-
-
-@app.callback()
-def _group() -> None:
-    """Without a callback Typer makes a group without commands into nothing."""
 
 
 def _command_name(name: str) -> str:
@@ -90,66 +69,48 @@ def _with_dashes(word: str) -> str:
 
 
 def _command(name: str) -> Any:
-    """Make the command of one bench: a function whose signature has a parameter for every key of its table."""
+    """Make the command of one bench, which has a flag for every key of its table."""
     facts = BENCHES.facts(name)
     on_gpu, on_cpu = facts.recipes
     usual = f"{on_gpu} where there is CUDA, else {on_cpu}" if on_gpu != on_cpu else on_gpu or "defaults"
     recipe_help = f"A .toml file, or a name that `lmkit recipe list` shows. Left out: {usual}."
-    flags = list(_flags(name))
-    parameters: dict[str, tuple[Any, Any]] = {
+    made = {flag.parameter: flag for flag in _flags(name)}
+    options = {
         "recipe": (Annotated[str | None, typer.Argument(help=recipe_help, show_default=False)], None),
-        "set_": (SetOption, None),
-        **{flag.parameter: (flag.annotation, None) for flag in flags},
+        **{parameter: (flag.annotation, None) for parameter, flag in made.items()},
         **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
-        "output": (OutputOption, None),
-        "force": (ForceOption, False),
-        "print_recipe": (PrintRecipeOption, False),
-        "as_json": (JsonOption, False),
     }
 
     def command(
-        recipe: str | None,
-        set_: list[str] | None,
-        output: Path | None,
-        force: bool,
-        print_recipe: bool,
-        as_json: bool,
-        nproc: int = 1,
-        **typed: Any,
-    ) -> None:
+        set_: SetOption = None,
+        *,
+        flags: dict[str, Any],
+        output: OutputOption = None,
+        force: ForceOption = False,
+        print_recipe: PrintRecipeOption = False,
+    ) -> Any:
         from lmkit.recipe.load import load_recipe, recipe_to_toml
 
-        overrides, values = _given(name, {flag: typed[flag.parameter] for flag in flags}, set_ or [])
-        source = recipe if recipe is not None else on_gpu or None
-        loaded = load_recipe(source, overrides, flags=values, benches=True)
+        recipe, nproc = flags.pop("recipe"), flags.pop("nproc", 1)
+        typed = {made[parameter]: value for parameter, value in flags.items() if value not in (None, [])}
+        overrides = [*_emptied(name, typed, set_ or []), *(set_ or [])]
+        values = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in typed.items()}
+        loaded = load_recipe(
+            recipe if recipe is not None else on_gpu or None, overrides, flags=values, benches=True
+        )
         if recipe is None and on_cpu != on_gpu and not _runs_on_gpu(loaded.run.device):
-            source = on_cpu
-            loaded = load_recipe(source, overrides, flags=values, benches=True)
+            loaded = load_recipe(on_cpu, overrides, flags=values, benches=True)
         if print_recipe:
-            show(Result(recipe_to_toml(loaded), loaded.model_dump(mode="json")), as_json=as_json)
-            return
+            return Result(recipe_to_toml(loaded), loaded.model_dump(mode="json"))
         from lmkit.bench.harness import check_place, run_bench
 
         check_place(loaded, output, force=force)
-        with progress_on_stderr() as progress:
-            result = run_bench(name, loaded, output, nproc=nproc, progress=progress)
-        if result is not None:  # ranks other than the first print nothing
-            show(result, as_json=as_json)
-            if not result.is_fine:
-                raise typer.Exit(1)
+        with progress_on_stderr() as progress:  # ranks other than the first return nothing
+            return run_bench(name, loaded, output, nproc=nproc, progress=progress)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(parameter, keyword, annotation=kind, default=default)
-            for parameter, (kind, default) in parameters.items()
-        ]
-    )
     command.__doc__ = facts.help
-    single = Commands()
     example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
-    single.add(example, name=_command_name(name))(command)
-    return typer.main.get_command(single)
+    return command_of(_command_name(name), command, options, epilog=f"Example: {example}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +142,7 @@ class _Flag:
 
 def _flags(name: str) -> Iterator[_Flag]:
     """Yield a flag for every key of a bench's table, and those that stand for a value of a key."""
-    for key, (annotation, text) in of_class(BENCHES.module(name), "Options").items():
+    for key, (annotation, text) in of_class(BENCHES.entry(name).module, "Options").items():
         metadata = getattr(annotation, "__metadata__", ())
         type_ = get_args(annotation)[0] if metadata else annotation
         several = get_origin(type_) is tuple
@@ -215,26 +176,20 @@ def _words(annotation: Any) -> str | None:
     return next(filter(None, map(_words, get_args(annotation))), None)
 
 
-def _number(word: str) -> int | float | str:
+def _number(word: str) -> Any:
     """Return a number; other words stay as they are, and the recipe's check names them."""
-    if re.fullmatch("-?[0-9]{1,18}", word):
-        return int(word)
-    return float(word) if re.fullmatch(r"-?[0-9]{0,18}\.?[0-9]{1,18}(e-?[0-9]{1,3})?", word) else word
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
-def _given(name: str, typed: dict[_Flag, Any], overrides: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return overrides and values for `load_recipe`: what was typed, and the arrays that it empties."""
-    given = {flag: value for flag, value in typed.items() if value is not None and value != []}
-    values = {f"bench.{name}.{flag.key}": flag.value(value) for flag, value in given.items()}
-    named = {*values, *(override.partition("=")[0].strip() for override in overrides)}
-    emptied = [
-        f"bench.{name}.{key}=[]"
-        for flag in given
-        for empties in flag.empties
-        if not any(f"bench.{name}.{key}" in named for key in empties)
-        for key in empties
-    ]
-    return [*emptied, *overrides], values
+def _emptied(name: str, typed: Iterable[_Flag], overrides: list[str]) -> list[str]:
+    """Return overrides for the arrays that flags empty, unless one of them was typed."""
+    named = {flag.key for flag in typed}
+    named |= {override.partition("=")[0].strip().removeprefix(f"bench.{name}.") for override in overrides}
+    arrays = [keys for flag in typed for keys in flag.empties if named.isdisjoint(keys)]
+    return [f"bench.{name}.{key}=[]" for keys in arrays for key in keys]
 
 
 def _runs_on_gpu(device: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -12,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmkit.measure.progress import Progress, wants_plain_text
-from lmkit.measure.tables import finite
 from lmkit.streams import harmless, results
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -33,6 +31,10 @@ class Result:
 def show(result: Any, *, as_json: bool) -> None:
     """Print a `Result` or a dataclass: its text, or its fields as one JSON object."""
     if as_json:
+        import json  # not for --help
+
+        from lmkit.measure.tables import finite
+
         fields = result.fields if isinstance(result, Result) else asdict(result)
         write(json.dumps(finite(fields), default=str, allow_nan=False) + "\n")
     else:

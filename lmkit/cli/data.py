@@ -133,12 +133,7 @@ def inspect(
 
 
 def _counts(meta: TokenMeta) -> dict[str, int | None]:
-    return {
-        "num_tokens": meta.num_tokens,
-        "num_documents": meta.num_documents,
-        "num_bytes": meta.num_bytes,
-        "counted_tokens": meta.counted_tokens,
-    }
+    return {key: getattr(meta, key) for key in ("num_tokens", "num_documents", "num_bytes", "counted_tokens")}
 
 
 def _size(meta: TokenMeta, dtype: str = "") -> str:

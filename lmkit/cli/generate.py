@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +16,12 @@ import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
 from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
-from lmkit.cli.texts import GenerateResult, Interrupted, Sample, continue_prompts, loaded_model
 from lmkit.errors import UsageError, reason
-from lmkit.recipe.keys import of_table
 from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
+    from lmkit.generation import Generation
+    from lmkit.measure.progress import Progress
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ app = Commands()
 
 @app.add(
     'lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"',
-    keys=[f"generate.{key}" for key in of_table("generate") if key != "prompts"],
+    keys=("generate.*",),
 )
 def generate(
     run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
@@ -78,7 +77,7 @@ def generate(
 
     def print_line(sample: Sample) -> None:
         with _uninterrupted():
-            write(json.dumps(asdict(sample)) + "\n")
+            show(sample, as_json=True)
             numbers.add(sample.number)
 
     def finish(result: GenerateResult) -> None:
@@ -107,8 +106,8 @@ def generate(
                 on_sample=print_line if as_lines else None,
                 progress=progress,
             )
-    except Interrupted as stop:
-        finish(stop.result)
+    except KeyboardInterrupt as stop:  # once texts are written, it has them
+        finish(GenerateResult(tuple(Sample.of(*item) for item in getattr(stop, "generations", {}).items())))
         raise
     finish(result)
 
@@ -156,6 +155,144 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
             raise UsageError("generate.prompts_file", message, hint=hint)
         prompts += found
     return prompts or None
+
+
+SEPARATOR = "\n\n---\n\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
+
+    `number` counts prompts and their samples. `logprobs` holds the natural logarithm of each token's probability, if
+    the table asks for it.
+    """
+
+    number: int
+    prompt: str
+    text: str
+    num_tokens: int
+    ended: bool
+    logprobs: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, number: int, made: Generation) -> Sample:
+        return cls(number, made.prompt, made.text, len(made.tokens), made.ended, made.logprobs)
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    samples: tuple[Sample, ...]
+
+    def __str__(self) -> str:
+        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+
+
+def continue_prompts(
+    source: Path,
+    *,
+    tokenizer: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    samples: int = 1,
+    stream: Callable[[str], None] | None = None,
+    on_sample: Callable[[Sample], None] | None = None,
+    progress: Progress | None = None,
+) -> GenerateResult:
+    """Continue the prompts of a run's [generate] table, or those given.
+
+    Args:
+        source, tokenizer, overrides, flags, device: as for `loaded_model`.
+        samples: texts per prompt.
+        stream: called with the prompt and then with each piece of text, if there is a single prompt.
+        on_sample: called with each text when it is complete.
+        progress: told how many texts are complete.
+
+    Raises:
+        UsageError: as `loaded_model`.
+        LmkitError: the checkpoint is damaged, or memory does not suffice.
+        generation.Interrupted: in place of KeyboardInterrupt, once texts are written.
+    """
+    with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table, _):
+        from lmkit import generation
+
+        # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
+        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
+        unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
+        complete = 0
+
+        def on_text(row: int, piece: str) -> None:
+            assert stream is not None
+            stream((unwritten.pop() if unwritten else "") + piece)
+
+        def on_end(number: int, generation: Generation) -> None:
+            nonlocal complete
+            complete += 1
+            if on_sample is not None:
+                on_sample(Sample.of(number, generation))
+            if progress is not None:
+                progress("texts", complete, len(prompts))
+
+        report = on_text if unwritten else None
+        made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
+        if unwritten:  # the model ended the text at once
+            on_text(0, "")
+    return GenerateResult(tuple(Sample.of(*item) for item in enumerate(made)))
+
+
+@contextmanager
+def loaded_model(
+    source: Path,
+    tokenizer: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any] | None,
+    device: str,
+) -> Iterator[tuple[TransformerLM, Tokenizer, GenerateConfig, Path]]:
+    """Yield a trained model, its tokenizer, its [generate] table, and the tokenizer's path.
+
+    Args:
+        source: a run folder, its checkpoints folder, one checkpoint, or a Hugging Face folder.
+        tokenizer: a tokenizer.json; None takes the model's.
+        overrides, flags: as for `load_recipe`, over the run's recipe.
+
+    Raises:
+        UsageError: no model, no tokenizer or not the model's, or sampling options out of range.
+        LmkitError: a file is damaged.
+    """
+    from lmkit.generation.decoder import can_run_kernels
+    from lmkit.generation.generate import weight_dtype
+    from lmkit.parallel.ranks import process_group
+    from lmkit.recipe.load import load_recipe
+    from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
+    from lmkit.training.checkpoint import MANIFEST
+    from lmkit.training.judging import open_trained
+
+    for override in overrides:
+        if not override.strip().startswith("generate."):
+            message = f"--set {override}: only [generate] can change here"
+            raise UsageError("generate.other_table", message, hint="the other tables made the model")
+    folder = source
+    if (source / MANIFEST).exists():
+        folder = source.resolve().parent.parent
+    elif source.name == CHECKPOINTS:
+        folder = source.resolve().parent
+    recipe_file = folder / RECIPE
+    recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
+    table = recipe.generate
+    with process_group(device) as ranks:
+        trained = open_trained(source)
+        path = tokenizer or trained.weights.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
+        if path is None:
+            message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
+            raise UsageError("generate.no_tokenizer", message, hint=hint)
+        path = tokenizer_in(path)
+        loaded = trained.open_tokenizer(path)
+        model = trained.weights.model(ranks.device)
+        model.to(weight_dtype(table, ranks.device))
+        if can_run_kernels(model):
+            import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it
+        yield model, loaded, table, path
 
 
 RESET = "/reset"
@@ -266,8 +403,7 @@ class Conversation:
         """Add a line to the text; yield pieces of what the model adds."""
         from lmkit.generation.generate import TextStream, draw_tokens
 
-        self._ids += self._continued(line) if self._template is None else self._asked(line, self._template)
-        self._ids = self._ids[-self._kept :]
+        self._ids = [*self._ids, *self._asked(line)][-self._kept :]
         if not self._ids:
             return
         stream, self._goes_on = TextStream(self._tokenizer), True
@@ -282,16 +418,16 @@ class Conversation:
             # Any other stop is left out: the next message puts the template's end there, as in training.
         yield stream.finish()
 
-    def _continued(self, line: str) -> list[int]:
-        return self._encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
-
-    def _asked(self, line: str, template: ChatTemplate) -> list[int]:
+    def _asked(self, line: str) -> list[int]:
         """Return the tokens of a user's message and of all that stands around it."""
+
+        def encode(text: str, **allowed: Collection[str]) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False, **allowed)
+
+        if (template := self._template) is None:
+            return encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
         between = template.after if self._goes_on else self._between  # an answer that was cut has no end
         self._between = template.rest
-        asked = self._encode(line.strip(), allowed_special=frozenset())
+        asked = encode(line.strip(), allowed_special=frozenset())
         after = template.after + template.head("assistant")
-        return [*self._encode(between + template.head("user")), *asked, *self._encode(after)]
-
-    def _encode(self, text: str, **allowed: Collection[str]) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, **allowed)
+        return [*encode(between + template.head("user")), *asked, *encode(after)]

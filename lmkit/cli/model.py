@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from lmkit.cli.console import Result, show
+from lmkit.cli.console import Result
 from lmkit.cli.options import (
     Commands,
     DeviceOption,
     DryRunOption,
     FieldOption,
-    JsonOption,
     NprocOption,
     PluginOption,
     PrintRecipeOption,
     RecipeArgument,
     SetOption,
     option,
-    refuse_typed,
 )
 from lmkit.errors import UsageError
 
@@ -102,16 +101,12 @@ def evaluate(
             "--choices, --harness and --tokens, --text, --by-document are different evaluations",
             hint="leave out all but one of them",
         )
-    if harness:
-        from lmkit.training.judging import run_harness
-
-        return run_harness(run, harness, device=device)
-    if choices is not None:
-        from lmkit.training.judging import evaluate_choices
-
-        return evaluate_choices(run, choices, device=device)
     from lmkit.training import judging
 
+    if harness:
+        return judging.run_harness(run, harness, device=device)
+    if choices is not None:
+        return judging.evaluate_choices(run, choices, device=device)
     judge = judging.evaluate_documents if by_document else judging.evaluate_run
     return judge(run, tokens=tokens, text=text, field=field, device=device)
 
@@ -163,7 +158,6 @@ def import_(
 
 @app.add("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
 def verify(
-    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -178,8 +172,7 @@ def verify(
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="N of --resume.")] = 5,
     set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Check files, or check that resuming is exact.
 
     Exit code 1 if something is wrong.
@@ -192,12 +185,7 @@ def verify(
 
         result = verify_resume(loaded, steps=steps)
     else:
-        why = "only with --resume; files are checked as they are"
-        hint = "leave it out, or: lmkit verify RECIPE --resume --steps N"
-        refuse_typed(context, "set_", "steps", why=why, hint=hint)
         from lmkit.training.verify import verify_path
 
         result = verify_path(Path(target))
-    show(result, as_json=as_json)
-    if not result.ok:
-        raise typer.Exit(1)
+    return Result(str(result), asdict(result), result.ok)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperGroup
-
-from lmkit.errors import UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,17 +17,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def option(text: str, *names: str, **settings: Any) -> Any:
     """Return a Typer option whose help does not show the default."""
     return typer.Option(*names, help=text, show_default=False, **settings)
-
-
-def _key_option(key: str) -> Any:
-    """Return the type of the option that sets a key of the recipe, such as `generate.seed`; its help is the key's
-    docstring."""
-    from lmkit.recipe.keys import of_table
-
-    table, _, name = key.partition(".")
-    annotation, text = of_table(table)[name]
-    kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
-    return Annotated[kind | None, option(f"{text.rstrip('.')} ({key}).")]
 
 
 def _turn_on_log(context: typer.Context, debug: bool) -> None:
@@ -115,7 +102,28 @@ FieldOption = Annotated[
 
 
 class Group(TyperGroup):
-    """The class of every group of commands."""
+    """A group of `Commands`, each of which is made when it is used."""
+
+    owner: Commands
+
+    @property
+    def commands(self) -> dict[str, Any]:
+        """The names of the commands."""
+        return dict.fromkeys(self.owner.lines())
+
+    @commands.setter
+    def commands(self, value: object) -> None:
+        """Do nothing: `owner` knows the commands."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self.owner.command(cmd_name) if cmd_name in self.commands else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, self.owner.prepared(args))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.owner.lines().items()))
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
@@ -124,24 +132,31 @@ class Group(TyperGroup):
             option.default = False
         return option
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; keep the message of an interrupted one, which Typer would drop."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            ctx.obj["interrupted"] = str(stop) or "interrupted"
+            raise
 
-class Commands(typer.Typer):
-    """The commands of one file.
+
+def first_sentence(text: str) -> str:
+    """Return the line of a command in the help of its group."""
+    return text.strip().partition("\n")[0].partition(". ")[0].rstrip(".") + "."
+
+
+class Commands:
+    """The commands of one file, which may be a group.
 
     `add` registers a function as a command. Its result is printed as text, or with `--json` as JSON; if it has an
     attribute `is_fine` that is false, the exit code is 1. A function that prints by itself declares `as_json` and
     returns None.
     """
 
-    def __init__(self, text: str | None = None, *, example: str = "", cls: type[Group] = Group) -> None:
-        super().__init__(
-            cls=cls,
-            help=text,
-            epilog=f"Example: {example}",
-            no_args_is_help=True,
-            rich_markup_mode=None,
-            add_completion=False,
-        )
+    def __init__(self, text: str = "", *, example: str = "", epilog: str = "") -> None:
+        self._group = {"help": text, "epilog": epilog or f"Example: {example}"}
+        self._added: dict[str, tuple[Callable[..., Any], Sequence[str], dict[str, Any]]] = {}
 
     def add(
         self, *examples: str, name: str | None = None, keys: Sequence[str] = (), **settings: Any
@@ -151,33 +166,76 @@ class Commands(typer.Typer):
         Args:
             examples: command lines for the help.
             name: the command's name if it is not the function's.
-            keys: keys of the recipe, such as "generate.seed", that have an option. The function gets what was typed
-                as its argument `flags`, key -> value; None where an option was left out.
+            keys: keys of the recipe, such as "generate.seed", or "generate.*", that have an option; its help is the
+                key's docstring. The function gets what was typed as its argument `flags`, key -> value; None where an
+                option was left out.
             settings: of `typer.Typer.command`.
         """
-        epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples)
-        if len(examples) == 1:
-            epilog = f"Example: {examples[0]}"
+        head = "Example: " if len(examples) == 1 else "\b\nExamples:\n  "
+        settings["epilog"] = head + "\n  ".join(examples)
 
         def register(function: Function) -> Function:
-            self.command(name, epilog=epilog, **settings)(_with_shared_options(function, keys))
+            self._added[name or function.__name__] = function, keys, settings
             return function
 
         return register
 
+    def lines(self) -> dict[str, str]:
+        """Return name -> line of help of all commands."""
+        return {name: first_sentence(function.__doc__ or "") for name, (function, *_) in self._added.items()}
 
-def _with_shared_options(function: Callable[..., Any], keys: Sequence[str]) -> Callable[..., None]:
-    """Return the function with the shared options it lacks, and those of keys, which prints the function's result."""
+    def command(self, name: str) -> Any:
+        """Make one command."""
+        from lmkit.recipe.keys import of_table
+
+        function, keys, settings = self._added[name]
+        flags: dict[str, tuple[Any, Any]] = {}
+        for table, _, wanted in (key.partition(".") for key in keys):
+            for key, (annotation, text) in of_table(table).items():
+                kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+                if key == wanted or (wanted == "*" and get_origin(kind) is not tuple):
+                    help_ = f"{text.rstrip('.')} ({table}.{key})."
+                    flags[f"{table}.{key}"] = Annotated[kind | None, option(help_)], None
+        return command_of(name, function, flags, **settings)
+
+    def group(self, root: Callable[..., None] = lambda: None, **settings: Any) -> Group:
+        """Make the group of the commands; `root` has its own options."""
+        settings |= self._group
+        app = typer.Typer(
+            cls=Group, no_args_is_help=True, rich_markup_mode=None, add_completion=False, **settings
+        )
+        app.callback()(root)
+        group = typer.main.get_group(app)
+        assert isinstance(group, Group)
+        group.owner = self
+        return group
+
+    def prepared(self, words: list[str]) -> list[str]:
+        """Return the words of a line, from the command's name on, as the group reads them."""
+        return words
+
+
+def command_of(
+    name: str, function: Callable[..., Any], flags: Mapping[str, tuple[Any, Any]], **settings: Any
+) -> Any:
+    """Return a command that calls the function, and prints its result.
+
+    It has the options that all commands share, unless the function has them.
+
+    Args:
+        flags: key (`generate.seed` has the option `--seed`) -> annotation and default. The function gets what was
+            typed as its argument `flags`, key -> value.
+    """
     signature = inspect.signature(function, eval_str=True)
     own = signature.parameters
-    flags = {key.partition(".")[2]: key for key in keys}
-    shared: dict[str, tuple[Any, Any]] = {name: (_key_option(key), None) for name, key in flags.items()}
+    names = {key.rpartition(".")[2]: key for key in flags}
+    shared = {name: flags[key] for name, key in names.items()}
     shared |= {"plugin": (PluginOption, None)} if "set_" in own else {}
     shared |= {"as_json": (JsonOption, False), "debug": (DebugOption, False)}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        values["flags"] = {key: values[name] for name, key in flags.items()}
+        values["flags"] = {key: values[name] for name, key in names.items()}
         result = function(**{name: _in_home(values[name]) for name in own})
         if result is not None:
             from lmkit.cli.console import show
@@ -194,7 +252,9 @@ def _with_shared_options(function: Callable[..., Any], keys: Sequence[str]) -> C
     ]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command(name, **settings)(command)
+    return typer.main.get_command(app)
 
 
 def _in_home(value: Any) -> Any:
@@ -206,23 +266,3 @@ def _in_home(value: Any) -> Any:
     from lmkit.storage.inputs import in_home  # not for --help
 
     return in_home(value)
-
-
-def refuse_typed(context: typer.Context, *parameters: str, why: str, hint: str) -> None:
-    """Refuse options that the user typed and the command would ignore. Defaults do not count.
-
-    Args:
-        parameters: their names in the function of the command.
-
-    Raises:
-        UsageError: names every such option.
-    """
-
-    def is_typed(name: str) -> bool:
-        source = context.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
-
-    named = [parameter for parameter in context.command.params if parameter.name in parameters]
-    typed = [parameter.opts[0] for parameter in named if is_typed(str(parameter.name))]
-    if typed:
-        raise UsageError("command.unused_option", f"{', '.join(typed)}: {why}", hint=hint)

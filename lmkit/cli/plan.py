@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmkit.cli.console import Result
 from lmkit.cli.options import Commands, PluginOption, RecipeArgument, SetOption, option
-from lmkit.registry import (
-    ATTENTION,
-    DATASETS,
-    OPERATIONS,
-    OPTIMIZERS,
-    STRATEGIES,
-    KernelFacts,
-    OperationsFacts,
-)
+from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
-    from lmkit.training.plan import Measured, Plan
+    from lmkit.training.plan import Plan
 
 app = Commands()
 GB = 10**9
@@ -58,67 +50,54 @@ def plan(
     from lmkit.errors import UsageError, did_you_mean
     from lmkit.measure.limits import CARDS, card_here
     from lmkit.recipe.load import load_recipe
+    from lmkit.tokenizer.vocabulary import awaited_tokenizer
 
     loaded = load_recipe(recipe, set_ or (), flags={"parallel.strategy": strategy})
     known = {name.lower(): card for name, card in CARDS.items()}
     if gpu is not None and gpu.lower() not in known:
-        raise UsageError(
-            "plan.unknown_gpu",
-            f"--gpu {gpu}: not known{did_you_mean(gpu, CARDS)}",
-            hint="there are: " + ", ".join(CARDS),
-        )
-    if check and (gpu is not None or all_gpus):
-        raise UsageError(
-            "plan.options_exclude",
-            "--check measures on this machine's GPUs, --gpu and --all-gpus name others",
-            hint="leave one of them out",
-        )
-    if all_gpus and gpu is not None:
-        raise UsageError(
-            "plan.options_exclude",
-            "--gpu names one GPU, --all-gpus compares all",
-            hint="leave one of them out",
-        )
-    from lmkit.tokenizer.vocabulary import awaited_tokenizer
-    from lmkit.training.plan import plan as make_plan
+        message = f"--gpu {gpu}: not known{did_you_mean(gpu, CARDS)}"
+        raise UsageError("plan.unknown_gpu", message, hint="there are: " + ", ".join(CARDS))
+    if check + all_gpus + (gpu is not None) > 1:
+        message = "--gpu names one GPU, --all-gpus compares all, and --check measures on this machine's"
+        raise UsageError("plan.options_exclude", message, hint="leave out all but one of them")
+    from lmkit.training import plan as planning
 
     assumed = ""
     if (awaited := awaited_tokenizer(loaded)) and loaded.tokenizer is not None:
         assumed = f"\n{awaited} is not there yet: counted with tokenizer.vocab_size = {loaded.tokenizer.vocab_size:,}"
     if all_gpus:
-        plans = {name: make_plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
+        plans = {name: planning.plan(loaded, card, ranks=ranks) for name, card in CARDS.items()}
         return Result(
             _table(plans) + assumed, {"gpus": {name: _fields(made) for name, made in plans.items()}}
         )
-    card = known[gpu.lower()] if gpu is not None else card_here()
-    made = make_plan(loaded, card, ranks=ranks)
-    if not check:
-        return Result(_text(made) + assumed, _fields(made))
-    from lmkit.training.plan import check as measure
+    made = planning.plan(loaded, known[gpu.lower()] if gpu is not None else card_here(), ranks=ranks)
+    text, fields = _text(made) + assumed, _fields(made)
+    if check:
+        found = planning.check(loaded, ranks=ranks)
+        fields["measured"] = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
+        if found.peak_bytes is None or found.seconds is None:
+            return Result(f"{text}\n\nmeasured: out of memory", fields)
+        planned, peak = made.memory.peak / GB, found.peak_bytes / GB
+        tokens = made.train.batch_size * made.config.context_length
+        text += f"\n\npeak: planned {planned:.2f} GB, measured {peak:.2f} ({planned / peak - 1:+.1%})\n"
+        text += f"a step: measured {found.seconds * 1e3:,.1f} ms, {tokens / found.seconds:,.0f} tokens/s"
+    return Result(text, fields)
 
-    found = measure(loaded, ranks=ranks)
-    measured = {"peak_bytes": found.peak_bytes, "seconds": found.seconds}
-    return Result(
-        f"{_text(made)}{assumed}\n\n{_compared(made, found)}", {**_fields(made), "measured": measured}
-    )
 
-
-def _compared(made: Plan, found: Measured) -> str:
-    if found.peak_bytes is None or found.seconds is None:
-        return "measured: out of memory"
-    planned, peak = made.memory.peak / GB, found.peak_bytes / GB
-    tokens = made.train.batch_size * made.config.context_length
-    return (
-        f"peak: planned {planned:.2f} GB, measured {peak:.2f} ({planned / peak - 1:+.1%})\n"
-        f"a step: measured {found.seconds * 1e3:,.1f} ms, {tokens / found.seconds:,.0f} tokens/s"
-    )
+# Kinds of bytes
+_BEFORE = {"weights": "weights", "optimizer": "optimizer state", "gathered": "gathered weights and gradients"}
+_AFTER = {
+    "recomputed": "activations of a block, computed again",
+    "gradients": "gradients",
+    "loss": "loss: gradients of the head",
+    "logits": "loss: slice of logits",
+}
 
 
 def _fields(made: Plan) -> dict[str, Any]:
     """Return what `--json` prints."""
     memory = made.memory
     same = ("fits", "ranks", "strategy", "rows", "parameters", "most_rows", "most_context")
-    kinds = ("weights", "optimizer", "gradients", "gathered", "recomputed", "loss", "logits")
     return {
         "gpu": made.card.name,
         "gpu_bytes": made.card.memory,
@@ -129,7 +108,7 @@ def _fields(made: Plan) -> dict[str, Any]:
         "peaks_at": memory.peaks_at,
         "most_bytes": memory.most,
         "bytes": {
-            **{kind: getattr(memory, kind) for kind in kinds},
+            **{kind: getattr(memory, kind) for kind in (*_BEFORE, *_AFTER)},
             "activations": dict(memory.activations),
             "kv_cache": made.kv_cache,
         },
@@ -141,53 +120,39 @@ def _text(made: Plan) -> str:
     from lmkit.measure.tables import Column, terminal_table
 
     memory, config, train = made.memory, made.config, made.train
-    kinds = {
-        "weights": memory.weights,
-        "optimizer state": memory.optimizer,
-        "gathered weights and gradients": memory.gathered,
-        **{f"activations: {name}": size for name, size in memory.activations.items()},
-        "activations of a block, computed again": memory.recomputed,
-        "gradients": memory.gradients,
-        "loss: gradients of the head": memory.loss,
-        "loss: slice of logits": memory.logits,
-    }
+    kinds = {label: getattr(memory, kind) for kind, label in _BEFORE.items()}
+    kinds |= {f"activations: {name}": size for name, size in memory.activations.items()}
+    kinds |= {label: getattr(memory, kind) for kind, label in _AFTER.items()}
     rows = [{"kind": kind, "gb": size / GB} for kind, size in kinds.items() if size]
-    table = terminal_table(rows, (Column("kind", "a rank holds"), Column("gb", "GB", ",.3f")), width=98)
     where = f"{made.ranks} x {made.card.name}, {made.strategy}" if made.ranks > 1 else made.card.name
     accumulated = f" x {train.accumulation} micro-batches" if train.accumulation > 1 else ""
     operations = "fused" if made.fused else "plain"
+    sequences = f"{made.most_rows:,} sequence{'' if made.most_rows == 1 else 's'}"
     lines = [
         f"{made.parameters:,} parameters, {train.precision}, {operations} operations, on {where}",
         f"a rank's batch: {made.rows:,} x {config.context_length:,} tokens{accumulated}",
         "",
-        table,
+        terminal_table(rows, (Column("kind", "a rank holds"), Column("gb", "GB", ",.3f")), width=98),
         f"peak: {memory.peak / GB:.2f} GB, in {memory.peaks_at}; not all of the above exists at that moment",
         f"with the allocator's gaps: at most {memory.most / GB:.2f} GB",
         f"{'fits' if made.fits else 'DOES NOT FIT'}: {made.usable / GB:.1f} GB are usable of the GPU's "
         f"{made.card.memory / GB:.1f} GB",
-        f"largest micro-batch: {_count(made.most_rows)} of {config.context_length:,} tokens; "
+        f"largest micro-batch: {sequences} of {config.context_length:,} tokens; "
         f"longest context: {made.most_context:,} tokens for {made.rows:,}",
-        *(() if made.fits else (_LESS,)),
+        *_notes([made]),
         f"generating {made.texts:,} text{'' if made.texts == 1 else 's'} at once: {made.kv_cache / GB:,.3f} GB of "
         f"keys and values beside {made.generating / GB:.3f} GB of weights",
-        *_without_bf16([made]),
     ]
     return "\n".join(lines)
 
 
-def _count(rows: int) -> str:
-    return f"{rows:,} sequence{'' if rows == 1 else 's'}"
-
-
-def _without_bf16(plans: Iterable[Plan]) -> list[str]:
-    """Return a line for each GPU that cannot compute in the precision of its plan."""
+def _notes(plans: Collection[Plan]) -> list[str]:
+    """Return lines on GPUs that cannot compute in the precision of their plan, and what to do if nothing fits."""
     from lmkit.measure.limits import known_peak
 
-    return [
-        f"{made.card.name} has no instructions for bf16"
-        for made in plans
-        if made.train.precision.startswith("bf16") and known_peak(made.card.name, "bf16") is None
-    ]
+    of_bf16 = [made.card.name for made in plans if made.train.precision.startswith("bf16")]
+    notes = [f"{name} has no instructions for bf16" for name in of_bf16 if known_peak(name, "bf16") is None]
+    return notes if any(made.fits for made in plans) else [*notes, _LESS]
 
 
 def _table(plans: dict[str, Plan]) -> str:
@@ -213,26 +178,20 @@ def _table(plans: dict[str, Plan]) -> str:
         Column("rows", "largest batch", ",d"),
         Column("context", "longest context", ",d"),
     )
+    precision, context = made.train.precision, made.config.context_length
+    others = (f"{p.train.precision} on {name}" for name, p in plans.items() if p.train.precision != precision)
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"
-    others = [
-        f"{each.train.precision} on {name}"
-        for name, each in plans.items()
-        if each.train.precision != made.train.precision
-    ]
-    head = (
-        f"{made.parameters:,} parameters, {', '.join([made.train.precision, *others])}, "
-        f"{made.rows:,} x {made.config.context_length:,} tokens a rank, {ranks}"
-    )
-    notes = [
+    lines = [
+        f"{made.parameters:,} parameters, {', '.join([precision, *others])}, "
+        f"{made.rows:,} x {context:,} tokens a rank, {ranks}",
+        "",
+        terminal_table(rows, columns, width=98),
         'usable: what CUDA and its libraries leave; GB are 10^9 bytes, of which a GPU of "80 GB" has 85',
-        f"largest batch: sequences of {made.config.context_length:,} tokens in a micro-batch on a rank; "
+        f"largest batch: sequences of {context:,} tokens in a micro-batch on a rank; "
         f"longest context: for {made.rows:,}",
+        *_notes(plans.values()),
     ]
-    fitting = [each for each in plans.values() if each.fits]
-    notes += _without_bf16(fitting)
-    if not fitting:
-        notes.append(_LESS)
-    return "\n".join([head, "", terminal_table(rows, columns, width=98), *notes])
+    return "\n".join(lines)
 
 
 @app.add("lmkit env --json")
@@ -255,20 +214,32 @@ def env(plugin: PluginOption = None) -> Result:
 
 
 def _features(has_gpu: bool) -> dict[str, str]:
-    refusals = {name: _refusal(ATTENTION.facts(name), has_gpu) for name in ATTENTION.names}
-    features = {"attention": ", ".join(name for name, refusal in refusals.items() if refusal is None)}
-    for name, refusal in refusals.items():
-        facts = ATTENTION.facts(name)
-        if refusal is not None:
+    def refusals(registry: Registry[Any]) -> dict[str, str]:
+        """Return why each kernel or set of operations does not run here; "" if it does."""
+        found = {}
+        for name in registry.names:
+            missing, devices = registry.facts(name).missing, registry.facts(name).devices
+            needs = "" if has_gpu or "cpu" in devices else "needs a CUDA GPU"
+            found[name] = f"{', '.join(missing)} is not installed" if missing else needs
+        return found
+
+    kernels, operations = refusals(ATTENTION), refusals(OPERATIONS)
+    features = {"attention": ", ".join(name for name, refusal in kernels.items() if not refusal)}
+    for name, refusal in kernels.items():
+        if refusal:
             features[name] = f"no: {refusal}"
-        elif facts.implementation is not None and has_gpu:
-            features[name] = _implementation(name, facts)
-    refusals = {name: _refusal(OPERATIONS.facts(name), has_gpu) for name in OPERATIONS.names}
-    chosen = next(name for name, refusal in refusals.items() if refusal is None)
-    others = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
-    features["operations"] = chosen + "".join(f" ({other})" for other in others)
-    registries = {"strategies": STRATEGIES, "optimizers": OPTIMIZERS, "datasets": DATASETS}
-    features |= {title: ", ".join(registry.names) for title, registry in registries.items()}  # type: ignore[attr-defined]
+        elif has_gpu and ATTENTION.facts(name).implementation is not None:
+            features[name] = _implementation(name)
+    others = [f" ({name}: {refusal})" for name, refusal in operations.items() if refusal]
+    features["operations"] = next(name for name, refusal in operations.items() if not refusal) + "".join(
+        others
+    )
+    registries: dict[str, Registry[Any]] = {
+        "strategies": STRATEGIES,
+        "optimizers": OPTIMIZERS,
+        "datasets": DATASETS,
+    }
+    features |= {title: ", ".join(registry.names) for title, registry in registries.items()}
     features["ranks"] = "nccl, gloo" if has_gpu else "gloo"
     for package, extra in {"wandb": "wandb", "tensorboard": "tensorboard", "lm_eval": "eval"}.items():
         found = importlib.util.find_spec(package)
@@ -277,23 +248,18 @@ def _features(has_gpu: bool) -> dict[str, str]:
     return features
 
 
-def _refusal(facts: KernelFacts | OperationsFacts, has_gpu: bool) -> str | None:
-    """Return why a kernel or a set of operations does not run here; None if it does."""
-    if facts.missing:
-        return f"{', '.join(facts.missing)} is not installed"
-    return None if has_gpu or "cpu" in facts.devices else "needs a CUDA GPU"
-
-
-def _implementation(name: str, facts: KernelFacts) -> str:
-    """Return which of its implementations a kernel runs, and why it is not the fastest."""
+def _implementation(name: str) -> str:
+    """Return which of its implementations a kernel runs on a GPU, and why it is not the fastest."""
     import torch
 
     # The fastest kernels take these queries: one head of bf16, 128 wide.
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    probe = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
+    probe = torch.empty(
+        1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
 
     def ask(function: str | None) -> str | None:
         return None if function is None else ATTENTION.function_of(name, function)(probe, probe, probe)
 
+    facts = ATTENTION.facts(name)
     reason = ask(facts.fallback)
     return f"{ask(facts.implementation)} kernels" + (f": {reason}" if reason else "")

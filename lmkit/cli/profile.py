@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption, option, refuse_typed
+from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption, option
 from lmkit.errors import UsageError
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
@@ -75,8 +75,7 @@ def nsys(
         )
     folder = _folder(output, "nsys", force=force)
     if not arguments:
-        return _profile(context, target[0], set_, folder, engine=engine, mode=mode, steps=steps)
-    _refuse_options_of_recipes(context, f"{target[0]} is a command")
+        return _profile(target[0], set_, folder, engine=engine, mode=mode, steps=steps)
     from lmkit.profile.run import run_command
 
     return run_command(arguments, folder)
@@ -84,7 +83,6 @@ def nsys(
 
 @app.add("lmkit profile kineto quickstart --steps 5")
 def kineto(
-    context: typer.Context,
     target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
     set_: SetOption = None,
     mode: ModeOption = "step",
@@ -97,7 +95,7 @@ def kineto(
     An existing recording (.json, .json.gz) is summarised.
     """
     folder = _folder(output, "kineto", force=force)
-    return _profile(context, target, set_, folder, engine="kineto", mode=mode, steps=steps)
+    return _profile(target, set_, folder, engine="kineto", mode=mode, steps=steps)
 
 
 @app.add(
@@ -158,12 +156,9 @@ def _folder(output: Path | None, command: str, *, force: bool) -> Path:
     return folder
 
 
-def _profile(
-    context: typer.Context, target: str, overrides: list[str] | None, folder: Path, **options: Any
-) -> Any:
+def _profile(target: str, overrides: list[str] | None, folder: Path, **options: Any) -> Any:
     """Summarise a recording, or record a recipe."""
     if target.endswith(RECORDINGS):
-        _refuse_options_of_recipes(context, f"{target} is a recording")
         from lmkit.profile.run import run_recording
 
         return run_recording(Path(target), folder)
@@ -180,8 +175,3 @@ def _profile(
     from lmkit.profile.run import run_steps
 
     return run_steps(recipe, folder, **options)
-
-
-def _refuse_options_of_recipes(context: typer.Context, target: str) -> None:
-    why, hint = f"needs a recipe; {target}", "leave it out, or record a recipe: lmkit profile kineto RECIPE"
-    refuse_typed(context, "set_", "engine", "mode", "steps", why=why, hint=hint)

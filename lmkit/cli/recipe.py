@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lmkit.cli.console import Result
 from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption
-from lmkit.measure.tables import enumeration, statement
-
-if TYPE_CHECKING:
-    from lmkit.recipe.schema import Recipe
+from lmkit.measure.tables import enumeration
 
 app = Commands("List, show, check and copy recipes.", example="lmkit recipe show quickstart")
 
@@ -72,27 +68,12 @@ def copy(
     force: ForceOption = False,
 ) -> Result:
     """Copy a shipped recipe with its comments to a new file."""
-    from lmkit.recipe.load import find_recipe, load_recipe
+    from lmkit.recipe.load import find_recipe
     from lmkit.storage import write_atomic
     from lmkit.storage.inputs import read_input
     from lmkit.storage.outputs import refuse_existing
 
     path = find_recipe(recipe)
     refuse_existing(output, force=force)
-    command = f"lmkit {_command(load_recipe(path), shlex.quote(str(output)))}"
     write_atomic(output, read_input(path))
-    text = f"wrote {output}\n{statement('use it with', command)}"
-    return Result(text, {"output": output, "command": command})
-
-
-def _command(recipe: Recipe, file: str) -> str:
-    """Return the command that a recipe is for."""
-    from lmkit.registry import BENCHES
-
-    if recipe.corpus is not None:
-        return f"run {file}"
-    for bench in BENCHES.names:
-        if bench in recipe.bench:
-            needs_ranks = BENCHES.facts(bench).ranks == "required"
-            return f"bench {bench.replace('_', '-')} {file}{' --nproc 2' if needs_ranks else ''}"
-    return f"profile kineto {file}" if recipe.data.train is None else f"train {file}"
+    return Result(f"wrote {output}", {"output": output})

@@ -10,7 +10,7 @@ import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import MOST_RANKS, Commands, ForceOption, PluginOption, option
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
 from lmkit.storage.inputs import read_object
 
@@ -134,6 +134,7 @@ def rerun(
     with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong or failed.
     """
     from lmkit.recipe.load import load_recipe
+    from lmkit.recipe.schema import differences
 
     recipe_file = folder / RECIPE
     if not recipe_file.is_file():
@@ -146,44 +147,24 @@ def rerun(
     recipe, before = load_recipe(recipe_file, benches=not is_run(folder)), _environment(folder)
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
-    from lmkit.recipe.schema import differences
-
     changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
-    trained = [recipe for recipe in map(_trained_recipe, (folder, new)) if recipe is not None]
+    trained = [
+        _trained_recipe(path, state) for path in (folder, new) if (state := _newest_state(path)) is not None
+    ]
     if len(trained) == 2:
         changes += differences(*trained, ignore=NAMES)
     lines = [f"{folder} -> {new}", *(f"drift  {line}" for line in changes)]
-    if not changes:
-        lines.append("versions, machine and recipe are the same")
-    return Result(
-        "\n".join([*lines, made.text]), {"folder": new, "drift": changes, **made.fields}, made.is_fine
-    )
+    lines += [] if changes else ["versions, machine and recipe are the same"]
+    fields = {"folder": new, "drift": changes, **made.fields}
+    return Result("\n".join([*lines, made.text]), fields, made.is_fine)
 
 
 def _environment(folder: Path) -> dict[str, Any]:
-    path = folder / ENVIRONMENT
+    """Return what `environment.json` says; {} if it is missing or damaged."""
     try:
-        return read_object(path)
-    except FileNotFoundError:
+        return read_object(folder / ENVIRONMENT)
+    except (OSError, ValueError):
         return {}
-    except (OSError, ValueError) as error:
-        raise LmkitError(
-            "rerun.damaged", f"{path}: {error}", hint="move it away to go on without it"
-        ) from error
-
-
-def _stored(ranks: object, folder: Path) -> int:
-    """Return a number of ranks that a record names, if it is one that a machine can start."""
-    if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(
-            "rerun.wrong_ranks",
-            f"{folder}: was made by {str(ranks)[:20]} ranks, and this command starts 1 to {MOST_RANKS}",
-            hint="name how many to start: --nproc N",
-        )
-    return ranks
-
-
-# Benches
 
 
 def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
@@ -194,19 +175,14 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
     files = {f"{BENCHES.facts(name).prefix(name)}results.jsonl": name for name in BENCHES.names}
     found = [file for file in files if (folder / file).is_file()]
     if len(found) != 1:
-        hint = "name the folder of one bench's results"
-        raise UsageError(
-            "rerun.no_results", f"{folder}: holds {METRICS} of no run, nor one bench's rows", hint=hint
-        )
-    ranks = nproc or _stored(_environment(folder).get("world_size", 1), folder)
+        message = f"{folder}: holds {METRICS} of no run, nor one bench's rows"
+        raise UsageError("rerun.no_results", message, hint="name the folder of one bench's results")
+    ranks = nproc or _environment(folder).get("world_size", 1)
     with progress_on_stderr() as progress:
         made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
     compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)
     fields = {"bench": files[found[0]], "rows": compared.rows, "worse": compared.worse}
     return Result(str(compared), fields, is_fine=made is None or made.is_fine)
-
-
-# Runs
 
 
 def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
@@ -215,7 +191,7 @@ def _train_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> 
 
     again = recipe.changed(run={"folder": new.parent, "name": new.name}, checkpoint={"resume": "auto"})
     state = _newest_state(folder)
-    ranks = nproc or _stored(state.world_size if state else 1, folder)
+    ranks = nproc or (1 if state is None else state.world_size)
     if recipe.corpus is not None and recipe.tokenizer is not None and recipe.data.train is None:
         from lmkit.cli import pipeline
 
@@ -243,40 +219,34 @@ def _newest_state(folder: Path) -> TrainingState | None:
     return open_checkpoint(saved[-1].path).state if saved else None
 
 
-def _trained_recipe(folder: Path) -> Recipe | None:
-    """Return the recipe that the newest checkpoint keeps, for the folder where it lies now; None without one."""
+def _trained_recipe(folder: Path, state: TrainingState) -> Recipe:
+    """Return the recipe that a checkpoint keeps, for the folder where it lies now."""
     from lmkit.recipe.load import validate
 
-    state = _newest_state(folder)
-    if state is None:
-        return None
     return validate(placed_in(folder, state.recipe), origin=str(folder / CHECKPOINTS), resolved=True)
 
 
-def _losses(
-    kind: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], str]:
+Records = Sequence[Mapping[str, Any]]
+
+
+def _losses(kind: str, before: Records, after: Records) -> tuple[dict[str, Any], str]:
     """Return how the losses of one kind differ in two runs: facts, and a line about them."""
-    old, new = (
-        {record["step"]: record["loss"] for record in records if record["kind"] == kind}
-        for records in (before, after)
-    )
+    old, new = ({r["step"]: r["loss"] for r in records if r["kind"] == kind} for records in (before, after))
     both = old.keys() & new.keys()  # the files have null for what is not finite
     gaps = {step: abs(new[step] - old[step]) for step in both if None not in (old[step], new[step])}
     differing = sorted(step for step, gap in gaps.items() if gap)
     first, largest = min(differing, default=None), max(gaps.values(), default=0.0)
     not_finite = sum((old[step] is None) != (new[step] is None) for step in both)
-    steps = f"{len(both):,} steps"
-    said = f"equal at all {steps}"
-    if differing:
-        said = f"differ at {len(differing):,} of {steps}, first at {first:,}, by {largest:.3g} at most"
+    said = f"equal at all {len(both):,} steps"
     if not_finite:
-        said = f"not finite at {not_finite:,} of {steps} of one of the runs"
+        said = f"not finite at {not_finite:,} of {len(both):,} steps of one of the runs"
+    elif differing:
+        said = f"differ at {len(differing):,} of {len(both):,} steps, first at {first:,}, by {largest:.3g} at most"
     facts = {"steps": len(both), "differing": len(differing), "first": first, "largest": largest}
     return {"kind": kind, **facts, "not_finite": not_finite}, f"{kind} losses  {said}"
 
 
-def _time_row(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _time_row(records: Records) -> dict[str, Any]:
     """Return a row as benches have it. The first record is left out: its steps warm up."""
     speeds = [record.get("tokens_per_second") for record in records if record["kind"] == "train"][1:]
     samples = [1e3 / speed for speed in speeds if isinstance(speed, float) and speed > 0]

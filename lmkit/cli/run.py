@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +43,7 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Start over, whichever recipe made the run folder; the old run moves to old-<time> in it.",
+            help="Start over, whichever recipe made the folder; the old training moves to old-<time> in it.",
         ),
     ] = False,
     nproc: NprocOption = 1,
@@ -78,13 +77,16 @@ def run(
         "force": force,
         "nproc": nproc,
     }
+    results: list[Result | None] = []
     if dry_run or seeds is not None:  # no run starts before another one is refused
-        plans = [pipeline.plan(it, **options) for it in recipes]
-        if dry_run:
-            return plans[0] if seeds is None else _joined(plans)
-    with progress_on_stderr() as progress:
-        results = [pipeline.run(it, progress=progress, **options) for it in recipes]
-    return results[0] if seeds is None else _joined(results)
+        results = [pipeline.plan(it, **options) for it in recipes]
+    if not dry_run:
+        with progress_on_stderr() as progress:
+            results = [pipeline.run(it, progress=progress, **options) for it in recipes]
+    if seeds is None:
+        return results[0]
+    made = [result for result in results if result is not None]
+    return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})
 
 
 def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
@@ -105,8 +107,3 @@ def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
         recipe.changed(run={"folder": folder, "name": f"seed-{seed}", "seed": seed})
         for seed in range(first, first + count)
     ]
-
-
-def _joined(results: Sequence[Result | None]) -> Result:
-    made = [result for result in results if result is not None]
-    return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})

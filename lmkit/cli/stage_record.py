@@ -9,6 +9,7 @@ with its default: a newer lmkit does not redo the stages of an older one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from lmkit.recipe.run_folder import (
     RECORD,
     SPECIAL_TOKENS_MAP,
     is_entry,
+    read_record,
     save_record,
 )
 from lmkit.recipe.schema import Recipe
 from lmkit.storage.atomic import noted_digest
-from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 Outputs = dict[str, list[Path]]
@@ -56,123 +57,83 @@ class StageRecord:
         reads_sources: hash the files that the recipe names; otherwise they count as unchanged and may be gone.
 
     Attributes:
+        entries: stage -> its entry in the record.
         content: key of the recipe -> hashes of the files that it names now.
         mark: ends a document in text files; None: nothing does.
         damage: says that the record is damaged; None if it is not.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
-        self.folder = folder
-        self.mark = _mark_of(recipe)
-        self._sources = {dotted: paths_of(recipe, dotted) for dotted in FILES}
-        self._hashes: dict[str, list[Any]] = {}
-        self._entries: dict[str, dict[str, Any]] = {}
-        self.load()
+        self.folder, self.mark = folder, _mark_of(recipe)
+        record = read_record(folder)
+        self.entries = {stage: record[stage] for stage in READS if is_entry(record.get(stage))}
+        lost = ", ".join(stage for stage in READS if stage in record and stage not in self.entries)
+        if not record and (folder / RECORD).exists():
+            lost = "every stage"
+        self.damage = f"{folder / RECORD}: damaged, so that {lost} may run again" if lost else None
+        noted = record.get("files")
+        self._noted: dict[str, Any] = noted if isinstance(noted, dict) else {}
+        self._sources: dict[str, list[Path]] = {}
         self.content: dict[str, list[str]] = {}
-        for dotted, paths in self._sources.items():
+        for key in FILES:
+            self._sources[key] = paths = paths_of(recipe, key)
             if reads_sources:
-                self.content[dotted] = [self._source(path, dotted) for path in paths]
+                self.content[key] = [self._digest(_checked(path, key)) for path in paths]
             else:
-                noted = (entry.get("content", {}) for entry in self._entries.values())
-                self.content[dotted] = next((content[dotted] for content in noted if dotted in content), [])
+                contents = (entry.get("content", {}) for entry in self.entries.values())
+                self.content[key] = next((content[key] for content in contents if key in content), [])
         # A stage reads its tables and those of the stages before it.
         self._reads: dict[str, dict[str, Any]] = {}
         self._defaults: dict[str, Any] = {}
         values: dict[str, Any] = {}
-        content: dict[str, list[str]] = {}
         for stage, tables in READS.items():
             for name in tables:
                 table = getattr(recipe, name)
                 for into, source in ((values, table), (self._defaults, type(table)())):
-                    for key, value in source.model_dump(mode="json").items():
-                        if f"{name}.{key}" not in (*NO_EFFECT, *FILES):
-                            into[f"{name}.{key}"] = value
-                content |= {key: self.content[key] for key in FILES if key.startswith(f"{name}.")}
+                    into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
             values["corpus.separator"], self._defaults["corpus.separator"] = self.mark, END_OF_TEXT
-            self._reads[stage] = {"values": dict(values), "content": dict(content)}
-
-    def load(self) -> None:
-        """Read the record. It is written atomically: an entry that is not ours was damaged from outside."""
-        path = self.folder / RECORD
-        entries: dict[str, Any] = {}
-        is_readable = True
-        try:
-            entries = read_object(path)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError):
-            is_readable = False
-        if isinstance(known := entries.get("files"), dict):
-            known = {name: facts for name, facts in known.items() if isinstance(facts, list)}
-            self._hashes = known | self._hashes
-        self._entries = {stage: entry for stage, entry in entries.items() if is_entry(entry)}
-        lost = ", ".join(stage for stage in READS if stage in entries and stage not in self._entries)
-        lost = lost if is_readable else "every stage"
-        self.damage = f"{path}: damaged, so that {lost} may run again" if lost else None
-
-    def _source(self, path: Path, key: str) -> str:
-        """Return the hash of the content of a file that the recipe names under `key`."""
-        is_corpus = key.startswith("corpus.")
-        if is_corpus:
-            refuse_directory(key, path)
-        if not path.is_file():
-            yours = '["FILE"]' if is_corpus else "FILE"
-            hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
-            if path.parent.name in shipped_recipes():  # a run that has not been made
-                hint = f"make it: lmkit run {path.parent.name}; or {hint}"
-            wrong = "not a regular file" if path.exists() else "no such file"
-            raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
-        return self._digest(path)
+            counted = {key: value for key, value in values.items() if key not in (*NO_EFFECT, *FILES)}
+            content = {key: self.content[key] for key in FILES if key in values}
+            self._reads[stage] = {"values": counted, "content": content}
 
     def _digest(self, path: Path) -> str:
         """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
         name = str(path.absolute())
-        self._hashes[name] = noted = noted_digest(path, self._hashes.get(name, ()))
+        self._noted[name] = noted = noted_digest(path, self._noted.get(name))
         return noted[-1]
-
-    def knows(self, dotted: str) -> bool:
-        """Return whether some stage noted the content of the files that a key of the recipe names."""
-        return any(dotted in entry.get("content", {}) for entry in self._entries.values())
 
     def changed_content(self) -> Iterator[str]:
         """Yield `FILE (key KEY)` for the files whose content is not the one that the stages before training read."""
-        for dotted, new in self.content.items():
-            olds = [entry.get("content", {}).get(dotted) for entry in self._entries.values()]
-            for old in [old for old in olds if old is not None and old != new][:1]:
-                paths = [str(path) for path in self._sources[dotted]]
-                if len(old) == len(new):
-                    paths = [path for path, before, now in zip(paths, old, new, strict=True) if before != now]
-                yield f"{', '.join(paths) or 'no file'} (key {dotted})"
+        for key, new in self.content.items():
+            olds = [entry.get("content", {}).get(key, new) for entry in self.entries.values()]
+            for old in [old for old in olds if old != new][:1]:
+                triples = zip_longest(self._sources[key], old, new)
+                paths = [str(path) for path, before, now in triples if path and before != now]
+                yield f"{', '.join(paths) or 'no file'} (key {key})"
 
     def was_made(self, stage: str) -> bool:
         """Return whether the stage finished at some time, up to date or not."""
-        return self._entries.get(stage, {}).get("done") is True
-
-    def is_finished(self, stage: str) -> bool:
-        """Return whether the stage is up to date: finished, of the same values and content, its outputs whole."""
-        return self.damaged(stage) == []
+        return self.entries.get(stage, {}).get("done") is True
 
     def damaged(self, stage: str) -> list[Path] | None:
         """Return the outputs that are missing or not as the stage left them; None if the stage is out of date."""
-        now, entry = self._reads[stage], self._entries.get(stage, {})
+        now, entry = self._reads[stage], self.entries.get(stage, {})
         if not self.was_made(stage) or "values" not in entry or entry.get("content") != now["content"]:
             return None
         values = self._defaults | entry["values"]
-        if any(values[dotted] != value for dotted, value in now["values"].items()):
+        if any(values[key] != value for key, value in now["values"].items()):
             return None
         made, damaged = entry.get("made", {}), []
         for path in (path for paths in self.outputs(stage).values() for path in paths):
             digest = made.get(self._name(path))
-            is_whole = path.exists()
-            if is_whole and digest is not None:
-                is_whole = path.is_file() and self._digest(path) == digest
+            is_whole = path.exists() if digest is None else path.is_file() and self._digest(path) == digest
             damaged += [] if is_whole else [path]
         return damaged
 
     def outputs(self, stage: str) -> Outputs:
         """Return what a finished stage made."""
         outputs: Outputs = {}
-        for role, names in self._entries[stage]["outputs"].items():
+        for role, names in self.entries[stage]["outputs"].items():
             outputs[role] = [self.folder / name if name.startswith(_INSIDE) else Path(name) for name in names]
         return outputs
 
@@ -182,34 +143,44 @@ class StageRecord:
 
     def begin(self, stage: str) -> None:
         """Note that work on a stage starts."""
-        self._entries[stage] = self._reads[stage] | {"done": False, "outputs": {}}
+        self.entries[stage] = self._reads[stage] | {"done": False, "outputs": {}}
         self.save()
 
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
         sources = {path for paths in self._sources.values() for path in paths}
-        names: dict[str, list[str]] = {}
         made: dict[str, str] = {}
-        for role, paths in outputs.items():
-            names[role] = []
-            for path in paths:
-                name = self._name(path)
-                names[role].append(name)
-                # A corpus that is used where it lies is not the run's.
-                if name.startswith(_INSIDE) and path not in sources and path.is_file():
-                    made[name] = self._digest(path)
-        self._entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
+        for path in (path for paths in outputs.values() for path in paths):
+            # A corpus that is used where it lies is not the run's.
+            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                made[self._name(path)] = self._digest(path)
+        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
+        self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
         self.save()
 
     def forget(self, stages: Iterable[str]) -> None:
         """Drop stages: they are out of date from now on."""
         for stage in stages:
-            self._entries.pop(stage, None)
-        self.save()
+            self.entries.pop(stage, None)
 
     def save(self) -> None:
         """Write the record, with the hashes of files that were read."""
-        save_record(self.folder, self._entries | {"files": self._hashes})
+        save_record(self.folder, self.entries | {"files": self._noted})
+
+
+def _checked(path: Path, key: str) -> Path:
+    """Return the path of a file that the recipe names under `key`; refuse what is no file."""
+    is_corpus = key.startswith("corpus.")
+    if is_corpus:
+        refuse_directory(key, path)
+    if not path.is_file():
+        yours = '["FILE"]' if is_corpus else "FILE"
+        hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
+        if path.parent.name in shipped_recipes():  # a run that has not been made
+            hint = f"make it: lmkit run {path.parent.name}; or {hint}"
+        wrong = "not a regular file" if path.exists() else "no such file"
+        raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
+    return path
 
 
 def _mark_of(recipe: Recipe) -> str | None:
@@ -226,10 +197,10 @@ def _mark_of(recipe: Recipe) -> str | None:
     return end_of_text_of(recipe)
 
 
-def paths_of(recipe: Recipe, dotted: str) -> list[Path]:
+def paths_of(recipe: Recipe, key: str) -> list[Path]:
     """Return the files that a key of the recipe names; with a tokenizer those beside it that say more."""
-    table, key = dotted.split(".")
-    value = getattr(getattr(recipe, table), key)
+    table, _, name = key.partition(".")
+    value = getattr(getattr(recipe, table), name)
     if isinstance(value, Path):
         beside = [value.parent / name for name in (*BESIDE_TOKENIZER, SPECIAL_TOKENS_MAP, ADDED_TOKENS)]
         return [value, *(path for path in beside if path.is_file())]

@@ -58,12 +58,8 @@ def train(
     """Train byte-level BPE on text files."""
     from lmkit.recipe.load import load_recipe
 
-    flags = {
-        "tokenizer.vocab_size": vocab_size,
-        "tokenizer.special_tokens": special,
-        "tokenizer.max_token_bytes": max_token_bytes,
-    }
-    table = load_recipe(None, flags=flags).tokenizer
+    typed = {"vocab_size": vocab_size, "special_tokens": special, "max_token_bytes": max_token_bytes}
+    table = load_recipe(None, flags={f"tokenizer.{key}": value for key, value in typed.items()}).tokenizer
     assert table is not None
     _check_output(output, force=force)
     refuse_replacing([output], sources)
@@ -74,12 +70,7 @@ def train(
     with (
         progress_on_stderr() as progress,
         plain_text_files(
-            sources,
-            output.parent,
-            errors=errors,
-            field=field,
-            mark=mark,
-            progress=progress,
+            sources, output.parent, errors=errors, field=field, mark=mark, progress=progress
         ) as texts,
     ):
         tokenizer = train_tokenizer(
@@ -120,9 +111,8 @@ def encode(
         while line := list(itertools.islice(ids, IDS_PER_LINE)):
             results().write(" ".join(map(str, line)) + "\n")
     except UnicodeError:
-        raise LmkitError(
-            "text.not_utf8", "the text is not UTF-8", hint="convert it first, for example with iconv"
-        ) from None
+        hint = "convert it first, for example with iconv"
+        raise LmkitError("text.not_utf8", "the text is not UTF-8", hint=hint) from None
 
 
 @app.add("lmkit tokenizer decode tokenizer.json 262 1011 13")
@@ -211,11 +201,8 @@ def export(
 def _check_output(output: Path, *, force: bool) -> None:
     """Refuse an output that exists or is not named *.json (a forgotten output must not replace the last source)."""
     if output.suffix != ".json":
-        raise UsageError(
-            "tokenizer.output_name",
-            f"{output}: a tokenizer file ends in .json",
-            hint="name the output last, for example tokenizer.json",
-        )
+        hint = "name the output last, for example tokenizer.json"
+        raise UsageError("tokenizer.output_name", f"{output}: a tokenizer file ends in .json", hint=hint)
     refuse_existing(output, force=force)
 
 
@@ -231,10 +218,7 @@ def _parsed_ids(numbers: str, tokenizer: Tokenizer, path: Path) -> list[int]:
     for word in numbers.replace(",", " ").split():
         # Check the length first: Python refuses to read numbers of thousands of digits.
         if not word.isdecimal() or len(word) > 20 or int(word) not in tokenizer.vocab:
-            raise UsageError(
-                "tokenizer.unknown_id",
-                f"{word[:20]!r} is not a token id of {path}",
-                hint=f"ids are 0 to {tokenizer.vocab_size - 1}",
-            )
+            message, hint = f"{word[:20]!r} is not a token id of {path}", f"0 to {tokenizer.vocab_size - 1}"
+            raise UsageError("tokenizer.unknown_id", message, hint=f"ids are {hint}")
         ids.append(int(word))
     return ids

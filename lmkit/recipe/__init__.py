@@ -15,22 +15,9 @@ MAX_TOKEN_BYTES = 256
 MAX_VOCABULARY = (1 << 20) - 1
 """The merge search packs an id into 20 bits and needs one value for "no token"."""
 
+_TABLES = "Run Corpus Tokenizer Data Model Optimizer Train Parallel Checkpoint Generate Wandb"
 __getattr__, __dir__, __all__ = lmkit.lazy.exports(
     __name__,
-    {
-        "load_recipe": "load",
-        "recipe_to_toml": "load",
-        "Recipe": "schema",
-        "RunConfig": "tables",
-        "CorpusConfig": "tables",
-        "TokenizerConfig": "tables",
-        "DataConfig": "tables",
-        "ModelConfig": "tables",
-        "OptimizerConfig": "tables",
-        "TrainConfig": "tables",
-        "ParallelConfig": "tables",
-        "CheckpointConfig": "tables",
-        "GenerateConfig": "tables",
-        "WandbConfig": "tables",
-    },
+    {"load_recipe": "load", "recipe_to_toml": "load", "Recipe": "schema"}
+    | {f"{name}Config": "tables" for name in _TABLES.split()},
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib
 import importlib.util
-import inspect
+import re
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 
 class FlagNames(NamedTuple):
@@ -34,110 +33,81 @@ class Empties(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The annotation of a key, in which validators are `Unknown`, and the docstring below it in one line."""
+    """The annotation of a key, in which validators are `UNKNOWN`, and the docstring below it in one line."""
 
     annotation: Any
     text: str
 
 
-class Unknown:
+class _Unknown:
     """Stands for what help does not need: a validator, a constraint, a class."""
 
+    def __call__(self, *_: Any, **__: Any) -> _Unknown:
+        return self
 
-# Their names are imported; others are read from the source of lmkit.
-_LIGHT = ("typing", "pathlib", __name__)
+    __getitem__ = __or__ = __ror__ = __call__
 
 
-class _Module(dict[str, Any]):
-    """The names that a module's annotations use, evaluated when they are looked up."""
+UNKNOWN = _Unknown()
+_LIGHT = vars(builtins) | {kind.__name__: kind for kind in (Path, FlagNames, Shortcut, Empties)}
+_LIGHT |= {"Annotated": Annotated, "Any": Any, "Literal": Literal}
 
-    def __init__(self, name: str) -> None:
-        super().__init__(vars(builtins))
-        spec = importlib.util.find_spec(name)
+
+class _Names(dict[str, Any]):
+    """The names that a module's annotations use, evaluated from its source when they are looked up."""
+
+    def __init__(self, module: str) -> None:
+        spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
-        self.body = ast.parse(Path(spec.origin).read_text("utf-8")).body
+        self.module, self.text = module, Path(spec.origin).read_text("utf-8")
 
     def __missing__(self, name: str) -> Any:
-        self[name] = Unknown
-        for node in self.body:
-            match node:
-                case ast.ImportFrom(module=str(module)):
-                    for alias in node.names:
-                        if (alias.asname or alias.name) == name:
-                            self[name] = _imported(module, alias.name)
-                case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
-                    self[name] = self.evaluated(node.value)
+        if name in _LIGHT:
+            return _LIGHT[name]
+        home, found = self.home(name), re.search(rf"^{name} = (.+(?:\n[ \])].*)*)", self.text, re.MULTILINE)
+        self[name] = self.evaluated(found[1]) if found else UNKNOWN if home is None else home[name]
         return self[name]
 
-    def evaluated(self, node: ast.expr) -> Any:
-        """Return what an annotation means; `Unknown` where it calls a constraint."""
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Name(id=name):
-                return self[name]
-            case ast.Tuple(elts=items):
-                return tuple(map(self.evaluated, items))
-            case ast.List(elts=items):
-                return list(map(self.evaluated, items))
-            case ast.Subscript(value=kind, slice=inside):
-                return self.evaluated(kind)[self.evaluated(inside)]
-            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return self.evaluated(left) | self.evaluated(right)
-            case ast.Call(func=ast.Name(id=name), args=values) if self[name] in (
-                FlagNames,
-                Shortcut,
-                Empties,
-            ):
-                return self[name](*map(self.evaluated, values))
-        return Unknown
+    def home(self, name: str) -> _Names | None:
+        """Return the names of the file of recipes or benches from which a name is imported."""
+        pattern = rf"^from (lmkit\.(?:recipe|bench)\.\S+) import (?:\([^)]*|[^(\n]*)\b{name}\b"
+        found = re.search(pattern, self.text, re.MULTILINE)
+        return _names(found[1]) if found else None
 
-    def class_(self, name: str) -> tuple[_Module, ast.ClassDef | None]:
-        """Return the definition of a class, and the module that has it."""
-        for node in self.body:
-            match node:
-                case ast.ClassDef() if node.name == name:
-                    return self, node
-                case ast.ImportFrom(module=str(module)) if module.startswith("lmkit."):
-                    if any(alias.name == name for alias in node.names):
-                        return _module(module).class_(name)
-        return self, None
+    def evaluated(self, annotation: str) -> Any:
+        return eval(annotation, {"__builtins__": {}}, self)
 
 
-_module = cache(_Module)
-
-
-def _imported(module: str, name: str) -> Any:
-    if module in _LIGHT:
-        return getattr(importlib.import_module(module), name)
-    return _module(module)[name] if module.startswith("lmkit.") else Unknown
+_names = cache(_Names)
 
 
 @cache
 def of_class(module: str, name: str) -> dict[str, Key]:
     """Return the keys of a table and of the tables that it extends, in their order."""
-    owner, definition = _module(module).class_(name)
+    names = _names(module)
+    source = re.search(rf"^class {name}\b.*(?:\n(?: .*)?)*", names.text, re.MULTILINE)
+    if source is None:
+        home = names.home(name)
+        return {} if home is None else of_class(home.module, name)
+    (definition,) = ast.parse(source[0]).body
+    assert isinstance(definition, ast.ClassDef)
     keys: dict[str, Key] = {}
-    if definition is None:
-        return keys
     for base in definition.bases:
-        keys |= of_class(module, ast.unparse(base)) if owner is _module(module) else {}
+        keys |= of_class(module, ast.unparse(base))
     for field, text in zip(definition.body, [*definition.body[1:], None], strict=True):
-        match field:
-            case ast.AnnAssign(target=ast.Name(id=key)) if not key.startswith("_"):
-                match text:
-                    case ast.Expr(value=ast.Constant(value=str(meaning))):
-                        meaning = inspect.cleandoc(meaning).replace("\n", " ")
-                    case _:
-                        meaning = ""
-                keys[key] = Key(owner.evaluated(field.annotation), meaning)
+        if isinstance(field, ast.AnnAssign) and not (key := ast.unparse(field.target)).startswith("_"):
+            match text:
+                case ast.Expr(value=ast.Constant(value=str(meaning))):
+                    pass
+                case _:
+                    meaning = ""
+            keys[key] = Key(names.evaluated(ast.unparse(field.annotation)), " ".join(meaning.split()))
     return keys
 
 
-@cache
 def of_table(name: str) -> dict[str, Key]:
     """Return the keys of a table in `lmkit.recipe.tables`, such as "generate"."""
-    tables = (node for node in _module("lmkit.recipe.tables").body if isinstance(node, ast.ClassDef))
-    (table,) = (node for node in tables if (ast.get_docstring(node) or "").startswith(f"`[{name}]`"))
-    return of_class("lmkit.recipe.tables", table.name)
+    tables = "lmkit.recipe.tables"
+    (kind,) = re.findall(rf'^class (\w+)\(Table\):\n    """`\[{name}\]`', _names(tables).text, re.MULTILINE)
+    return of_class(tables, kind)

@@ -5,6 +5,7 @@ Everything wrong with a recipe is reported at once, each mistake with its dotted
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.schema import TABLES, Recipe, conflicts, table_type
-from lmkit.recipe.tables import PRESETS, SIZES, Table, beside_dial, from_depth
+from lmkit.recipe.tables import PRESETS, SIZES, Table, from_depth
 from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input
@@ -49,8 +50,7 @@ def load_recipe(
     An override of `model.preset` or `model.depth` replaces the sizes that the file gives; that of `optimizer.name` or
     `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's `train.epochs`, and
     that of `train.tokens_per_parameter` its `train.steps`. What else follows from `model.depth` follows only if the
-    file does not give it: the log names what it gives. The recipe that lies in a run folder is that folder's,
-    wherever it is now.
+    file does not give it. The recipe that lies in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -69,39 +69,47 @@ def load_recipe(
         raw = with_our_names(read_toml(path))
         if (folder := run_folder_of(path)) is not None:
             raw = placed_in(folder, raw)
-    given = [_parse_override(override) for override in overrides]
-    given += [(dotted.split("."), value) for dotted, value in (flags or {}).items() if value is not None]
+    of_flags = [(key.split("."), value) for key, value in (flags or {}).items() if value is not None]
     typed: dict[str, Any] = {}
-    for keys, value in given:
-        for key in reversed(keys):
-            value = {key: value}
-        _merge(typed, with_our_names(value))
-    told = list(beside_dial(raw, typed))
-    if typed.get("model", {}).keys() & {"preset", "depth"} and isinstance(raw.get("model"), dict):
-        raw["model"] = {key: value for key, value in raw["model"].items() if key not in SIZES}
-    models = [tables.get("model") for tables in (raw, typed)]
-    has_depth = any("depth" in model for model in models if isinstance(model, dict))
-    if has_depth and "tokens_per_parameter" in typed.get("train", {}) and isinstance(raw.get("train"), dict):
-        raw["train"].pop("steps", None)
-    for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
-        chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
-        if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
-            raw[name] = {key: value for key, value in before.items() if key != "options"}
-    if "steps" in typed.get("train", {}):
-        before = typed if (flags or {}).get("train.steps") is not None else {}
-        for table in (raw.get("train"), before.get("train")):
-            if isinstance(table, dict):
-                table.pop("epochs", None)
-    _merge(raw, typed)
+    for given in ([_parse_override(override) for override in overrides], of_flags):
+        tables: dict[str, Any] = {}
+        for keys, value in given:
+            for key in reversed(keys):
+                value = {key: value}
+            _merge(tables, with_our_names(value))
+        _drop_replaced(raw, tables)
+        _merge(raw, tables)
+        _merge(typed, tables)
     origin = [str(source)] if source is not None else []
     origin += ["the command line"] if typed else []
     recipe = validate(raw, origin=" and ".join(origin) or "recipe", benches=benches)
     if source is not None:
         recipe._source = str(source)
     if os.environ.get("RANK", "0") == "0":
-        for line in (*told, *_set_in_vain(recipe, raw if folder is None else typed, typed)):
+        for line in _set_in_vain(recipe, raw if folder is None else typed, typed):
             _warn_once(f"{recipe.origin}: {line}")
     return recipe
+
+
+def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    """Drop keys of a recipe whose place keys of the command line take."""
+
+    def drop(name: str, *keys: str) -> None:
+        if isinstance(table := raw.get(name), dict):
+            for key in keys:
+                table.pop(key, None)
+
+    model, train = typed.get("model", {}), typed.get("train", {})
+    if model.keys() & {"preset", "depth"}:
+        drop("model", *SIZES)
+    if "tokens_per_parameter" in train and ("depth" in model or "depth" in (raw.get("model") or ())):
+        drop("train", "steps")
+    if "steps" in train:
+        drop("train", "epochs")
+    for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
+        before, chosen = raw.get(name), typed.get(name, {}).get(chooser)
+        if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
+            drop(name, "options")
 
 
 def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
@@ -163,34 +171,23 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: not readable, not UTF-8, or not TOML (with line and column).
     """
-    wrong, hint = "", "check the path and its permissions"
+    code, hint = "unreadable", "check the path and its permissions"
     try:
         with open_input(path) as file:
             data = file.read(_MOST_BYTES + 1)
-        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        if len(data) > _MOST_BYTES:
+            raise OSError(
+                errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have"
+            )
+        return tomllib.loads(data.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         wrong, hint = f"not UTF-8 at byte {error.start}", "save the recipe as UTF-8 text"
     except OSError as error:
         wrong = reason(error)
-    if not wrong and len(data) > _MOST_BYTES:
-        wrong = f"larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have"
-    if wrong:
-        raise UsageError("recipe.unreadable", f"{path}: {wrong}", hint=hint)
-    hint = "a recipe has tables of keys: [train], then steps = 100"
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        wrong = str(error)
-        if "Invalid value" in wrong:
-            hint = 'strings need quotes: name = "story"'
-        elif re.search("overwrite|twice|Duplicate", wrong):
-            hint = "give each key and each [table] once"
-    except ValueError as error:
-        too_many_digits = "string conversion" in str(error)  # Python refuses to read thousands of digits
-        wrong = "a number is too long" if too_many_digits else str(error)
-    except RecursionError:
-        wrong = "nested too deeply"
-    raise UsageError("recipe.syntax", f"{path}: {wrong}", hint=hint)
+    except (ValueError, RecursionError) as error:  # ValueError: thousands of digits, too
+        code, wrong = "syntax", str(error) if isinstance(error, ValueError) else "nested too deeply"
+        hint = "a recipe has tables of keys: [train], then steps = 100; strings need quotes"
+    raise UsageError(f"recipe.{code}", f"{path}: {wrong}", hint=hint)
 
 
 def recipe_to_toml(recipe: Recipe) -> str:
@@ -289,47 +286,40 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         raw["model"] = PRESETS.get(model["preset"], {}) | model
     for name, values in from_depth(raw).items():
         raw[name] = values | raw.get(name, {})
-    mistakes: list[tuple[str, str]] = []  # code, text
+    mistakes: list[tuple[str, str]] = []  # kind, text
     tables: dict[str, Table] = {}
     of_benches = raw.pop("bench", {})
     if not isinstance(of_benches, dict):
-        mistakes.append(("recipe.wrong_value", f"bench: must be a table, got {_shown(of_benches)}"))
+        mistakes.append(("wrong_value", f"bench: must be a table, got {_shown(of_benches)}"))
         of_benches = {}
     known = [*TABLES, *(f"bench.{bench}" for bench in (BENCHES.names if of_benches else ()))]
     for name, content in (raw | {f"bench.{bench}": table for bench, table in of_benches.items()}).items():
         if name not in known:
-            mistakes.append(("recipe.unknown_key", f"unknown table [{name}]{did_you_mean(name, known)}"))
+            mistakes.append(("unknown_key", f"unknown table [{name}]{did_you_mean(name, known)}"))
             continue
         if name.startswith("bench.") and not benches and isinstance(content, dict):
             continue
         kind = table_type(name) or Table
         try:
             # JSON mode: arrays become tuples and strings paths, while `true` and "12" stay refused for integers.
-            text = json.dumps(content, default=_refuse_dates)
-            tables[name] = kind.model_validate_json(text)
+            tables[name] = kind.model_validate_json(json.dumps(content, default=_refuse_dates))
         except ValidationError as error:
             mistakes += [_describe(name, kind, detail) for detail in error.errors(include_url=False)]
         except (ValueError, RecursionError) as error:
             wrong = str(error) if isinstance(error, ValueError) else "nested too deeply"
-            mistakes.append(("recipe.wrong_value", f"{name}: {wrong}"))
+            mistakes.append(("wrong_value", f"{name}: {wrong}"))
     # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
-    candidates = {
-        name: tables.get(name, Recipe.model_fields[name].default)
-        for name in TABLES
-        if name in tables or name not in raw
-    }
-    mistakes += [("recipe.conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
+    candidates = {name: Recipe.model_fields[name].default for name in TABLES if name not in raw} | tables
+    mistakes += [("conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
-        refusal = UsageError(
-            "recipe.mistakes",
+        code = mistakes[0][0] if len({kind for kind, _ in mistakes}) == 1 else "mistakes"
+        raise UsageError(
+            f"recipe.{code}",
             f"{origin}: " + "; ".join(text for _, text in mistakes),
             hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
         )
-        if len({code for code, _ in mistakes}) == 1:
-            refusal.code = mistakes[0][0]
-        raise refusal
     for name in of_benches if benches else ():
         of_benches[name] = tables.pop(f"bench.{name}").model_dump(mode="json", exclude_none=True)
     given: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})
@@ -356,13 +346,13 @@ _BOUNDS = {"greater_than_equal": "at least", "less_than_equal": "at most"}
 
 
 def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str, str]:
-    """Return the code and the text, `table.key: what is wrong`, of one pydantic error."""
+    """Return the kind and the text, `table.key: what is wrong`, of one pydantic error."""
     keys = [table, *(str(part) for part in detail["loc"])]
     path = ".".join(keys)
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         near = did_you_mean(keys[-1], kind_of_table.model_fields)
-        return "recipe.unknown_key", f"unknown key {path}{near}"
+        return "unknown_key", f"unknown key {path}{near}"
     if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
         wrong = "holds text that is not UTF-8"
     elif kind == "value_error":
@@ -383,7 +373,7 @@ def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str,
         if kind == "tuple_type" and isinstance(value, str):
             wanted += f", as in [{_shown(value)}]"
         wrong = f"must be {wanted}, got {_shown(value)}"
-    return "recipe.wrong_value", f"{path}: {wrong}"
+    return "wrong_value", f"{path}: {wrong}"
 
 
 def _shown(value: object) -> str:

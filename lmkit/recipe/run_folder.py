@@ -81,17 +81,15 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def is_entry(entry: Any) -> bool:
     """Return whether an entry of the record has the form that `lmkit.cli.stage_record.StageRecord` writes."""
+
+    def has_lists(value: Any) -> bool:
+        lists = list(value.values()) if isinstance(value, dict) else [None]
+        return all(isinstance(it, list) and all(isinstance(item, str) for item in it) for it in lists)
+
     if not isinstance(entry, dict) or not all(isinstance(entry.get(k, {}), dict) for k in ("values", "made")):
         return False
     outputs = entry.get("outputs", {} if entry.get("done") is False else None)
-    return all(
-        isinstance(lists, dict)
-        and all(
-            isinstance(items, list) and all(isinstance(item, str) for item in items)
-            for items in lists.values()
-        )
-        for lists in (outputs, entry.get("content", {}))
-    )
+    return has_lists(outputs) and has_lists(entry.get("content", {}))
 
 
 def save_record(folder: Path, entries: Mapping[str, Any]) -> None:

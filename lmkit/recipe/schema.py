@@ -63,7 +63,9 @@ class Recipe(Table):
 
     def bench_table(self, name: str) -> Any:
         """Return [bench.NAME] as the bench's `Options`, each item of its arrays once; imports the bench."""
-        table: Table = BENCHES.options(name).model_validate_json(json.dumps(self.bench.get(name, {})))
+        table: Table = BENCHES.function_of(name, "Options").model_validate_json(
+            json.dumps(self.bench.get(name, {}))
+        )
         return table.changed(
             **{key: tuple(dict.fromkeys(value)) for key, value in table if isinstance(value, tuple)}
         )
@@ -80,7 +82,7 @@ def table_type(name: str) -> type[Table] | None:
     """Return the class of the table "train", or of "bench.ddp", whose file is imported; None if there is none."""
     if name.startswith("bench."):
         bench = name.removeprefix("bench.")
-        return BENCHES.options(bench) if bench in BENCHES.names else None
+        return BENCHES.function_of(bench, "Options") if bench in BENCHES.names else None
     if name not in TABLES:
         return None
     annotation = Recipe.model_fields[name].annotation

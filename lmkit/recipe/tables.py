@@ -6,7 +6,7 @@ The docstring below a key is its documentation: `lmkit recipe show` prints it. T
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -506,15 +506,13 @@ class WandbConfig(Table):
 # One dial
 
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads")
-FOLLOWS = {"model": SIZES, "train": ("batch_size", "steps"), "optimizer": ("lr",)}
-"""Table -> the keys that follow from `model.depth`."""
 _UNKNOWN_VOCABULARY = 10_000
 _LARGEST = 1e12
 _AT_12_LAYERS = {"tokens": 2.2e9, "batch_tokens": 1 << 19, "d_model": 768, "lr": 1e-3}
 
 
 def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return table -> the keys of FOLLOWS for the recipe's `model.depth`, {} without a valid one.
+    """Return table -> the keys that follow from `model.depth`, {} without a valid one.
 
     Rules of thumb from public training logs (nanochat, 2026; Hoffmann et al. 2022 for tokens by parameter), for web
     text and 12 to 26 layers. They are a place to start from, not a result of this project.
@@ -528,11 +526,11 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         raw: the tables as the TOML file has them; values that are given decide what follows from them.
     """
-    model, train, _, tokenizer = tables = [raw.get(name) or {} for name in (*FOLLOWS, "tokenizer")]
+    model = raw.get("model")
+    if not isinstance(model, dict) or type(depth := model.get("depth")) is not int or not 1 <= depth <= 1024:
+        return {}  # validation refuses it
+    train, _, tokenizer = tables = [raw.get(name) or {} for name in ("train", "optimizer", "tokenizer")]
     if not all(isinstance(table, dict) for table in tables):
-        return {}  # validation refuses it, and what follows
-    depth = model.get("depth")
-    if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= 1024:
         return {}
     width = 64 * depth
     head = 128 if width >= 768 else 64 if width >= 256 else 32
@@ -558,23 +556,6 @@ def from_depth(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "train": {"batch_size": batch, "steps": max(1, round(tokens / (batch * context)))},
         "optimizer": {"lr": float(f"{lr:.2g}")},
     }
-
-
-def beside_dial(given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line about the values of a file that `model.preset` or `model.depth` of the command line replaces, and
-    one about those that do not follow from the depth because the file gives them."""
-    dials = [f"model.{dial}" for dial in ("preset", "depth") if dial in typed.get("model", {})]
-    values = {
-        name: [
-            f"{name}.{key} = {table[key]}" for key in keys if key in table and key not in typed.get(name, {})
-        ]
-        for name, keys in FOLLOWS.items()
-        if isinstance(table := given.get(name), dict)
-    }
-    if dials and (sizes := values.pop("model", [])):
-        yield f"{dials[0]} replaces {', '.join(sizes)}"
-    if "model.depth" in dials and (kept := [line for lines in values.values() for line in lines]):
-        yield f"kept from the recipe instead of derived from model.depth: {', '.join(kept)}"
 
 
 def _number(table: Mapping[str, Any], key: str) -> Any:

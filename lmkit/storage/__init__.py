@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from lmkit.storage.atomic import sha256_file as sha256_file
     from lmkit.storage.atomic import write_atomic as write_atomic
 else:
-    __getattr__, __dir__, __all__ = lmkit.lazy.exports(
-        __name__,
-        {
-            **dict.fromkeys(("atomic_folder", "atomic_path", "keep_damaged", "remove_partials"), "atomic"),
-            **dict.fromkeys(("scratch_folder", "sha256_file", "write_atomic"), "atomic"),
-            "FolderLock": "atomic",
-        },
-    )
+    _NAMES = "FolderLock atomic_folder atomic_path keep_damaged remove_partials scratch_folder write_atomic"
+    _NAMES += " sha256_file"
+    __getattr__, __dir__, __all__ = lmkit.lazy.exports(__name__, dict.fromkeys(_NAMES.split(), "atomic"))

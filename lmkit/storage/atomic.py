@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,24 +39,29 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    descriptor = hold_file(partial)
-    if descriptor is None:
-        raise LmkitError(
-            "storage.file_busy",
-            f"{final}: is being written by another process",
-            hint="wait for it to end, or choose another name",
-        )
-    try:
-        os.ftruncate(descriptor, 0)  # drop what a killed process left
-        with naming(final):
+    with _writing(final, partial) as descriptor:
+        try:
+            os.ftruncate(descriptor, 0)  # drop what a killed process left
             yield partial
             fsync_file(partial)
-        os.replace(partial, final)
-        fsync_folder(final.parent)
-    except BaseException:
-        with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
-            partial.unlink(missing_ok=True)
-        raise
+            os.replace(partial, final)
+            fsync_folder(final.parent)
+        except BaseException:
+            with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _writing(final: Path, partial: Path) -> Iterator[int]:
+    """Hold the partial file of `final`; yield its descriptor."""
+    descriptor = hold_file(partial)
+    if descriptor is None:
+        hint = "wait for it to end, or choose another name"
+        raise LmkitError("storage.file_busy", f"{final}: is being written by another process", hint=hint)
+    try:
+        with naming(final):
+            yield descriptor
     finally:
         os.close(descriptor)
 
@@ -83,35 +88,28 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         hint = "choose another name, or move it away"
         raise UsageError("output.exists", f"{path}: exists already", hint=hint)
     given, path = path, Path(os.path.realpath(path))  # a rename would not replace what a link names
-    if (is_mount := os.path.ismount(path)) or path == Path.cwd():
-        what = "is where a disk is mounted" if is_mount else "is the current folder"
+    if os.path.ismount(path) or path == Path.cwd():
         hint = f"name a folder in it, such as {given / 'model'}"
-        raise UsageError("output.exists", f"{given}: {what}, which cannot be replaced", hint=hint)
+        raise UsageError("output.exists", f"{given}: is in use, and cannot be replaced", hint=hint)
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     lock = partial / ".lock"
     partial.mkdir(parents=True, exist_ok=True)
-    descriptor = hold_file(lock)
-    if descriptor is None:
-        hint = "wait for it to end, or choose another name"
-        raise LmkitError("storage.file_busy", f"{path}: is being written by another process", hint=hint)
-    try:
-        for left in partial.iterdir():
-            if left != lock:
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        with naming(path):
+    with _writing(path, lock):
+        try:
+            for left in partial.iterdir():
+                if left != lock:
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             yield partial
-        for folder, _, files in os.walk(partial):
-            for name in files:
-                fsync_file(Path(folder, name))
-            fsync_folder(folder)
-        lock.unlink()
-        os.replace(partial, path)
-        fsync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        os.close(descriptor)
+            for folder, _, files in os.walk(partial):
+                for name in files:
+                    fsync_file(Path(folder, name))
+                fsync_folder(folder)
+            lock.unlink()
+            os.replace(partial, path)
+            fsync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -182,15 +180,18 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
-def noted_digest(path: Path, noted: Sequence[Any]) -> list[Any]:
+def noted_digest(path: Path, noted: Any) -> list[Any]:
     """Return size, two times and SHA-256 of a file. It is read only if one of the first three is not as noted.
 
     A change that restores size and modification time still changes the time of the inode.
+
+    Args:
+        noted: what this function returned before, read from a file that may be damaged.
     """
     facts = path.stat()
     state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
-    if noted and isinstance(noted[-1], str) and list(noted[:-1]) == state:
-        return list(noted)
+    if isinstance(noted, list) and noted[:-1] == state and isinstance(noted[-1], str):
+        return noted
     return [*state, sha256_file(path)]
 
 

@@ -22,17 +22,13 @@ def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None
             ("output.not_a_file"), or cannot be written ("output.unwritable").
     """
     if output.is_dir():
-        raise UsageError(
-            "output.not_a_file", f"{output}: is a folder", hint=f"name a file: {output / such_as}"
-        )
+        hint = f"name a file: {output / such_as}"
+        raise UsageError("output.not_a_file", f"{output}: is a folder", hint=hint)
     if output.exists() and not output.is_file():
         raise UsageError("output.not_a_file", f"{output}: is not a regular file", hint="name another file")
     if os.path.lexists(output) and not force:  # a link to nothing, too
-        raise UsageError(
-            "output.exists",
-            f"{output}: exists already",
-            hint="choose another name, or replace it with --force",
-        )
+        hint = "choose another name, or replace it with --force"
+        raise UsageError("output.exists", f"{output}: exists already", hint=hint)
     refuse_unwritable(output.parent, option="")
 
 
@@ -46,11 +42,8 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
     for source in sources:
         output = written.get(os.path.realpath(source))
         if output is not None:
-            raise UsageError(
-                "output.replaces_source",
-                f"{source}: {output.name} would replace this source",
-                hint="give the output another name",
-            )
+            message = f"{source}: {output.name} would replace this source"
+            raise UsageError("output.replaces_source", message, hint="give the output another name")
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
@@ -69,11 +62,9 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
         place = _nearest(folder)
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise UsageError(
-            "output.unwritable",
-            f"{folder}: cannot write there: {place}: {reason(error)}",
-            hint="choose another folder" + (option and f": {option}"),
-        ) from None
+        message = f"{folder}: cannot write there: {place}: {reason(error)}"
+        hint = "choose another folder" + (option and f": {option}")
+        raise UsageError("output.unwritable", message, hint=hint) from None
 
 
 def refuse_too_large(output: Path, num_bytes: float) -> None:

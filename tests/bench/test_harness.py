@@ -223,7 +223,7 @@ def test_what_the_first_rank_reports_is_shown_by_the_process_that_started_it(tmp
 def test_a_training_recipe_without_bench_tables_is_enough():
     recipe = load_recipe("quickstart")
     for name in BENCHES.names:
-        assert recipe.bench_table(name) == BENCHES.options(name)()
+        assert recipe.bench_table(name) == BENCHES.function_of(name, "Options")()
 
 
 @pytest.mark.parametrize(("kernels", "code"), [("flash_triton:hopper", 1), ("sdpa", 0)])

@@ -62,17 +62,3 @@ def test_a_bench_without_a_recipe_takes_what_suits_the_machine(bench, monkeypatc
     assert printed("--set run.device=cpu") == on_cpu
     help_ = " ".join(terminal(f"bench {bench} --help").split())
     assert f"{of_gpu} where there is CUDA, else {of_gpu}_cpu" in help_
-
-
-def test_the_tokenizer_bench_has_one_recipe_for_all_machines(terminal):
-    named, unnamed = (terminal(f"bench tokenizer {name} --print-recipe") for name in ("bench_tokenizer", ""))
-    assert named == unnamed
-
-
-@pytest.mark.parametrize("bench", [*BENCHES, "tokenizer"])
-def test_mistakes_are_found_without_a_recipe_too(bench, terminal):
-    terminal.refuses(f"bench {bench} --set run.sead=1", code="recipe.unknown_key", says=["seed?"])
-
-
-def test_an_empty_name_is_not_a_recipe_left_out(terminal):
-    terminal.refuses("bench", "attention", "", "--print-recipe", code="recipe.not_found")

@@ -63,28 +63,9 @@ def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, 
         text += answer
 
 
-def test_answers_are_printed_a_line_each_and_drawn_from_streams_of_their_own(chat):
-    made = turns(chat, b"a\n/reset\na\n")
-    assert made[0]["text"] != made[1]["text"]
-    assert chat(b"a\n/reset\na\n") == "".join(turn["text"] + "\n" for turn in made)
-    assert turns(chat, b"a\n", f"{SETTINGS} --seed 1")[0]["text"] == made[1]["text"]
-
-
 def test_reset_forgets(chat, heard):
     turns(chat, b"a\n/reset\nb\n")
     assert [given for given, _ in heard] == [[END, ord("a")], [END, ord("b")]]
-
-
-def test_after_the_end_of_a_text_a_new_one_begins(chat, monkeypatch):
-    given = []
-
-    def draw_tokens(decoder, prompts, seed):
-        given.append(prompts[0])
-        yield Drawn(0, *decoder.stops, None)
-
-    monkeypatch.setattr(sys.modules["lmkit.generation.generate"], "draw_tokens", draw_tokens)
-    assert chat(b"a\nb\n", "--max-new-tokens 3") == "\n\n"
-    assert given == [[END, ord("a")], [END, ord("a"), END, ord("b")]]
 
 
 def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypatch):
@@ -100,26 +81,6 @@ def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypa
     (_, cut), (given, answer) = heard
     assert (len(cut), len(answer)) == (1, 3)
     assert given == [END, ord("a"), *cut, *b"\nb"]
-
-
-def test_a_terminal_is_asked_until_ctrl_d(chat, monkeypatch):
-    typed = iter(["a", KeyboardInterrupt(), "b", EOFError()])
-
-    def ask(prompt: str) -> str:
-        assert prompt
-        line = next(typed)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    class Keyboard(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("builtins.input", ask)
-    monkeypatch.setattr(io, "TextIOWrapper", Keyboard)
-    assert chat(b"", "--max-new-tokens 1 --temperature 0").count("\n") >= 4
-    assert next(typed, None) is None
 
 
 # ---- conversations
@@ -232,14 +193,6 @@ def test_a_tokenizer_may_be_named_by_its_folder(talk, heard, terminal, monkeypat
     assert heard[0] == heard[1]
     assert terminal("tokenizer", "encode", talk, "ab") == "97 98\n"
     terminal.refuses("tokenizer", "encode", talk / "tokens", "ab", code="tokenizer.unreadable")
-
-
-def test_a_hugging_face_folder_answers_as_the_run_it_was_made_of(talk, terminal, heard, monkeypatch):
-    terminal(f"export {talk} exported")
-    for model in (talk, "exported"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
-        terminal(f"chat {model} --max-new-tokens 3 --temperature 0")
-    assert heard[0] == heard[1]
 
 
 def test_conversations_need_a_tokenizer(run, terminal):

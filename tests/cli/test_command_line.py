@@ -102,11 +102,6 @@ def test_stdout_closed_early(command, tmp_path):
     assert process.returncode == 1
 
 
-def test_no_escape_codes_without_a_terminal(lmkit):
-    result = lmkit("data", "synth", "stories.txt", "--size-mb", "0.1")
-    assert "\x1b" not in result.stdout + result.stderr
-
-
 def test_json_is_one_object_and_warnings_go_to_stderr(terminal, tmp_path):
     assert json.loads(terminal("recipe validate quickstart --json"))["tables"]
     assert json.loads(terminal("env --json"))["versions"]["lmkit"]

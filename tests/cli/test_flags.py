@@ -8,11 +8,6 @@ from pathlib import Path
 import pytest
 
 
-def test_train_takes_the_learning_rate_and_the_batch_size(terminal):
-    shown = json.loads(terminal("train quickstart --lr 0.25 --batch-size 6 --print-recipe --json"))
-    assert (shown["optimizer"]["lr"], shown["train"]["batch_size"]) == (0.25, 6)
-
-
 def test_evaluate_reads_a_text(run, terminal):
     terminal(f"data encode corpus.txt all.npy --tokenizer {run}/tokenizer.json")
     of_tokens = json.loads(terminal(f"evaluate {run} --tokens all.npy --json"))
@@ -42,12 +37,6 @@ def test_evaluate_names_the_text_and_what_helps(name, text, code, word, run, ter
 
 def samples_of(terminal, command: str) -> list[dict[str, object]]:
     return json.loads(terminal(f"{command} --json"))["samples"]
-
-
-def test_a_prompt_from_windows_has_no_carriage_return(run, terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\r\nfish\r\n")))
-    made = json.loads(terminal(f"generate {run} -p - --max-new-tokens 1 --json"))
-    assert made["samples"][0]["prompt"] == "one\nfish"
 
 
 def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):

@@ -105,15 +105,6 @@ def test_fault_159_token_files_are_read_only_if_size_or_times_changed(run, termi
     terminal("train fish.toml --steps 3 --dry-run")
 
 
-def test_fault_159_other_tokens_can_be_named(run, terminal):
-    for suffix in ("npy", "json"):
-        shutil.copy(run / f"tokens/train.{suffix}", f"mine.{suffix}")
-    content = bytearray(Path("mine.npy").read_bytes())
-    content[-2] ^= 1
-    Path("mine.npy").write_bytes(content)
-    terminal("train fish.toml --steps 3 --set data.train=mine.npy")
-
-
 def test_a_missing_file_of_a_recipe_is_named_with_what_to_do(run, terminal):
     unmade = "run fish.toml --set run.name=new --set tokenizer.path=runs/quickstart/tokenizer.json"
     refused = terminal.refuses(unmade, code="run.missing_file", says=["tokenizer.path"])

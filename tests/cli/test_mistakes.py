@@ -1,7 +1,5 @@
 """Mistakes with recipes, paths and options: one line, one hint, and no file of the user's is lost."""
 
-import json
-import os
 import shutil
 from pathlib import Path
 
@@ -45,19 +43,6 @@ def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text):
     assert text.read_bytes() == before
 
 
-def test_a_run_folder_in_place_of_a_recipe_is_sent_to_the_recipe_in_it(terminal):
-    Path("runs/one").mkdir(parents=True)
-    Path("runs/one/recipe.toml").touch()
-    refused = terminal.refuses("train runs/one", code="recipe.not_found", says=["runs/one"])
-    assert "runs/one/recipe.toml" in refused.hint
-
-
-def test_only_regular_files_are_replaced(terminal):
-    os.mkfifo("pipe")  # stands for a device, which a failing test must not destroy
-    terminal.refuses("data synth pipe --size-mb 0.01 --force", code="output.not_a_file")
-    assert Path("pipe").is_fifo()
-
-
 def test_a_file_that_cannot_be_written_has_the_name_that_was_given(terminal, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "out/stories.txt.lmkit-partial")
@@ -98,32 +83,6 @@ def test_a_profile_replaces_no_results_by_accident(engine, report, terminal):
     refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
     assert "--force" in refused.hint
     terminal.refuses(f"profile {engine} no-such-recipe --output . --force", code="recipe.not_found")
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("verify tokenizer.json --set nonsense.key=1 --steps 5", ["--set", "--steps"]),
-        ("profile kineto old.json --mode step", ["--mode", "old.json"]),
-        ("profile nsys old.sqlite --engine auto --steps 5", ["--engine", "--steps", "old.sqlite"]),
-        ("profile nsys --set train.steps=1 -- sh -c true", ["--set"]),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(command, options, terminal):
-    for name in ("tokenizer.json", "old.json", "old.sqlite"):
-        Path(name).touch()
-    # An option that was typed with its default value is refused, too.
-    terminal.refuses(command, code="command.unused_option", says=options)
-    assert not Path("artifacts").exists()
-
-
-def test_compare_finds_what_became_slower(terminal):
-    for name, ms in (("before", 1.0), ("after", 2.0)):
-        samples = [ms + 0.001 * i for i in range(9)]
-        row = {"kernel": "k", "status": "ok", "median_ms": ms, "samples_ms": samples}
-        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    terminal("compare before.jsonl before.jsonl")
-    assert "slower" in terminal("compare before.jsonl after.jsonl", exit_code=1)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,9 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import RANDOM_TOKENS, tiny_recipe
 
-from lmkit.cli.app import run_command_line
 from lmkit.cli.console import Result, log_to_stderr, progress_on_stderr, show
-from lmkit.training.metrics import BarConsole
 
 
 def test_json_is_strict(capsys):
@@ -52,22 +49,6 @@ def test_the_log_is_printed_above_the_one_bar(as_terminal, terminal):
     after = stderr.getvalue().partition("from here")[2]
     assert "timing" in after
     assert "stories" not in after
-
-
-def test_a_stage_that_is_done_leaves_the_terminal_to_the_bar_of_training(as_terminal):
-    stderr = as_terminal()
-    with progress_on_stderr() as report:
-        report("encode", 1, 2)
-        report("encode", 2, 2)
-        assert stderr.getvalue().endswith("\x1b[2K")  # erased, and no thread draws it again
-        bar = BarConsole(10, first_step=5)
-        bar.note("a line above")
-        bar.close()
-        before, _, after = stderr.getvalue().partition("step 5/10")
-        assert before
-        assert "encode" not in after
-        report("stories", 1, 2)  # another stage may begin
-    assert "stories" in stderr.getvalue().partition("step 5/10")[2]
 
 
 NOISY = """
@@ -112,14 +93,3 @@ def test_lines_of_json_have_stdout_for_themselves(run, lmkit, tmp_path):
     texts = lmkit("generate", run, "--jsonl", "--samples", "2", "--plugin", "noisy.py")
     assert [json.loads(line)["number"] for line in texts.stdout.splitlines()] == [0, 1], texts.stderr
     assert lmkit("generate", run, "--plugin", "noisy.py").stdout.startswith("imported")
-
-
-def test_stdout_is_as_it_was_after_a_command(capfd):
-    stdout = sys.stdout
-    for words in (["recipe", "list", "--json"], ["recipe", "show", "no such", "--json"]):
-        run_command_line(words)
-        assert sys.stdout is stdout
-    capfd.readouterr()
-    print("here")
-    os.write(1, b"and here\n")
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "and here", "here"]

@@ -9,7 +9,6 @@ import pytest
 
 from lmkit.bench import harness
 from lmkit.bench.harness import BenchStored
-from lmkit.training.checkpoint import FileEntry, write_manifest, write_text
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -93,28 +92,6 @@ def test_without_the_plugin_of_a_bench_the_error_names_the_flag(terminal, recipe
     (Path("before") / "attention_sweep_results.jsonl").write_text("{}\n")
     terminal.refuses("rerun before --output after", code=code)
     assert "--plugin FILE" in terminal.err
-
-
-@pytest.mark.parametrize("ranks", [5000, 0, -1, 1.5, True, "two", None, [2]])
-def test_a_record_does_not_start_any_number_of_ranks(ranks, run, terminal, monkeypatch):
-    monkeypatch.setattr("lmkit.bench.harness.run_bench", lambda *_, **__: pytest.fail("it started"))
-    bench = Path("bench")
-    bench.mkdir()
-    (bench / "recipe.toml").write_text("[run]\nname = 'x'\n")
-    (bench / "all_reduce_results.jsonl").write_text("{}\n")
-    (bench / "environment.json").write_text(json.dumps({"world_size": ranks}))
-    refused = terminal.refuses("rerun bench", code="rerun.wrong_ranks", says=["bench"])
-    assert "--nproc" in refused.hint
-
-
-def test_a_checkpoint_does_not_start_any_number_of_ranks(run, terminal):
-    (step,) = (run / "checkpoints").iterdir()
-    state = json.loads((step / "state.json").read_text()) | {"world_size": 5000}
-    manifest = json.loads((step / "manifest.json").read_text())
-    entries = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
-    write_manifest(step, entries | {"state.json": write_text(step / "state.json", json.dumps(state))})
-    terminal.refuses(f"rerun {run}", code="rerun.wrong_ranks", says=[str(run), "5000"])
-    assert not Path(f"{run}-rerun").exists()
 
 
 def test_what_is_no_result_is_named(terminal):

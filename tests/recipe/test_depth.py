@@ -49,24 +49,19 @@ optimizer.lr = 0.5
 """
 
 
-def test_on_the_command_line_it_decides_the_sizes_and_nothing_else_that_the_file_gives(tmp_path, caplog):
+def test_on_the_command_line_it_decides_the_sizes_and_nothing_else_that_the_file_gives(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
     recipe = load_recipe(path, ["model.depth=3", "train.batch_size=32"])
     assert (recipe.model.num_layers, recipe.model.d_model) == (3, 192)
     assert (recipe.train.steps, recipe.train.batch_size, recipe.optimizer.lr) == (7, 32, 0.5)
-    replaced, kept = (record.getMessage() for record in caplog.records)
-    assert all(f"model.{key}" in replaced for key in ("d_model = 64", "d_ff = 64", "num_layers", "num_heads"))
-    assert all(value in kept for value in ("train.steps = 7", "optimizer.lr = 0.5"))
-    assert "batch_size" not in kept
 
 
-def test_what_the_file_leaves_out_follows_from_the_depth_of_the_command_line(tmp_path, caplog):
+def test_what_the_file_leaves_out_follows_from_the_depth_of_the_command_line(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("model.vocab_size = 32768\nmodel.context_length = 1024\ntrain.eval_interval = 5\n")
     recipe = load_recipe(path, ["model.depth=12"])
     assert (recipe.train.steps, recipe.optimizer.lr) == (recipe_of().train.steps, recipe_of().optimizer.lr)
-    assert caplog.records == []
 
 
 def test_tokens_of_the_command_line_decide_the_steps_though_the_file_gives_some(tmp_path):

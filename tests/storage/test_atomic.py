@@ -125,13 +125,6 @@ def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_partial_file_that_a_killed_process_left_holds_up_nobody_and_nothing_of_it_stays(tmp_path):
-    (tmp_path / "file.lmkit-partial").write_text("longer than what comes")
-    with atomic_path(tmp_path / "file") as partial, open(partial, "r+b") as file:
-        file.write(b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
-
-
 @pytest.mark.parametrize("ending", ["done", "failed"])
 def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tmp_path, monkeypatch):
     """Opened before it was renamed, its partial file must not be taken for one that is left over."""
@@ -151,17 +144,6 @@ def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tm
         assert not path.exists() if ending == "failed" else path.read_text() == "first"
     assert path.read_text() == "second"
     assert len(calls) == 2
-
-
-def test_partial_files_of_killed_processes_are_removed_and_nothing_else(tmp_path):
-    for name in ("b.lmkit-partial", "a.lmkit-partial", "a", "partial"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "folder.lmkit-partial").mkdir()
-    (tmp_path / "deeper").mkdir()
-    (tmp_path / "deeper" / "c.lmkit-partial").write_text("")
-    assert [path.name for path in remove_partials(tmp_path)] == ["a.lmkit-partial", "b.lmkit-partial"]
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "partial", "folder.lmkit-partial", "deeper"}
-    assert (tmp_path / "deeper" / "c.lmkit-partial").exists()
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])

@@ -11,7 +11,7 @@ import torch
 from raising import raises
 from run_folders import assert_same_state, losses, newest, records, saved, train_here
 
-from lmkit.cli.texts import continue_prompts
+from lmkit.cli.generate import continue_prompts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
