@@ -66,17 +66,22 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
 
 @lru_cache(maxsize=64)
 def _counts(config: ModelConfig) -> ParameterCounts:
-    model = TransformerLM(config, device="meta")
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    biases = sum(size for name, size in sizes.items() if name.endswith(".bias"))
-    table = 0 if config.tie_embeddings else sizes["token_embeddings.weight"]
+    # All blocks have the same parameters; a config.json may ask for a billion of them.
+    model = TransformerLM(config.model_copy(update={"num_layers": 1}), device="meta")
+    parameters = [
+        (name, parameter, config.num_layers if name.startswith("layers.") else 1)
+        for name, parameter in model.named_parameters()
+    ]
+    total = sum(times * parameter.numel() for _, parameter, times in parameters)
+    biases = sum(times * bias.numel() for name, bias, times in parameters if name.endswith(".bias"))
+    table = 0 if config.tie_embeddings else model.token_embeddings.weight.numel()
     matrices = [parameter for parameter in model.layers.parameters() if parameter.dim() >= 2]
     return ParameterCounts(
-        total=(total := sum(sizes.values())),
+        total=total,
         multiplying=total - table - biases,
-        vectors=sum(parameter.numel() for parameter in model.parameters() if parameter.dim() < 2),
-        in_blocks=sum(matrix.numel() for matrix in matrices),
-        rows=sum(len(matrix) for matrix in matrices),
+        vectors=sum(times * parameter.numel() for _, parameter, times in parameters if parameter.dim() < 2),
+        in_blocks=config.num_layers * sum(matrix.numel() for matrix in matrices),
+        rows=config.num_layers * sum(len(matrix) for matrix in matrices),
     )
 
 
