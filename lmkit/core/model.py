@@ -94,7 +94,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw new weights from torch's default generator; set the bias to zero."""
-        for rows in pieces(self.weight):
+        for rows in () if self.weight.is_meta else pieces(self.weight):
             self.draw_rows(rows)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -138,7 +138,7 @@ class Embedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new vectors from torch's default generator."""
-        for rows in pieces(self.weight):
+        for rows in () if self.weight.is_meta else pieces(self.weight):
             self.draw_rows(rows)
 
     def draw_rows(self, rows: Tensor) -> None:

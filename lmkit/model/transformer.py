@@ -406,9 +406,13 @@ def is_original(model: Any) -> bool:
 
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
-    weight = join([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else join([layer.bias for layer in layers])
-    return layers[0].product(x, weight, None if bias is None else bias.to(weight.dtype))
+    weights, biases = [], []
+    for layer in layers:
+        weights.append(layer.weight)
+        biases.append(layer.bias)
+    weight = join(weights)
+    bias = None if biases[0] is None else join(biases).to(weight.dtype)
+    return layers[0].product(x, weight, bias)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -123,8 +123,9 @@ class AdamW(core.AdamW):
         work, fits_one_pass = [], True
         for group in self.param_groups:
             for kind, updates in self._updates(group).items():
-                work.append((group, updates, kind.fits_one_pass))
-                fits_one_pass &= work[-1][-1]
+                fits = kind.device.type in ONE_PASS_DEVICES and kind.fits_one_pass
+                work.append((group, updates, fits))
+                fits_one_pass &= fits
         decision = self.decision
         if decision is not None and not fits_one_pass:
             if not decision:  # waits for the device
@@ -308,7 +309,7 @@ class _Kind(NamedTuple):
         dtypes = {self.dtype, self.grad_dtype, self.copy_dtype or self.dtype}
         if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
             return False  # too old for Triton
-        return self.contiguous and self.device.type in ONE_PASS_DEVICES and dtypes <= ONE_PASS_DTYPES
+        return self.contiguous and dtypes <= ONE_PASS_DTYPES
 
 
 def sweeps(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:

@@ -219,7 +219,7 @@ class TrainingStep:
             else:
                 self.step.before_update = before_update
                 outcome = self.step.update(self.step.accumulate(*batch), lr=lr)
-                self.step.before_update = lambda: None
+                self.step.before_update = None
             if wait and outcome.loss.is_cuda:
                 torch.cuda.synchronize(outcome.loss.device)
         self.outcome = outcome

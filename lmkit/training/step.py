@@ -116,7 +116,8 @@ class Step(core.Step):
 
     Attributes:
         sync: the strategy.
-        ask: called after the backward pass of a step; returns this rank's flags.
+        signals: its attribute `received` is read after the backward pass: if it is not None, this rank asks to stop.
+        save_at: from then on, as of `time.perf_counter`, this rank asks for a checkpoint.
         before_update: called before the weights change.
         decider: the optimizer that obeys its attribute `decision`; None if there is none.
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
@@ -149,8 +150,9 @@ class Step(core.Step):
         self.decider: Any = getattr(optimizer, "inner", optimizer)  # of a sharded optimizer
         if not hasattr(self.decider, "decision"):
             self.decider = None
-        self.ask: Callable[[], Flags] = Flags
-        self.before_update: Callable[[], object] = lambda: None
+        self.signals: Any = None
+        self.save_at = math.inf
+        self.before_update: Callable[[], object] | None = None
         self._sent = Flags()
         self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
         self.precision = precision
@@ -240,12 +242,14 @@ class Step(core.Step):
 
     def _send(self) -> None:
         """Copy this rank's flags to the device; call `before_update`."""
-        flags = self.ask()
+        stop = self.signals is not None and self.signals.received is not None
+        flags = Flags(stop, save=time.perf_counter() >= self.save_at)
         if flags != self._sent:
             for on_device, flag in zip(self._flags, flags, strict=True):
                 on_device.fill_(flag)
             self._sent = flags
-        self.before_update()
+        if self.before_update is not None:
+            self.before_update()
 
     def _update(self, loss: Tensor, norm: Tensor, lr: float | Tensor) -> Tensor:
         """Step the optimizer if the ranks agree that the gradients are good. The host waits for nothing.

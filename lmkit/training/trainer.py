@@ -31,7 +31,7 @@ from lmkit.training.process import StopSignals, end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, Retention, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
-from lmkit.training.step import Flags, Outcome, Step, load_batch
+from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
@@ -139,16 +139,16 @@ class Trainer:
         folder = recipe.run.path / CHECKPOINTS
         retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self._writer = CheckpointWriter(folder, ranks, retention)
-        step.ask, step.before_update = self._flags, self._writer.release_weights
+        step.signals = signals
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = self._launched = counters.step
         self._flying: deque[tuple[Outcome, float]] = deque()  # launched, not waited for; with learning rates
         self._graph_note = ""
         self._stops = self._wants_save = False  # some rank asked for it
         self._saved_step = counters.step  # resumed from this checkpoint; or step 0, which is not saved
-        # When rank 0 asks for a checkpoint, as of `time.perf_counter`; other ranks never ask.
+        # Rank 0 asks for a checkpoint if the last save is so long ago; other ranks never ask.
         self._save_every_s = 60 * keep.minutes if ranks.is_first and keep.minutes > 0 else math.inf
-        self._save_at = time.perf_counter() + self._save_every_s
+        step.save_at = time.perf_counter() + self._save_every_s
         self._logged_tokens = counters.tokens
         self._fraction = self.clock.fraction()
 
@@ -198,6 +198,8 @@ class Trainer:
             with range_("step"):
                 with watch.step(self._launched + 1):
                     lr = self._learning_rate(self._launched, self._fraction)
+                    writer = self._writer
+                    self.step.before_update = None if writer.writing is None else writer.release_weights
                     self._flying.append((self.step(*batch, lr=lr), lr))
                     self._launched += 1
                     if (graph := self.step.graph) is not None and graph.note != self._graph_note:
@@ -233,11 +235,6 @@ class Trainer:
         Time counts only after the first step, so that every run makes at least one.
         """
         return max(step / self._train.steps, (self._fraction or 0.0) if step else 0.0)
-
-    def _flags(self) -> Flags:
-        """Stop after a signal; save if this is rank 0 and the last save is `checkpoint.minutes` ago."""
-        save = time.perf_counter() >= self._save_at
-        return Flags(stop=self._signals.received is not None, save=save)
 
     def _is_done(self) -> bool:
         return self._progress(self._launched) >= 1 or self._launched >= self._end
@@ -380,7 +377,7 @@ class Trainer:
         state = self._initial_state.changed(**asdict(counters), **others)
         self._writer.save(state, own_files(self.step))
         self._saved_step = counters.step
-        self._save_at = time.perf_counter() + self._save_every_s
+        self.step.save_at = time.perf_counter() + self._save_every_s
         self._sink.record(
             {"kind": "checkpoint", "step": counters.step, "stall_seconds": self._writer.stall_seconds}
         )

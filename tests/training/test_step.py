@@ -2,6 +2,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.checkpoint import LossScaleState
 from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
-from lmkit.training.step import Flags, Outcome, Step
+from lmkit.training.step import Outcome, Step
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
@@ -86,10 +87,9 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def update(job: Job, loss: torch.Tensor, ask: Callable[[], Flags] = Flags) -> tuple[Outcome, list[str]]:
+def update(job: Job, loss: torch.Tensor) -> tuple[Outcome, list[str]]:
     events: list[str] = []
     job.step.before_update = lambda: events.append("released")
-    job.step.ask = ask
     return job.step.update(loss, lr=0.01), events
 
 
@@ -149,12 +149,13 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
 
 def test_a_flag_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
-    outcome = job.step(*make_batch(2), lr=0.01, flags=Flags(stop=True))
-    assert (outcome.stop, outcome.applied) == (True, True)
-    loss, job.step.loss = job.step.loss, lambda *batch: loss(*batch) * math.nan
-    outcome = job.step(*make_batch(2), lr=0.01, flags=Flags(stop=True))
-    assert (outcome.stop, outcome.applied) == (True, False)
-    assert not job.step(*make_batch(2), lr=0.01).stop
+    for factor, applied in ((1, True), (math.nan, False)):
+        job.step.signals, job.step.save_at = SimpleNamespace(received=15), 0.0
+        outcome = update(job, job.step.accumulate(*make_batch(2)) * factor)[0]
+        assert (outcome.stop, outcome.save, outcome.applied) == (True, True, applied)
+    job.step.signals, job.step.save_at = SimpleNamespace(received=None), math.inf
+    outcome = update(job, job.step.accumulate(*make_batch(2)))[0]
+    assert (outcome.stop, outcome.save) == (False, False)
 
 
 @pytest.mark.parametrize(

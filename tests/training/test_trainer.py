@@ -25,6 +25,7 @@ from run_folders import (
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
+from lmkit.training import step as step_module
 from lmkit.training import trainer
 from lmkit.training.checkpoint import step_name
 from lmkit.training.resume import CheckpointWriter
@@ -44,7 +45,8 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(trainer, "time", time)
+    for module in (trainer, step_module):
+        monkeypatch.setattr(module, "time", time)
     return time
 
 
