@@ -15,7 +15,7 @@ from raising import raises
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from lmkit.attention import FlashAttention, FlashAttentionTriton
-from lmkit.attention.flash_triton import flash_triton, implementation_for
+from lmkit.attention.flash_triton import flash_triton
 from lmkit.attention.run import run_attention
 from lmkit.core.attention import reference
 from lmkit.errors import UsageError
@@ -173,24 +173,6 @@ def test_rows_with_a_stride_and_broadcast_gradients(random_inputs):
     assert faults_of(flash_triton, reference, q, k, v, dout, causal=True) == []
 
 
-def test_autocast_casts_mixed_inputs(random_inputs):
-    q, k, v, dout = random_inputs(queries=20)
-    q.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.float16):
-        out = flash_triton(q, k, v.half(), causal=True)
-    assert out.dtype == torch.float16
-    out.backward(dout.half())
-    assert q.grad.dtype == torch.float32
-
-
-@pytest.mark.full
-def test_compile_sees_no_graph_break(random_inputs):
-    inputs = random_inputs(queries=33)
-    compiled = torch.compile(flash_triton, fullgraph=True, backend="aot_eager")
-    eager, traced = (run_attention(f, *inputs, causal=True) for f in (flash_triton, compiled))
-    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
-
-
 @pytest.mark.full
 # torch 2.15: opcheck itself reads .grad of a tensor that is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -213,7 +195,7 @@ def test_a_second_derivative_is_refused(random_inputs):
                 operator(q, k, v, True, 0.25, "auto", False, "ieee")[0],
             ):
                 (gradient,) = torch.autograd.grad(out, q, outside, create_graph=True)
-                with pytest.raises(RuntimeError, match="flash_triton"):
+                with pytest.raises(RuntimeError, match="differentiable once"):
                     torch.autograd.grad(out.sum() + gradient.square().sum(), wanted)
 
 
@@ -241,10 +223,6 @@ def test_the_module_can_be_loaded_again(random_inputs):
 def test_what_is_not_supported_is_refused(inputs, options, code, named, random_inputs):
     with raises(UsageError, code, named):
         flash_triton(*random_inputs(**inputs)[:3], causal=True, **options)
-
-
-def test_implementation_for_says_portable_without_a_gpu(random_inputs):
-    assert implementation_for(*random_inputs()[:3]) == "portable"
 
 
 @pytest.mark.parametrize("name", firsts(90))
