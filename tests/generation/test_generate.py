@@ -12,7 +12,6 @@ from lmkit.core import sampling as core
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
-from lmkit.generation.decoder import CPUStep
 from lmkit.model.transformer import TransformerLM, compile_model
 from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
@@ -102,47 +101,6 @@ def test_a_context_of_one_token_sees_the_last_alone(make_model, tokenizer):
     assert texts[0] == texts[1]
 
 
-def test_generates_under_autocast(make_model):
-    model = make_model().float()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        likeliest = model(torch.tensor([[1, 2, 3]]))[0, -1].argmax().item()
-        got = rows(model, [[1, 2, 3], [4]], greedy(30))
-    assert got[0][0] == likeliest
-    assert [len(text) for text in got] == [30, 30]
-
-
-def test_nothing_is_recorded_for_a_backward_pass(make_model):
-    model = make_model()
-    recorded = []
-    model.layers[0].ln1.register_forward_hook(lambda _, __, out: recorded.append(out.requires_grad))
-    rows(model, [[1, 2], [3]], sampling(new=30))  # beyond the context, too
-    assert recorded
-    assert not any(recorded)
-
-
-def test_a_row_that_stops_early_leaves_the_others_alone(make_model, monkeypatch):
-    """Also where it would continue with something that is not a number."""
-    model = make_model()
-    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    options = sampling(new=30, seed=1)
-    stop = rows(model, prompts, options)[0][6]
-    expected = [plain_loop(model, prompt, options, 1 + i, (stop,)) for i, prompt in enumerate(prompts)]
-    original, spoilt = CPUStep.logits, []
-
-    def logits(step, longest):
-        made = original(step, longest)
-        if step.decoder.state.drawn[0] == stop:
-            made[0] = float("nan")
-            spoilt.append(longest)
-        return made
-
-    monkeypatch.setattr(CPUStep, "logits", logits)
-    got = rows(model, prompts, options, (stop,))
-    assert got == expected
-    assert spoilt
-    assert len(got[0]) < 30 < len(got[0]) + len(got[1])
-
-
 def test_a_compiled_model_generates_without_compiling(make_model):
     plain = make_model()
     expected = rows(plain, [[1, 2], [3]], sampling())
@@ -184,16 +142,6 @@ def test_logprobs_are_those_of_the_model(make_model, tokenizer):
     # Kept in float32.
     torch.testing.assert_close(torch.tensor(made.logprobs).double(), exact.detach(), rtol=1e-6, atol=1e-6)
     assert generate(model, tokenizer, "ab", sampling(new=2))[0].logprobs is None
-
-
-def test_a_repetition_penalty_makes_texts_vary(make_model):
-    model = make_model()
-    prompts = [[5, 6, 7], [8]]
-    plain = rows(model, prompts, greedy(30))
-    varied = rows(model, prompts, greedy(30, repetition_penalty=50.0))
-    for prompt, text, repeated in zip(prompts, varied, plain, strict=True):
-        seen = [*prompt, *text]
-        assert len(set(seen)) == len(seen) > len({*prompt, *repeated})
 
 
 def test_text_tokens_and_pieces_agree(make_model, tokenizer):

@@ -44,17 +44,13 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 def planned(size: str, fields: dict[str, Any]) -> Plan:
     batch_size, shape = SIZES[size]
-    fields = {"precision": "bf16", **fields}
-    precision = fields.pop("precision")
-    model = {
-        **dict(zip(FIELDS, shape, strict=True)),
-        "num_kv_heads": shape[2],
-        "tie_embeddings": False,
-        **fields,
-    }
-    keys = [*(f"model.{key}={str(value).lower()}" for key, value in model.items())]
-    more = [f"train.batch_size={batch_size}", f"train.precision={precision}"]
-    return plan(load_recipe("llama_1b", [*keys, *more]), card_here())
+    fields = dict(fields)
+    train = [f"train.batch_size={batch_size}", f"train.precision={fields.pop('precision', 'bf16')}"]
+    model = (
+        dict(zip(FIELDS, shape, strict=True)) | {"num_kv_heads": shape[2], "tie_embeddings": False} | fields
+    )
+    keys = [f"model.{key}={str(value).lower()}" for key, value in model.items()]
+    return plan(load_recipe("llama_1b", [*keys, *train]), card_here())
 
 
 @pytest.mark.parametrize(("size", "fields"), SETTINGS, ids=str)
