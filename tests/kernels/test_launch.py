@@ -192,87 +192,75 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
 
 @pytest.fixture
 def record(monkeypatch):
-    """Records a block in a graph whose recording PyTorch can end, or not. `current` is the stream, `told` what the
-    allocator was told to end and to release."""
-    current, told = ["before"], []
+    """Records a block that fails, in a graph whose recording PyTorch can end, or not: then it stays on the stream of
+    the graph. Returns the stream afterwards, what the allocator was told, and whether garbage was collected."""
+    streams, told, collects = ["before"], [], []
 
     @contextmanager
     def stream(other):
         try:
             yield
         finally:
-            current[0] = other
+            streams.append(other)
 
     @contextmanager
     def capture(graph, **options):
-        current[0] = "of the graph"
+        streams.append("of the graph")
         yield
 
-    def tell(name):
-        return lambda *which: told.append((name, *which))
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool of one")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", tell("end"))
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", tell("release"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: told.append(("release", *which)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
 
-    def run(block, *, ended, **options):
+    def run(*, ended):
         def pool():
             if not ended:
                 raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
 
-        with recording(SimpleNamespace(pool=pool), **options):
-            block()
+        def step():
+            with recording(SimpleNamespace(pool=pool)):
+                collects.append(gc.isenabled())
+                raise RuntimeError("by the step")
 
-    run.current, run.told = current, told
+        with pytest.raises(RuntimeError, match="by the step"):
+            step()
+        return streams[-1], told, collects
+
     return run
-
-
-def fail():
-    raise RuntimeError("by the step")
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.0"])
 @pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("given", [{}, {"pool": "pool of several"}])
-def test_stream_and_allocator_leave_a_recording_that_cannot_be_ended(
-    given, ended, version, monkeypatch, record
-):
+def test_stream_and_allocator_leave_a_recording_that_cannot_be_ended(ended, version, monkeypatch, record):
     """PyTorch 2.11 stays in it: memory of several streams was never free, and freeing a `MemPool` aborted."""
+    ends = []
 
     def end(*which):
         if not version.startswith("2.11"):
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        record.told.append(("end", *which))
+        ends.append(which)
 
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    with pytest.raises(RuntimeError, match="by the step"):
-        record(fail, ended=ended, **given)
-    pool = given.get("pool", "pool of one")
-    told = {"2.11": [("end", 0, pool), ("release", 0, pool)], "2.13": [("release", 0, pool)], "2.14": []}
-    assert record.told == ([] if ended else told[version[:4]])
-    assert record.current == ["before"]
+    stream, told, _ = record(ended=ended)
+    assert stream == "before"
+    assert ends == ([(0, "pool")] if version.startswith("2.11") and not ended else [])
+    assert told == ([] if ended or version == "2.14.0" else [("release", 0, "pool")])
 
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_during_a_recording(record, collects):
-    """Whatever happens in it, the collector is afterwards as before."""
-    seen = []
+    """The collector is afterwards as before."""
     (gc.enable if collects else gc.disable)()
     try:
-        record(lambda: seen.append(gc.isenabled()), ended=True)
-        assert gc.isenabled() == collects
-        with pytest.raises(RuntimeError, match="by the step"):
-            record(fail, ended=True, capture_error_mode="thread_local")
+        *_, collected = record(ended=True)
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert seen == [False]
-    assert not record.told
+    assert collected == [False]
 
 
 def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):
