@@ -108,43 +108,36 @@ def test_prepared_launches_are_tritons_own(run, tiling, causal, stand_in_gpu, mo
     assert launches_of(call, stand_in_gpu) == expected  # known
 
 
-# What changes between the calls of one process; every one of them alone, against the first: inputs, then options.
-CHANGES = {
-    "as before": {},
-    "longer": {"queries": 96, "keys": 96},
-    "the first rows of longer ones": {"cut": 16},
-    "no multiple of 16": {"queries": 63, "keys": 63},
-    "one query": {"queries": 1},
-    "more keys": {"keys": 100},
-    "one head a key head": {"kv_heads": 4},
-    "one head": {"heads": 1, "kv_heads": 1},
-    "another head_dim": {"head_dim": 40},
-    "float16": {"dtype": torch.float16},
-    "float32": {"dtype": torch.float32},
-    "slices of a projection": {"layout": "fused"},
-    "odd strides": {"layout": "odd"},
-    "odd addresses": {"skip": (1, 1, 1, 1)},
-    "addresses of 8 bytes": {"skip": (4, 4, 4, 4)},
-    **{
-        f"one odd address: {['q', 'k', 'v', 'dout'][i]}": {"skip": [int(j == i) for j in range(4)]}
-        for i in range(4)
-    },
-    "odd addresses and strides": {"skip": (1, 1, 1, 1), "layout": "odd"},
-}
-OPTIONS = {"full": {"causal": False}, "other tiling": {"tiling": COPIED}}
+# What changes between the calls of one process; every one of them alone, against the first.
+CHANGES = [
+    {},
+    {"queries": 96, "keys": 96},
+    {"cut": 16},  # the first rows of longer ones
+    *({"queries": n, "keys": n} for n in (63, 1)),
+    {"keys": 100},
+    {"kv_heads": 4},
+    {"heads": 1, "kv_heads": 1},
+    {"head_dim": 40},
+    *({"dtype": dtype} for dtype in (torch.float16, torch.float32)),
+    *({"layout": layout} for layout in ("fused", "odd")),
+    *({"skip": (n,) * 4} for n in (1, 4)),  # odd addresses, and of 8 bytes
+    *({"skip": [int(j == i) for j in range(4)]} for i in range(4)),
+    {"skip": (1, 1, 1, 1), "layout": "odd"},
+]
+OPTIONS = [{"causal": False}, {"tiling": COPIED}]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", [forward, backward])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
-    calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
-    calls |= {name: run(*inputs(), **options) for name, options in OPTIONS.items()}
-    expected = {name: ordinary(call, stand_in_gpu, monkeypatch) for name, call in calls.items()}
-    variants = {str([function for _, _, function, *_ in launches]) for launches in expected.values()}
+    calls = [run(*inputs(**change)) for change in CHANGES] + [
+        run(*inputs(), **options) for options in OPTIONS
+    ]
+    expected = [ordinary(call, stand_in_gpu, monkeypatch) for call in calls]
+    variants = {str([function for _, _, function, *_ in launches]) for launches in expected}
     assert len(variants) > len(CHANGES) // 2  # or the changes would not be seen
     for _ in range(2):  # prepared, then known
-        for name, call in calls.items():
-            assert launches_of(call, stand_in_gpu) == expected[name], name
+        assert [launches_of(call, stand_in_gpu) for call in calls] == expected
 
 
 def test_a_result_of_another_dtype_is_of_another_kind(stand_in_gpu):
