@@ -107,7 +107,7 @@ def test_what_fits_fits_and_what_does_not_raises(name, keys, factor):
     Of models below 2 GB, what segments of 2 and 20 MiB may add is known less closely.
     """
     torch.compiler.reset()
-    setting = (name, (*keys, "run.device=cuda"), "none")
+    setting = (name, (*keys, "run.device=cuda"), "bucketed")
     device = torch.device("cuda")
     try:
         if factor > 1:
