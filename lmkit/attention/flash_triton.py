@@ -128,18 +128,15 @@ def hopper_kernels() -> Any:
 
 def resolve(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     """Turn "auto" into a name; raise UsageError for a named implementation that cannot run."""
-    if implementation == "portable":
-        return implementation
-    reason = hopper_refusal(q, k, v)
     if implementation == "auto":
-        return "portable" if reason else "hopper"
-    if implementation != "hopper":
+        return implementation_for(q, k, v)
+    if implementation not in ("portable", "hopper"):
         raise UsageError(
             "attention.unknown_implementation",
             f"flash_triton has no implementation {implementation!r}",
             hint="there are: auto, portable, hopper",
         )
-    if reason:
+    if implementation == "hopper" and (reason := hopper_refusal(q, k, v)):
         raise UsageError(
             "attention.unsupported",
             f"flash_triton: the hopper implementation cannot run: {reason}",
@@ -256,21 +253,13 @@ def resolved(q: Tensor, k: Tensor, v: Tensor, options: Sequence[Any]) -> Options
     return given._replace(implementation=resolve(given.implementation, q, k, v))
 
 
-def resolve_and_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, resolved(q, k, v, options))
-
-
-def resolve_and_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(rows_in_place(dout), q, k, v, out, lse, options=resolved(q, k, v, options))
-
-
 _LIBRARY = torch.library.Library("lmkit", "FRAGMENT")
 operator = define_attention(
     _LIBRARY,
     "flash_attention",
     "bool causal, float scale, str implementation, bool deterministic, str fp32_precision, Tensor? first=None",
-    resolve_and_forward,
-    resolve_and_backward,
+    lambda q, k, v, *options: forward(q, k, v, resolved(q, k, v, options)),
+    lambda dout, q, k, v, out, lse, *options: backward(
+        rows_in_place(dout), q, k, v, out, lse, options=resolved(q, k, v, options)
+    ),
 )

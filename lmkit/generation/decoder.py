@@ -45,7 +45,6 @@ from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
     from lmkit.generation.kernel_step import KernelStep
-    from lmkit.recipe.schema import Recipe
     from lmkit.recipe.tables import ModelConfig
 
 
@@ -419,13 +418,6 @@ def check_fp8(config: ModelConfig, device: torch.device, rows: int, *, runs_kern
     else:
         return
     raise UsageError("generate.weights", f"generate.weights: {why}", hint=hint)
-
-
-def check_fp8_of(recipe: Recipe, device: torch.device) -> None:
-    """Raise as `check_fp8` for the tables [model] and [generate] of a recipe, before anything is trained."""
-    assert recipe.model is not None
-    suits = kernels_suit(recipe.model, device)
-    check_fp8(recipe.model, device, recipe.generate.batch_size, runs_kernels=suits)
 
 
 LIBRARIES = 500_000_000

@@ -107,17 +107,12 @@ def generate(
     starts = PromptIds(model, tokenizer, prompts, allow_special=options.allow_special)
     if "" in prompts:
         starts.encode("")  # refuses it before anything is written
-    streams = [TextStream(tokenizer) if on_text is not None else None for _ in prompts]
+    streams = [TextStream(tokenizer) for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     limits = drawn_from(tokenizer, options)
     stops = limits["stops"]
-
-    def emit(number: int, piece: str) -> None:
-        if piece:
-            assert on_text is not None
-            on_text(number, piece)
 
     def made(number: int) -> Generation:
         return Generation(
@@ -131,18 +126,17 @@ def generate(
     finished: dict[int, Generation] = {}
     try:
         for number, token, logprob in generate_tokens(model, starts, options, kernels=kernels, **limits):
-            stream = streams[number]
             if token in stops:
                 ended[number] = True
             else:
                 if logprob is not None:
                     logprobs[number].append(logprob)
                 tokens[number].append(token)
-                if stream is not None:
-                    emit(number, stream.push(token))
+                if on_text is not None and (piece := streams[number].push(token)):
+                    on_text(number, piece)
             if ended[number] or len(tokens[number]) == options.max_new_tokens:
-                if stream is not None:
-                    emit(number, stream.finish())
+                if on_text is not None and (piece := streams[number].finish()):
+                    on_text(number, piece)
                 generation = made(number)
                 finished[number] = generation
                 if on_end is not None:

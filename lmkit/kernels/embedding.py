@@ -110,12 +110,6 @@ def gradient(grad: Tensor, ids: Tensor, vocab_size: int, deterministic: bool, dt
     return table.to(dtype)
 
 
-def grad_dtype_of(weight: Tensor) -> torch.dtype:
-    """Return the dtype of the weight's gradient. It can be another than the weight's on leaves only."""
-    wanted = weight.grad_dtype if weight.is_leaf else weight.dtype
-    return torch.float32 if wanted is None else wanted
-
-
 class Embedding(torch.autograd.Function):
     """`apply(ids, weight)` returns (rows, an empty tensor)."""
 
@@ -125,7 +119,9 @@ class Embedding(torch.autograd.Function):
         empty = weight.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
         ctx.save_for_backward(ids, empty)
-        ctx.options = (len(weight), grad_dtype_of(weight))
+        # The gradient can have another dtype than the weight on leaves only.
+        wanted = weight.grad_dtype if weight.is_leaf else weight.dtype
+        ctx.options = (len(weight), torch.float32 if wanted is None else wanted)
         return F.embedding(ids, weight), empty
 
     @staticmethod

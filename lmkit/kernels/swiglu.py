@@ -13,6 +13,7 @@ again for the cast. The bits are those of `cast_rows` on the result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,29 +132,23 @@ def swiglu_gradient_cast_kernel(
     tl.store(scale_pointer + row + tl.arange(0, 1), scale)
 
 
-def _prepare(kernel: Any) -> Any:
-    def prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-        total = tensors[0].numel() // 2
-        constants = {"D_FF": tensors[0].shape[-1] // 2, "BLOCK": BLOCK, "num_warps": WARPS}
-        return prepare_launch(kernel, (count_tiles(total, BLOCK), 1), tensors, (total,), constants)
-
-    return prepare
+def _prepare(kernel: Any, tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    total = tensors[0].numel() // 2
+    constants = {"D_FF": tensors[0].shape[-1] // 2, "BLOCK": BLOCK, "num_warps": WARPS}
+    return prepare_launch(kernel, (count_tiles(total, BLOCK), 1), tensors, (total,), constants)
 
 
-def _prepare_cast(kernel: Any) -> Any:
-    def prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-        rows, width = tensors[0].shape
-        block = triton.next_power_of_2(width // 2)
-        constants = {"D_FF": width // 2, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
-        return prepare_launch(kernel, (rows, 1), tensors, (), constants)
-
-    return prepare
+def _prepare_cast(kernel: Any, tensors: tuple[Tensor, ...], options: tuple) -> Start:
+    rows, width = tensors[0].shape
+    block = triton.next_power_of_2(width // 2)
+    constants = {"D_FF": width // 2, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return prepare_launch(kernel, (rows, 1), tensors, (), constants)
 
 
-forward_calls = LaunchCache(_prepare(swiglu_kernel))
-backward_calls = LaunchCache(_prepare(swiglu_gradient_kernel))
-cast_forward_calls = LaunchCache(_prepare_cast(swiglu_cast_kernel))
-cast_backward_calls = LaunchCache(_prepare_cast(swiglu_gradient_cast_kernel))
+forward_calls = LaunchCache(partial(_prepare, swiglu_kernel))
+backward_calls = LaunchCache(partial(_prepare, swiglu_gradient_kernel))
+cast_forward_calls = LaunchCache(partial(_prepare_cast, swiglu_cast_kernel))
+cast_backward_calls = LaunchCache(partial(_prepare_cast, swiglu_gradient_cast_kernel))
 
 
 class SwiGLU(torch.autograd.Function):

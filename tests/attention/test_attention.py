@@ -38,31 +38,22 @@ def kernel(request):
     return attention_function(request.param)
 
 
-@both_masks
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_fault_82_any_lengths_equal_the_oracle(kernel, queries, keys, causal, random_inputs):
-    inputs = random_inputs(queries=queries, keys=keys, head_dim=16)
-    assert faults_of(kernel, reference, *inputs, causal=causal) == []
+SHAPES = [
+    *({"queries": queries, "keys": keys, "head_dim": 16} for queries, keys in LENGTHS),
+    {"queries": 65, "head_dim": 64, "dtype": torch.float16},
+    {"queries": 129, "head_dim": 64, "dtype": torch.bfloat16},
+    {"heads": 3, "kv_heads": 1, "queries": 33, "keys": 40},
+    {"heads": 4, "kv_heads": 2, "queries": 33, "keys": 40},
+]
 
 
 @both_masks
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"queries": 65, "head_dim": 64, "dtype": torch.float16},
-        {"heads": 3, "kv_heads": 1, "queries": 33, "keys": 40},
-        {"heads": 4, "kv_heads": 2, "queries": 33, "keys": 40},
-    ],
-    ids=str,
-)
-def test_dtypes_and_grouped_heads_equal_the_oracle(kernel, sizes, causal, random_inputs):
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_fault_82_any_lengths_equal_the_oracle(kernel, sizes, causal, random_inputs):
+    """Any dtype and grouped heads, too."""
+    if sizes.get("dtype") == torch.bfloat16 and kernel.__name__ == "flash_triton":
+        pytest.skip("the interpreter multiplies the raw bits of bfloat16")
     assert faults_of(kernel, reference, *random_inputs(**sizes), causal=causal) == []
-
-
-@both_masks
-def test_bfloat16_equals_the_oracle(pytorch_kernel, causal, random_inputs):
-    inputs = random_inputs(queries=129, head_dim=64, dtype=torch.bfloat16)
-    assert faults_of(pytorch_kernel, reference, *inputs, causal=causal) == []
 
 
 def test_strided_inputs(kernel, random_inputs):
@@ -82,16 +73,11 @@ def test_a_scale_of_any_sign(kernel, scale, dtype, random_inputs):
     assert faults_of(kernel, reference, *inputs, causal=True, scale=scale) == []
 
 
+NOTHING = [{"batch": 0, "heads": 4, "kv_heads": 2}, {"queries": 0, "keys": 5, "heads": 4, "kv_heads": 2}]
+
+
 @both_masks
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"batch": 0, "heads": 4, "kv_heads": 2},
-        {"queries": 0, "keys": 5, "heads": 4, "kv_heads": 2},
-        {"queries": 5, "keys": 0},
-    ],
-    ids=["no batch", "no queries", "no keys"],
-)
+@pytest.mark.parametrize("sizes", [*NOTHING, {"queries": 5, "keys": 0}], ids=str)
 def test_nothing_in_gives_zeros_out(kernel, sizes, causal, random_inputs):
     """Also where a row that sees no key holds what is not finite."""
     q, k, v, dout = random_inputs(**sizes)
@@ -171,13 +157,12 @@ def test_flash_torch_never_holds_the_scores(random_inputs):
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [
-        ((2, 4, 5), (2, 4, 5), (2, 4, 5)),
-        ((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 6, 8)),
-        ((1, 2, 5, 8), (1, 2, 5, 16), (1, 2, 5, 16)),
-        ((1, 3, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)),
-        ((2, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)),
+        ((2, 4, 5),) * 3,  # three axes
+        ((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 6, 8)),  # k and v differ
+        ((1, 2, 5, 8), (1, 2, 5, 16), (1, 2, 5, 16)),  # in head_dim
+        ((1, 3, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)),  # heads are no multiple
+        ((2, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)),  # in batch
     ],
-    ids=["three axes", "k and v differ", "head_dim differs", "heads no multiple", "batch differs"],
 )
 def test_shapes_that_do_not_fit_are_refused(kernel, q, k, v):
     with pytest.raises(ValueError, match=r"\(2, 4, 5\)|differ|multiple|must be"):

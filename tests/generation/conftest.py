@@ -34,8 +34,8 @@ def make_model():
             "d_ff": 48,
             "num_layers": 2,
             "num_heads": 4,
-            "attention": "vectorized",
         }
+        sizes["attention"] = "vectorized"
         torch.manual_seed(0)
         model = TransformerLM(ModelConfig(**{**sizes, **fields}), dtype=torch.float64)
         with torch.no_grad():

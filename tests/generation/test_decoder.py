@@ -86,31 +86,6 @@ def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
     check_next_logits(decoder, model)
 
 
-def test_rows_that_rest_do_not_change_the_others(make_model):
-    """Row 1 is full and stands still while row 0 goes on; then it starts over."""
-    model = make_model()
-    decoder = Decoder(model, 2, sampling=GREEDY, most=2)
-    alone = Decoder(model, 1, sampling=GREEDY, most=ENDLESS)
-    torch.manual_seed(1)
-    first, second, third = (torch.randint(260, (length,)).tolist() for length in (3, 15, 8))
-    decoder.start([1], [second], seeds=[0])
-    decoder.step(15)
-    decoder.step(16)
-    assert decoder.state.done.tolist() == [1, 1]
-    decoder.start([0], [first], seeds=[0])
-    alone.start([0], [first], seeds=[0])
-    for length in (3, 4):
-        decoder.step(16)
-        alone.step(length)
-    assert decoder.state.drawn[0] == alone.state.drawn[0]
-    decoder.start([1], [third], seeds=[0])
-    alone.start([0], [third], seeds=[0])
-    for length in (8, 9):
-        decoder.step(max(5, length))
-        alone.step(length)
-    assert decoder.state.drawn[1] == alone.state.drawn[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_in_other_dtypes(make_model, dtype):
     model = make_model(num_kv_heads=2)

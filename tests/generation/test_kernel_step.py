@@ -1,21 +1,15 @@
 """The step of kernels in Triton's interpreter: it writes the same as PyTorch's operations."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import decoder_checks as checks
 from live_memory import LiveMemory
 
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.generation.decoder import decoder_needs, kernel_step_needs
-
-sys.path.insert(0, str(Path(__file__).parent))
-checks = importlib.import_module("decoder_checks")
 
 pytestmark = [
     pytest.mark.interpreter,

@@ -19,3 +19,8 @@ def pytest_collection_modifyitems(items):
 def random_inputs():
     """`draw_inputs` in bfloat16 on the GPU."""
     return partial(draw_inputs, head_dim=64, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False

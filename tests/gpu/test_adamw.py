@@ -1,17 +1,14 @@
 """The one-pass AdamW on a GPU: the checks of the interpreter, and what only a device can show."""
 
 import copy
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-checks = importlib.import_module("adamw_checks")
+
+import adamw_checks as checks
 
 pytestmark = pytest.mark.gpu
 

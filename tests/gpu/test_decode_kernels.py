@@ -1,16 +1,12 @@
 """The kernels of a decode step on a GPU: the checks of the interpreter, and what only a device can show."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-checks = importlib.import_module("decode_checks")
-draws = importlib.import_module("decode_draw_checks")
+
+import decode_checks as checks
+import decode_draw_checks as draws
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -29,11 +25,6 @@ LONG = [
     checks.Attend(16, 4, 128, 2048, (2000, 0, 1023, 256, 257)),
     checks.Attend(12, 12, 64, 2048, tuple(range(0, 2048, 127))),
 ]
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @DTYPES

@@ -4,15 +4,14 @@
 """
 
 import gc
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from raising import raises
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import decoder_checks as checks
 
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError
@@ -21,15 +20,7 @@ from lmkit.generation.decoder import decoder_needs
 from lmkit.generation.generate import Interrupted
 from lmkit.tokenizer import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "generation"))
-checks = importlib.import_module("decoder_checks")
-
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize(

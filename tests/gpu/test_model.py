@@ -21,11 +21,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def make_model(**fields) -> TransformerLM:
     torch.manual_seed(0)
     config = ModelConfig(**{**SIZES, "attention": "flash_triton", **fields})

@@ -18,8 +18,7 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.training.plan import Plan, measure_among, plan
-from lmkit.training.process import ranks_of
+from lmkit.training.plan import Plan, plan
 from lmkit.training.setup import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks inherit it
@@ -44,17 +43,13 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 def planned(size: str, fields: dict[str, Any]) -> Plan:
     batch_size, shape = SIZES[size]
-    fields = {"precision": "bf16", **fields}
-    precision = fields.pop("precision")
-    model = {
-        **dict(zip(FIELDS, shape, strict=True)),
-        "num_kv_heads": shape[2],
-        "tie_embeddings": False,
-        **fields,
-    }
-    keys = [*(f"model.{key}={str(value).lower()}" for key, value in model.items())]
-    more = [f"train.batch_size={batch_size}", f"train.precision={precision}"]
-    return plan(load_recipe("llama_1b", [*keys, *more]), card_here())
+    fields = dict(fields)
+    train = [f"train.batch_size={batch_size}", f"train.precision={fields.pop('precision', 'bf16')}"]
+    model = (
+        dict(zip(FIELDS, shape, strict=True)) | {"num_kv_heads": shape[2], "tie_embeddings": False} | fields
+    )
+    keys = [f"model.{key}={str(value).lower()}" for key, value in model.items()]
+    return plan(load_recipe("llama_1b", [*keys, *train]), card_here())
 
 
 @pytest.mark.parametrize(("size", "fields"), SETTINGS, ids=str)
@@ -111,23 +106,18 @@ def test_what_fits_fits_and_what_does_not_raises(name, keys, factor):
 
     Of models below 2 GB, what segments of 2 and 20 MiB may add is known less closely.
     """
-    recipe = load_recipe(name, [*keys, "run.device=cuda"])
-    made = plan(recipe, card_here())
     torch.compiler.reset()
-    with ranks_of(recipe) as ranks:
-        claim_workspaces(ranks.device)
-        release_memory(ranks.device)
-        limit = memory_in_use(ranks.device) + (made.memory.most if factor > 1 else factor * made.memory.peak)
-        torch.cuda.set_per_process_memory_fraction(limit / made.card.memory, ranks.device)
-        try:
-            if factor > 1:
-                measure_among(ranks, recipe)
-            else:
-                with raises(LmkitError, "memory.exhausted"):
-                    measure_among(ranks, recipe)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, ranks.device)
-            release_memory(ranks.device)
+    setting = (name, (*keys, "run.device=cuda"), "bucketed")
+    device = torch.device("cuda")
+    try:
+        if factor > 1:
+            plan_ranks.at_edge(setting, factor)
+        else:
+            with raises(LmkitError, "memory.exhausted"):
+                plan_ranks.at_edge(setting, factor)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        release_memory(device)
 
 
 LARGE = "llama_1b", ("model.activation_checkpointing=attention", "model.tie_embeddings=false")

@@ -1,22 +1,14 @@
 """The fused kernels of a training step on a GPU: the checks of the interpreter, and what only a device can show."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-cases, checks = (importlib.import_module(name) for name in ("step_cases", "step_checks"))
+
+import step_cases as cases
+import step_checks as checks
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -52,11 +52,8 @@ class StandInGpu:
         return number, (name, number), 128, 0, 1024
 
     def fill_tma_descriptor(self, pointer, *fields):
-        return (
-            "descriptor",
-            pointer,
-            *(tuple(x) if isinstance(x, (list, torch.Size)) else x for x in fields),
-        )
+        fields = [tuple(x) if isinstance(x, (list, torch.Size)) else x for x in fields]
+        return ("descriptor", pointer, *fields)
 
     fill_tma_descriptor_tiled = fill_tma_descriptor  # its name from Triton 3.7 on
 

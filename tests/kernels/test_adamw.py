@@ -3,11 +3,8 @@
 The checks of what it computes are in adamw_checks.py, which tests/gpu runs too.
 """
 
-import importlib
 import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +13,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 import triton.language as tl
+from adamw_checks import CHECKS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lmkit.kernels.adamw import BLOCK, WARPS, adamw_kernel, decide, decide_kernel
 from lmkit.optim import adamw
-
-sys.path.insert(0, str(Path(__file__).parent))
-CHECKS = importlib.import_module("adamw_checks").CHECKS
 
 THREADS = 32 * WARPS
 SLOW = {"equals_torch_and_the_operations"}  # a thousand steps

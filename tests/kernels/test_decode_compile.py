@@ -95,18 +95,9 @@ def prepare_all(
         rules = Rules(marks[0], marks, settings, way.repetition_penalty != 1)
         head = array(vocab_size, width)
         product(
-            "head",
-            x,
-            matrix(vocab_size, width),
-            logits,
-            stream,
-            then="logits",
-            num_parts=48,
-            eps=eps,
-            rules=rules,
-            best=best,
-            pdl=pdl,
-        )
+            "head", x, matrix(vocab_size, width), logits, stream, then="logits", num_parts=48, eps=eps, rules=rules,
+            best=best, pdl=pdl,
+        )  # fmt: skip
         sampling.prepare_rules(logits, best, rules)
         state = Rows(place, array(rows, capacity + 1, dtype=torch.int64), *[place] * 4, logits[:, 0])
         sampling.prepare_advance(

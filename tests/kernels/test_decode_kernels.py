@@ -1,16 +1,12 @@
 """The kernels of a decode step in Triton's interpreter; the checks are in decode_checks.py."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parent))
-checks = importlib.import_module("decode_checks")
-draws = importlib.import_module("decode_draw_checks")
+
+import decode_checks as checks
+import decode_draw_checks as draws
 
 # The interpreter computes on masked lanes, too, and NumPy says so.
 pytestmark = [

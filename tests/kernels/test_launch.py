@@ -108,43 +108,36 @@ def test_prepared_launches_are_tritons_own(run, tiling, causal, stand_in_gpu, mo
     assert launches_of(call, stand_in_gpu) == expected  # known
 
 
-# What changes between the calls of one process; every one of them alone, against the first: inputs, then options.
-CHANGES = {
-    "as before": {},
-    "longer": {"queries": 96, "keys": 96},
-    "the first rows of longer ones": {"cut": 16},
-    "no multiple of 16": {"queries": 63, "keys": 63},
-    "one query": {"queries": 1},
-    "more keys": {"keys": 100},
-    "one head a key head": {"kv_heads": 4},
-    "one head": {"heads": 1, "kv_heads": 1},
-    "another head_dim": {"head_dim": 40},
-    "float16": {"dtype": torch.float16},
-    "float32": {"dtype": torch.float32},
-    "slices of a projection": {"layout": "fused"},
-    "odd strides": {"layout": "odd"},
-    "odd addresses": {"skip": (1, 1, 1, 1)},
-    "addresses of 8 bytes": {"skip": (4, 4, 4, 4)},
-    **{
-        f"one odd address: {['q', 'k', 'v', 'dout'][i]}": {"skip": [int(j == i) for j in range(4)]}
-        for i in range(4)
-    },
-    "odd addresses and strides": {"skip": (1, 1, 1, 1), "layout": "odd"},
-}
-OPTIONS = {"full": {"causal": False}, "other tiling": {"tiling": COPIED}}
+# What changes between the calls of one process; every one of them alone, against the first.
+CHANGES = [
+    {},
+    {"queries": 96, "keys": 96},
+    {"cut": 16},  # the first rows of longer ones
+    *({"queries": n, "keys": n} for n in (63, 1)),
+    {"keys": 100},
+    {"kv_heads": 4},
+    {"heads": 1, "kv_heads": 1},
+    {"head_dim": 40},
+    *({"dtype": dtype} for dtype in (torch.float16, torch.float32)),
+    *({"layout": layout} for layout in ("fused", "odd")),
+    *({"skip": (n,) * 4} for n in (1, 4)),  # odd addresses, and of 8 bytes
+    *({"skip": [int(j == i) for j in range(4)]} for i in range(4)),
+    {"skip": (1, 1, 1, 1), "layout": "odd"},
+]
+OPTIONS = [{"causal": False}, {"tiling": COPIED}]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", [forward, backward])
 def test_whatever_changes_between_calls_the_launch_is_tritons_own(run, stand_in_gpu, monkeypatch):
-    calls = {name: run(*inputs(**change)) for name, change in CHANGES.items()}
-    calls |= {name: run(*inputs(), **options) for name, options in OPTIONS.items()}
-    expected = {name: ordinary(call, stand_in_gpu, monkeypatch) for name, call in calls.items()}
-    variants = {str([function for _, _, function, *_ in launches]) for launches in expected.values()}
+    calls = [run(*inputs(**change)) for change in CHANGES] + [
+        run(*inputs(), **options) for options in OPTIONS
+    ]
+    expected = [ordinary(call, stand_in_gpu, monkeypatch) for call in calls]
+    variants = {str([function for _, _, function, *_ in launches]) for launches in expected}
     assert len(variants) > len(CHANGES) // 2  # or the changes would not be seen
     for _ in range(2):  # prepared, then known
-        for name, call in calls.items():
-            assert launches_of(call, stand_in_gpu) == expected[name], name
+        assert [launches_of(call, stand_in_gpu) for call in calls] == expected
 
 
 def test_a_result_of_another_dtype_is_of_another_kind(stand_in_gpu):
@@ -192,87 +185,75 @@ def test_nothing_is_kept_from_a_capture(stand_in_gpu, monkeypatch):
 
 @pytest.fixture
 def record(monkeypatch):
-    """Records a block in a graph whose recording PyTorch can end, or not. `current` is the stream, `told` what the
-    allocator was told to end and to release."""
-    current, told = ["before"], []
+    """Records a block that fails, in a graph whose recording PyTorch can end, or not: then it stays on the stream of
+    the graph. Returns the stream afterwards, what the allocator was told, and whether garbage was collected."""
+    streams, told, collects = ["before"], [], []
 
     @contextmanager
     def stream(other):
         try:
             yield
         finally:
-            current[0] = other
+            streams.append(other)
 
     @contextmanager
     def capture(graph, **options):
-        current[0] = "of the graph"
+        streams.append("of the graph")
         yield
 
-    def tell(name):
-        return lambda *which: told.append((name, *which))
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool of one")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", tell("end"))
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", tell("release"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: told.append(("release", *which)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
 
-    def run(block, *, ended, **options):
+    def run(*, ended):
         def pool():
             if not ended:
                 raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
 
-        with recording(SimpleNamespace(pool=pool), **options):
-            block()
+        def step():
+            with recording(SimpleNamespace(pool=pool)):
+                collects.append(gc.isenabled())
+                raise RuntimeError("by the step")
 
-    run.current, run.told = current, told
+        with pytest.raises(RuntimeError, match="by the step"):
+            step()
+        return streams[-1], told, collects
+
     return run
-
-
-def fail():
-    raise RuntimeError("by the step")
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", "2.14.0"])
 @pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("given", [{}, {"pool": "pool of several"}])
-def test_stream_and_allocator_leave_a_recording_that_cannot_be_ended(
-    given, ended, version, monkeypatch, record
-):
+def test_stream_and_allocator_leave_a_recording_that_cannot_be_ended(ended, version, monkeypatch, record):
     """PyTorch 2.11 stays in it: memory of several streams was never free, and freeing a `MemPool` aborted."""
+    ends = []
 
     def end(*which):
         if not version.startswith("2.11"):
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        record.told.append(("end", *which))
+        ends.append(which)
 
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    with pytest.raises(RuntimeError, match="by the step"):
-        record(fail, ended=ended, **given)
-    pool = given.get("pool", "pool of one")
-    told = {"2.11": [("end", 0, pool), ("release", 0, pool)], "2.13": [("release", 0, pool)], "2.14": []}
-    assert record.told == ([] if ended else told[version[:4]])
-    assert record.current == ["before"]
+    stream, told, _ = record(ended=ended)
+    assert stream == "before"
+    assert ends == ([(0, "pool")] if version.startswith("2.11") and not ended else [])
+    assert told == ([] if ended or version == "2.14.0" else [("release", 0, "pool")])
 
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_during_a_recording(record, collects):
-    """Whatever happens in it, the collector is afterwards as before."""
-    seen = []
+    """The collector is afterwards as before."""
     (gc.enable if collects else gc.disable)()
     try:
-        record(lambda: seen.append(gc.isenabled()), ended=True)
-        assert gc.isenabled() == collects
-        with pytest.raises(RuntimeError, match="by the step"):
-            record(fail, ended=True, capture_error_mode="thread_local")
+        *_, collected = record(ended=True)
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert seen == [False]
-    assert not record.told
+    assert collected == [False]
 
 
 def test_candidates_are_measured_on_the_callers_tensors(stand_in_gpu, monkeypatch):

@@ -80,6 +80,7 @@ def test_under_autocast():
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiler_sees_plain_operations():
     """Of which it makes kernels itself, also where the whole model is compiled from outside."""
     torch.compiler.reset()

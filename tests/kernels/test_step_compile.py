@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
+from lmkit.kernels import cross_entropy, embedding, fp8, norm, rope, swiglu
 
 KERNELS = (
     *(norm.add_norm_kernel, norm.norm_gradient_kernel, rope.rope_kernel),
@@ -29,14 +29,26 @@ SINGLE = {
     "cross_entropy_kernel": (3, 2),
     "scatter_add_kernel": (1, 0),
 }
+CASTS = (
+    *(fp8.cast_rows_kernel, fp8.cast_transposed_kernel),
+    *(swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel),
+)
+CALLS += (fp8.row_calls, fp8.transposed_calls, swiglu.cast_forward_calls, swiglu.cast_backward_calls)
 D_FF = {128: 352, 512: 1376, 768: 2048, 1024: 2752, 2048: 5504, 4096: 11008}
 
 
-@pytest.fixture
-def ptx(stand_in_gpu, assembled, monkeypatch):
-    """Launches every kernel for a model of this width; returns name -> PTX of each compiled variant."""
+@pytest.fixture(autouse=True)
+def _forget(stand_in_gpu, monkeypatch):
     for calls in CALLS:
         monkeypatch.setattr(calls, "prepared", {})
+    yield
+    for kernel in KERNELS + CASTS:
+        kernel.device_caches.clear()
+
+
+@pytest.fixture
+def ptx(assembled):
+    """Launches every kernel for a model of this width; returns name -> PTX of each compiled variant."""
 
     def launch_all(width, dtype):
         def array(*shape, dtype=dtype):
@@ -67,9 +79,7 @@ def ptx(stand_in_gpu, assembled, monkeypatch):
             for compiled in kernel.device_caches[0][0].values()
         ]
 
-    yield launch_all
-    for kernel in KERNELS:
-        kernel.device_caches.clear()
+    return launch_all
 
 
 @pytest.mark.parametrize(
@@ -86,3 +96,28 @@ def test_nothing_spills_and_memory_is_read_in_vectors(ptx, assembled, width, dty
     assert {name: report.spills for name, report in assembled.items()} == dict.fromkeys(
         (kernel.__name__ for kernel in KERNELS), 0
     )
+
+
+@pytest.mark.parametrize("width", [512, 2048, 5504, 11008])
+def test_casts_compile(assembled, width):
+    """Nothing spills, and 16 bytes a thread are read at once."""
+    x = torch.zeros(256, width, dtype=torch.bfloat16)
+    low, scale = fp8.cast_rows(x)
+    assert low.shape == x.shape
+    assert scale.shape == (256, 1)
+    low, scales = fp8.cast_transposed(x, scale.amax())
+    assert low.shape == (width, 256)
+    assert scales.shape == (1, width)
+    joint = x.requires_grad_()
+    out = swiglu.swiglu_and_cast(joint)
+    (gradient,) = torch.autograd.grad(out, joint, torch.ones_like(out))
+    for made in (out, gradient):
+        low, scale = fp8.take_cast(made)
+        assert low.shape == made.shape
+        assert scale.shape == (256, 1)
+    assert set(assembled) == {kernel.__name__ for kernel in CASTS}
+    assert all(report.spills == 0 for report in assembled.values())
+    for kernel in CASTS:
+        (compiled,) = kernel.device_caches[0][0].values()
+        loads = re.findall(r"ld\.global\.(v4)?", compiled.asm["ptx"])
+        assert loads.count("v4") >= len(loads) - 1  # the other one is of the scale

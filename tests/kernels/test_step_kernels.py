@@ -1,15 +1,11 @@
 """The fused kernels of a training step in Triton's interpreter; the checks are in step_checks.py."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-sys.path.insert(0, str(Path(__file__).parent))
-checks = importlib.import_module("step_checks")
+
+import step_checks as checks
 
 # The interpreter computes on masked lanes, too, and NumPy says so.
 pytestmark = [

@@ -316,9 +316,8 @@ FP8_FEW_ROWS = {
     "head": Tile(32, 128, 4, 3),
 }
 FP8_FEW_LONG_ROWS = FP8_FEW_ROWS | {"qkv": Tile(32, 128, 4, 3), "gate_up": Tile(32, 128, 4, 3)}
-FEW_ROWS_IN_FLOAT32 = dict.fromkeys(
-    FEW_ROWS, Tile(16, 16, 4, 2)
-)  # larger tiles would not fit into shared memory
+# Larger tiles would not fit into shared memory.
+FEW_ROWS_IN_FLOAT32 = dict.fromkeys(FEW_ROWS, Tile(16, 16, 4, 2))
 
 
 def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool = False) -> Tile:

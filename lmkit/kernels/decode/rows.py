@@ -29,8 +29,7 @@ def kind_of(sampling: Sampling) -> Kind:
 def settings_of(sampling: Sampling, device: torch.device | str | None = None) -> Tensor:
     """Return the kernels' settings (5,) float64: 1 / temperature, top_k, top_p, min_p, repetition_penalty."""
     scale = 1 / max(sampling.temperature, 1e-30)  # finite times a logit in float32
-    top_k = sampling.top_k or 1 << 40
-    values = (scale, top_k, *sampling[2:])
+    values = (scale, sampling.top_k or 1 << 40, *sampling[2:])
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 

@@ -11,7 +11,7 @@ the columns, S = Q K^T and dP = dO V^T, leave most of the zeros out (`used_of`).
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -100,8 +100,7 @@ STOCK = 4096  # counters of a device that are made at once, 16 bytes each
 PREPARED_CALLS = 1024  # kinds of calls that are kept; a model has a few
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """A variant of the kernel.
 
     consumers: warp groups of 64 query rows; stages: slots for K and for V; keys: of a block; own_o: O has tiles of

@@ -151,8 +151,7 @@ def announce_unit(place, unit):
 def read_unit(place, WARPS: gl.constexpr):
     """Read a unit from shared memory, as a partition of so many warps."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    unit = gl.max(place.load(layout), 0)
-    return agreed(unit)
+    return agreed(gl.max(place.load(layout), 0))
 
 
 @gluon.jit

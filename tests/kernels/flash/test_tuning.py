@@ -57,16 +57,8 @@ def test_fastest_candidate_is_kept_on_disk(measured, tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b'{"forward',
-        b"\xff\xfe",
-        b"[1]",
-        b"[" * 100_000,
-        json.dumps({CASE.name(): {"rows": 64, "columns": 64}}).encode(),
-        json.dumps({CASE.name(): asdict(Tiling(1 << 20, 64, 4, 2))}).encode(),
-        json.dumps({CASE.name(): "fast"}).encode(),
-    ],
-    ids=["cut", "binary", "list", "deep", "other shape", "no candidate", "no object"],
+    [b'{"forward', b"[1]", json.dumps({CASE.name(): asdict(Tiling(1 << 20, 64, 4, 2))}).encode()],
+    ids=["cut", "list", "no candidate"],
 )
 def test_damaged_file_is_measured_again(measured, tmp_path, content):
     path = tmp_path / "tilings.json"
@@ -74,13 +66,6 @@ def test_damaged_file_is_measured_again(measured, tmp_path, content):
     assert measure(CASE, (FAST,), path, lambda tiling: None) == FAST
     assert measured == [FAST]
     assert read_entries(path)[CASE.name()] == asdict(FAST)
-
-
-def test_folder_that_cannot_be_written_costs_only_a_warning(measured, tmp_path, caplog):
-    (tmp_path / "file").write_text("not a folder")
-    path = tmp_path / "file" / "tilings.json"
-    assert measure(CASE, (FAST,), path, lambda tiling: None) == FAST
-    assert "not kept" in caplog.text
 
 
 def test_tilings_that_do_not_fit_are_passed_over(monkeypatch, tmp_path):
