@@ -27,21 +27,6 @@ LATE_BYTES = 32 * MIB
 bucket takes less time than a second pass of the optimizer."""
 
 
-def plan_buckets(
-    in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
-) -> list[list[nn.Parameter]]:
-    """Fill buckets as `fill_buckets` does; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
-
-    def bytes_of(parameter: nn.Parameter) -> int:
-        return parameter.numel() * reduce_dtype_for(parameter.dtype, reduce_dtype).itemsize
-
-    cut = max(0, len(in_ready_order) - 1)
-    while cut > 0 and sum(map(bytes_of, in_ready_order[cut - 1 :])) <= LAST_BUCKET_BYTES:
-        cut -= 1
-    body, end = in_ready_order[:cut], in_ready_order[cut:]
-    return [*fill_buckets(body, capacity, bytes_of), *fill_buckets(end, capacity, bytes_of)]
-
-
 class AveragedBuckets(WatchedBuckets):
     """Buckets that are averaged in `reduce_dtype`, with one flag for each parameter that this rank used.
 
@@ -59,7 +44,16 @@ class AveragedBuckets(WatchedBuckets):
         self._reduce_dtype = reduce_dtype
 
     def plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return plan_buckets(in_ready_order, self.capacity, self._reduce_dtype)
+        """Fill buckets; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
+
+        def bytes_of(parameter: nn.Parameter) -> int:
+            return parameter.numel() * reduce_dtype_for(parameter.dtype, self._reduce_dtype).itemsize
+
+        cut = max(0, len(in_ready_order) - 1)
+        while cut > 0 and sum(map(bytes_of, in_ready_order[cut - 1 :])) <= LAST_BUCKET_BYTES:
+            cut -= 1
+        parts = in_ready_order[:cut], in_ready_order[cut:]
+        return [bucket for part in parts for bucket in fill_buckets(part, self.capacity, bytes_of)]
 
     def launch(self, index: int) -> None:
         bucket, extra = self.buckets[index], []
