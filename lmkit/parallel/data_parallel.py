@@ -1,4 +1,4 @@
-"""Strategies whose ranks hold the whole model: `none`, `naive`, `flat`; `overlap` and `bucketed`, which all-reduce
+"""Strategies whose ranks hold the whole model: `naive`, `flat`; `overlap` and `bucketed`, which all-reduce
 gradients inside the backward pass, one by one or a bucket at a time.
 
 `lmkit.core.buckets` has the mechanism; this file decides how large buckets are, and what waits for the last one.
@@ -17,7 +17,7 @@ from lmkit.core.buckets import MIB, fill_buckets
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for, unused_everywhere
-from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients, trainable_parameters
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
 from lmkit.registry import STRATEGIES
 
 LAST_BUCKET_BYTES = 1 * MIB
@@ -190,20 +190,6 @@ class LateStep:
         finally:
             for parameter, gradient in others.items():
                 parameter.grad = gradient
-
-
-@STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
-class NoSync(Strategy):
-    """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
-
-    averages = False
-
-    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self.parameters = trainable_parameters(model)
-        return model
-
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        """Do nothing, as `attach`."""
 
 
 @STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))
