@@ -192,6 +192,8 @@ def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
 
     On GPUs gloo sends the facts, because NCCL would wait for kernels.
     """
+    if ranks.world_size == 1:
+        return facts
     flags = torch.tensor(facts, dtype=torch.int32)
     largest_on_any_rank(flags, ranks)
     return tuple(map(bool, flags.tolist()))

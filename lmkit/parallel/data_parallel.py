@@ -1,4 +1,4 @@
-"""Strategies whose ranks hold the whole model: `none`, `naive`, `flat`; `overlap` and `bucketed`, which all-reduce
+"""Strategies whose ranks hold the whole model: `naive`, `flat`; `overlap` and `bucketed`, which all-reduce
 gradients inside the backward pass, one by one or a bucket at a time.
 
 `lmkit.core.buckets` has the mechanism; this file decides how large buckets are, and what waits for the last one.
@@ -17,7 +17,7 @@ from lmkit.core.buckets import MIB, fill_buckets
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, average_bucket, reduce_dtype_for, unused_everywhere
-from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients, trainable_parameters
+from lmkit.parallel.strategy import MakeOptimizer, Strategy, present_gradients
 from lmkit.registry import STRATEGIES
 
 LAST_BUCKET_BYTES = 1 * MIB
@@ -25,21 +25,6 @@ LAST_BUCKET_BYTES = 1 * MIB
 LATE_BYTES = 32 * MIB
 """Smallest last bucket, in bytes, for which the optimizer's step is split (`LateStep`). The reduction of a smaller
 bucket takes less time than a second pass of the optimizer."""
-
-
-def plan_buckets(
-    in_ready_order: Sequence[nn.Parameter], capacity: int, reduce_dtype: str = "fp32"
-) -> list[list[nn.Parameter]]:
-    """Fill buckets as `fill_buckets` does; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
-
-    def bytes_of(parameter: nn.Parameter) -> int:
-        return parameter.numel() * reduce_dtype_for(parameter.dtype, reduce_dtype).itemsize
-
-    cut = max(0, len(in_ready_order) - 1)
-    while cut > 0 and sum(map(bytes_of, in_ready_order[cut - 1 :])) <= LAST_BUCKET_BYTES:
-        cut -= 1
-    body, end = in_ready_order[:cut], in_ready_order[cut:]
-    return [*fill_buckets(body, capacity, bytes_of), *fill_buckets(end, capacity, bytes_of)]
 
 
 class AveragedBuckets(WatchedBuckets):
@@ -59,7 +44,16 @@ class AveragedBuckets(WatchedBuckets):
         self._reduce_dtype = reduce_dtype
 
     def plan(self, in_ready_order: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return plan_buckets(in_ready_order, self.capacity, self._reduce_dtype)
+        """Fill buckets; the last `LAST_BUCKET_BYTES` (at least one parameter) get their own."""
+
+        def bytes_of(parameter: nn.Parameter) -> int:
+            return parameter.numel() * reduce_dtype_for(parameter.dtype, self._reduce_dtype).itemsize
+
+        cut = max(0, len(in_ready_order) - 1)
+        while cut > 0 and sum(map(bytes_of, in_ready_order[cut - 1 :])) <= LAST_BUCKET_BYTES:
+            cut -= 1
+        parts = in_ready_order[:cut], in_ready_order[cut:]
+        return [bucket for part in parts for bucket in fill_buckets(part, self.capacity, bytes_of)]
 
     def launch(self, index: int) -> None:
         bucket, extra = self.buckets[index], []
@@ -196,20 +190,6 @@ class LateStep:
         finally:
             for parameter, gradient in others.items():
                 parameter.grad = gradient
-
-
-@STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
-class NoSync(Strategy):
-    """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
-
-    averages = False
-
-    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self.parameters = trainable_parameters(model)
-        return model
-
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        """Do nothing, as `attach`."""
 
 
 @STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))

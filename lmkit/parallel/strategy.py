@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,15 @@ from torch import nn
 
 from lmkit.core.step import Sync, clip_for, gradient_norm
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
 from lmkit.plugins import wrong_result
 from lmkit.recipe.schema import strategy_mistakes
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from lmkit.parallel.buckets import WatchedBuckets
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -244,6 +246,20 @@ class Strategy(Sync):
             f"strategy {self.config.strategy!r}: its class {type(self).__name__} has no method _reduce",
             hint="CONTRIBUTING.md shows a strategy",
         )
+
+
+@STRATEGIES.register("none", order=1, aliases=("Local No DDP",))
+class NoSync(Strategy):
+    """Leave gradients as they are. Parameters are not broadcast from rank 0 either."""
+
+    averages = False
+
+    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
+        self.parameters = trainable_parameters(model)
+        return model
+
+    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
+        """Do nothing, as `attach`."""
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

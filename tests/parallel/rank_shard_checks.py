@@ -1,7 +1,6 @@
 """Checks of `zero1` and `fsdp`, of Muon over shards, and of the memory that GPUs read from one another."""
 
 import copy
-import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -90,39 +89,6 @@ class Run:
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-@check()
-def check_zero1_after_others_were_dropped(ranks: Ranks) -> None:
-    """Ranks drop what they shared at different times: what is shared next is the right piece all the same.
-
-    Memory that is used again by some ranks only would be another piece than is meant.
-    """
-    oracle = Run(ranks, gather="collective")
-    for step in range(3):
-        oracle.step(step)
-    oracle.sync.wait_for_weights()
-    gc.disable()
-    try:
-        runs = []
-        for number in range(6):
-            runs.append(Run(ranks))
-            if number % 2 == 0:
-                runs[-1].step(0)  # its weights are still on their way
-            if ranks.rank == number % ranks.world_size:
-                runs.clear()
-                gc.collect()
-        del runs
-        run = Run(ranks)
-        for step in range(3):
-            run.step(step)
-            if ranks.rank == step:
-                gc.collect()
-    finally:
-        gc.enable()
-    run.sync.wait_for_weights()
-    assert_close_models(run.model, oracle.model, 0.0)
-    assert_same_on_all_ranks(run.model, ranks)
 
 
 @check(make=(adamw, our_adamw, sgd))

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from lmkit.parallel import data_parallel
-from lmkit.parallel.data_parallel import LateStep, plan_buckets
+from lmkit.parallel.data_parallel import AveragedBuckets, LateStep
+
+
+def sizes_of_buckets(sizes: tuple[int, ...], capacity: int, dtype: str = "fp32") -> list[list[int]]:
+    given = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    planned = AveragedBuckets(given, capacity, None, dtype).plan(given)
+    return [[parameter.numel() for parameter in bucket] for bucket in planned]
 
 
 @pytest.mark.parametrize(
@@ -19,13 +25,12 @@ from lmkit.parallel.data_parallel import LateStep, plan_buckets
 )
 def test_the_last_bucket_is_small(monkeypatch, sizes, expected):
     monkeypatch.setattr(data_parallel, "LAST_BUCKET_BYTES", 4 * 12)
-    planned = plan_buckets([nn.Parameter(torch.zeros(size)) for size in sizes], 4 * 1000)
-    assert [[parameter.numel() for parameter in bucket] for bucket in planned] == expected
+    assert sizes_of_buckets(sizes, 4 * 1000) == expected
 
 
 def test_a_bucket_is_counted_in_the_dtype_in_which_it_is_reduced():
-    given = [nn.Parameter(torch.zeros(size)) for size in (10, 20, 30, 2**20)]
-    assert list(map(len, plan_buckets(given, 2 * 30, "bf16"))) == [2, 1, 1]
+    planned = sizes_of_buckets((10, 20, 30, 2**20), 2 * 30, "bf16")
+    assert planned == [[10, 20], [30], [2**20]]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from lmkit.core.adamw import decay_groups
 from lmkit.model.transformer import TransformerLM
 from lmkit.optim.adamw import AdamW
-from lmkit.parallel.data_parallel import NoSync
 from lmkit.parallel.ranks import Ranks
+from lmkit.parallel.strategy import NoSync
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.checkpoint import LossScaleState
 from lmkit.training.precision import GROWTH_INTERVAL, INITIAL_SCALE, LossScale
