@@ -388,20 +388,3 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         return schedule(position)
 
     return rate
-
-
-def schedule_warnings(table: OptimizerConfig, steps: int) -> list[str]:
-    """Return a warning if the learning rate never comes down from its top."""
-    rate = learning_rate(table, steps)
-    before, last = (rate(step, None) for step in (max(0, steps - 2), steps - 1))
-    if table.warmup_steps >= steps:
-        return [
-            f"optimizer.warmup_steps = {table.warmup_steps} is not below train.steps = {steps}: "
-            f"the learning rate reaches {max(before, last):.4g} of optimizer.lr = {table.lr:.4g}"
-        ]
-    if last > before:
-        return [
-            f"the learning rate still rises at the last step (train.steps = {steps}), "
-            f"from {before:.4g} to {last:.4g}"
-        ]
-    return []

@@ -304,24 +304,6 @@ def test_other_content_is_refused(data, tmp_path):
 # state.json
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("format", 0), ("step", -1), ("rng", []), ("loss_scale.scale", 0.0), ("data.vocab_size", 0)],
-)
-def test_a_number_out_of_range_is_named_by_its_whole_key(key, value):
-    content = make_state(7).model_dump(mode="json")
-    content |= {
-        "loss_scale": {"scale": 4.0, "good_steps": 3},
-        "data": {"num_tokens": 9, "vocab_size": 5, "source_sha256": "a", "tokenizer_sha256": "b"},
-    }
-    state = parse_state(json.dumps(content).encode(), path="state.json")
-    assert parse_state(state.model_dump_json().encode(), path="state.json") == state
-    table, _, name = key.rpartition(".")
-    (content[table] if table else content)[name] = value
-    with raises(LmkitError, "checkpoint.damaged", f"state.json: {key}: "):
-        parse_state(json.dumps(content).encode(), path="state.json")
-
-
 def test_a_checkpoint_of_a_missing_plugin_is_whole():
     content = make_state(7).model_dump(mode="json")
     content["model"]["attention"] = "from_a_plugin"

@@ -165,11 +165,11 @@ def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path, mod
     writer = make_writer(tmp_path)
     writer.reserve({MODEL: model, shard_name(0, 1): {"w.exp_avg": torch.zeros(100, 100)}})
     writer.wait()
-    reserved = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
+    reserved = {name: buffer.data_ptr() for name, buffer in writer._buffers.items()}
     assert [name for _, name in reserved] == ["w", "w.exp_avg"]
     save(writer, 1)
     writer.wait()
-    assert {name: writer._copies._buffers[name].data_ptr() for name in reserved} == reserved
+    assert {name: writer._buffers[name].data_ptr() for name in reserved} == reserved
     assert torch.equal(open_checkpoint(tmp_path / step_name(1)).model_tensors()["w"], model["w"])
 
 
