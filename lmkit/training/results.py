@@ -152,7 +152,10 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     metric = "bits_per_byte" if has_bits else "loss"
     recipes = [_recipes(path, found) for path, found in zip((before, after), folders, strict=True)]
     files = zip(*(token_paths(recipe) for group in recipes for recipe in group), strict=True)
-    trained_on, held_out = ([read_meta(path) for path in paths if _is_described(path)] for paths in files)
+    trained_on, held_out = (
+        [read_meta(path) for path in paths if path.is_file() and sidecar_path(path).is_file()]
+        for paths in files
+    )
     if not has_bits and len({meta.tokenizer_sha256 for meta in held_out}) > 1:
         hint = "encode the texts again, so that evaluations have bits per byte"
         message = f"{before}, {after}: losses per token of different tokenizers do not compare"
@@ -200,10 +203,6 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
             hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
         )
     return recipes
-
-
-def _is_described(path: Path) -> bool:
-    return path.is_file() and sidecar_path(path).is_file()
 
 
 def _are_one_text(metas: Sequence[TokenMeta]) -> bool:

@@ -150,22 +150,17 @@ def filled_model(
     Its matrices are bf16 if some weight is. Where its attention kernel does not run on the device, it uses `sdpa`,
     and the log says so. Where its operations do not, it uses others.
     """
-    model = TransformerLM(_runnable(config, device), device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        hold_weights(model, "bf16")
-    load_weights(model, tensors, origin=origin)
-    return model.eval()
-
-
-def _runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
-    """Return the table with an attention kernel and operations that run on the device."""
     place, attention, operations = torch.device(device).type, config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
         log.warning("attention %s does not run on %s: using sdpa", attention, place)
         attention = "sdpa"
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
-    return config.changed(attention=attention, operations=operations)
+    model = TransformerLM(config.changed(attention=attention, operations=operations), device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
+    load_weights(model, tensors, origin=origin)
+    return model.eval()
 
 
 # Weights of runs, checkpoints and Hugging Face folders

@@ -141,13 +141,6 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path):
     verify(old)
 
 
-def test_all_corrupt_lists_each(tmp_path):
-    for step in (1, 2):
-        (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
-    with raises(LmkitError, "checkpoint.none_good", step_name(1), step_name(2)):
-        newest_valid(tmp_path)
-
-
 def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path):
     for step in (1, 2):
         make_checkpoint(tmp_path, step)

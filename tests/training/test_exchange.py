@@ -59,22 +59,6 @@ def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     assert tuple(said if isinstance(said, list) else [said]) == stops
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_weights_keep_their_bits(dtype, tmp_path):
-    theirs = make_theirs("Qwen2", GROUPED).to(getattr(torch, dtype))
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False).dtype == dtype
-    result = export_model(tmp_path / "run", tmp_path / "exported")
-    assert result.dtype == dtype
-    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "exported")
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
-    export_model(tmp_path / "run", tmp_path / "wide", dtype="fp32")
-    assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
-    wide = tensors_of(tmp_path / "wide")
-    assert all(torch.equal(tensor.float(), wide[name]) for name, tensor in before.items())
-
-
 @pytest.mark.parametrize(("dtype", "largest"), [("fp16", 65504.0), ("bf16", 3.38e38)])
 def test_a_weight_too_large_for_the_dtype_is_refused_by_name(dtype, largest, tmp_path):
     theirs = make_theirs("Llama", {})

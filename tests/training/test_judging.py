@@ -12,7 +12,6 @@ import torch
 from raising import raises
 from their_models import spoil
 
-from lmkit.data.encoding import encode_corpus
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
 from lmkit.model.transformer import TransformerLM
@@ -78,18 +77,6 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
     assert evaluate_run(folder, text=Path("short.txt")).tokens == 2
     with raises(LmkitError, "data.no_tokens", folder):
         evaluate_run(folder)
-
-
-def test_documents_of_white_space_are_judged_and_those_without_text_counted(folder, caplog):
-    Path("text.txt").write_text(END.join(["ok", " \n", "", "b"]))
-    encoded = encode_corpus(Path("text.txt"), Path("text.npy"), tokenizer())
-    result = evaluate_documents(folder, text=Path("text.txt"))
-    found = [(score.number, score.bytes, score.tokens) for score in result.documents]
-    assert found == [(1, 2, 2), (2, 2, 2), (4, 1, 1)]
-    space = result.documents[1]
-    assert space.loss == pytest.approx(-math.fsum(log_p(folder, [260, *b" \n"])) / 2, rel=1e-6)
-    assert encoded.num_documents == 4
-    assert "1 of 4 documents" in caplog.text
 
 
 def test_ranks_share_the_batches(folder, monkeypatch):

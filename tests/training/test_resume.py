@@ -261,11 +261,6 @@ def test_resuming_a_finished_run_does_nothing(tiny, caplog):
     assert (longer.status, longer.resumed_from, longer.step) == ("finished", 10, 12)
 
 
-def test_resume_auto_with_nothing_there_starts_fresh_and_says_so(tiny, capsys):
-    train_here(tiny(), stop_at_step=1)
-    assert "no checkpoint yet: starting from scratch" in capsys.readouterr().err
-
-
 def test_resume_from_a_named_checkpoint(tiny):
     recipe = tiny("checkpoint.interval=5", "checkpoint.keep_last=9")
     train_here(recipe)

@@ -81,16 +81,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
 
 
-def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny):
-    whole, part = tiny("run.name=whole"), tiny("run.name=part")
-    train_here(whole)
-    train_here(part, stop_at_step=6)
-    rates = [[record["lr"] for record in records(recipe)] for recipe in (whole, part)]
-    assert rates[0][:6] == rates[1]
-    assert rates[0][0] == pytest.approx(rates[0][1] / 2)  # two steps of warm-up
-    assert [record["eta_seconds"] > 0 for record in records(part)] == [True] * 5 + [False]
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -139,15 +139,6 @@ def test_a_single_file_counts_beside_an_index(tmp_path, caplog):
     assert INDEX not in caplog.text
 
 
-def test_a_file_without_metadata_is_read_and_one_of_another_name_is_named(tmp_path):
-    path = folder(tmp_path)
-    save_file(load_file(path / ONE_FILE), path / ONE_FILE)
-    check_logits(path)
-    (path / ONE_FILE).rename(path / "weights.safetensors")
-    with raises(UsageError, "import.no_weights", path, "weights.safetensors", hint=ONE_FILE):
-        open_hugging_face(path)
-
-
 # Values
 
 
