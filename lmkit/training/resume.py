@@ -770,19 +770,18 @@ def load_checkpoint(
     The optimizer's hyperparameters (learning rate, betas...) are restored, too. No pickle is read.
 
     Raises:
-        UsageError: the file does not exist, or belongs to another model.
+        OSError: the file cannot be read.
+        ValueError: the optimizer has another number of parameter groups.
+        UsageError: the file belongs to another model.
         LmkitError: the file is damaged, or its optimizer state belongs to another optimizer.
     """
     origin = Path(source if isinstance(source, str | os.PathLike) else "file object")
+    data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
     try:
-        data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
         tensors = safetensors.torch.load(data)
         # The header of a safetensors file: its length in 8 bytes, then JSON.
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
-    except OSError as error:
-        hint = "name a file that save_checkpoint wrote"
-        raise UsageError("checkpoint.not_found", f"{origin}: {reason(error)}", hint=hint) from error
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise damaged(origin, f"not a file of save_checkpoint ({error})") from error
     weights, states = (
@@ -791,12 +790,6 @@ def load_checkpoint(
     )
     load_weights(model, weights, origin=origin)
     if optimizer is not None and groups is not None:
-        if len(groups) != len(optimizer.param_groups):
-            raise LmkitError(
-                "checkpoint.other_optimizer",
-                f"{origin}: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}",
-                hint="make the optimizer as it was when it was saved",
-            )
         load_masters(optimizer, model, weights)
         load_optimizer_tensors(optimizer, model, [states], layout, origin=str(origin))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
