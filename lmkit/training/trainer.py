@@ -173,6 +173,10 @@ class Trainer:
             raise
         finally:
             self.step.graph = None  # NCCL waits for graphs when its group ends
+            self.step.ask, self.step.before_update = (
+                Flags,
+                lambda: None,
+            )  # no circle keeps the model in memory
             if not completed:
                 self._writer.abandon()
         if stopped:
