@@ -25,7 +25,6 @@ from lmkit.training.checkpoint import (
     NewerFormat,
     RngState,
     TensorFile,
-    capture_rng,
     clean_leftovers,
     manifest_checksum,
     model_name,
@@ -302,23 +301,6 @@ def test_a_checkpoint_of_a_missing_plugin_is_whole():
     content["model"]["attention"] = "from_a_plugin"
     with raises(UsageError, "checkpoint.unregistered", "state.json: model.attention", hint="plugin"):
         parse_state(json.dumps(content).encode(), path="state.json")
-
-
-def test_generators_continue_where_they_were(monkeypatch):
-    gpu = torch.device("cuda", 1)
-    states = {gpu: torch.arange(16, dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, place: states.update({place: state}))
-    torch.manual_seed(3)
-    of_cpu, of_gpu = capture_rng(CPU), capture_rng(gpu)
-    expected = torch.rand(4)
-    states[gpu] = torch.zeros(16, dtype=torch.uint8)
-    restore_rng(of_cpu, gpu)  # saved where there was no GPU: its own state stays
-    assert torch.equal(torch.rand(4), expected)
-    assert not states[gpu].any()
-    restore_rng(of_gpu, gpu)
-    assert torch.equal(torch.rand(4), expected)
-    assert torch.equal(states[gpu], torch.arange(16, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("cpu", ["", "AAAA", "not base64", "A" * 6744])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from raising import raises
 from random_models import random_folder
-from their_models import GROUPED, make_theirs, their_folder
+from their_models import make_theirs, their_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError
@@ -21,7 +21,7 @@ from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
 from lmkit.training.session import train
 from lmkit.training.verify import verify_path
-from lmkit.training.weights import INDEX, open_weights, weights_of
+from lmkit.training.weights import INDEX, weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,25 +93,6 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     assert (again.resumed_from, again.step) == (4, 6)
     assert newest_checkpoint(run).optimizer_tensors()["layers.0.attn.k_proj.bias.exp_avg"].any()
     assert again.evaluation is not None
-
-
-def test_one_loader_opens_all_three(tmp_path):
-    theirs = their_folder(tmp_path, "Qwen2", GROUPED)
-    import_model(theirs, tmp_path / "run")
-    places = (theirs, tmp_path / "run", tmp_path / "run/checkpoints/step-00000000")
-    first, *others = [open_weights(place) for place in places]
-    for other in others:
-        assert (other.config, other.specs.keys()) == (first.config, first.specs.keys())
-        assert all(torch.equal(first[name], other[name]) for name in first.specs)
-    assert [weights.tokenizer and weights.tokenizer.parent for weights in (first, *others)] == [
-        theirs,
-        tmp_path / "run",
-        (tmp_path / "run").resolve(),
-    ]
-    model = TransformerLM(first.config)
-    assert {name: weight.shape for name, weight in model.state_dict().items()} == {
-        name: spec.shape for name, spec in first.specs.items()
-    }
 
 
 def test_shards_and_memory(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import lmkit.training
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.training import build_step
 from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
@@ -63,14 +63,6 @@ def test_the_tables_reach_the_optimizer_and_the_step():
     assert (decayed["betas"], decayed["weight_decay"], rest["weight_decay"]) == ((0.5, 0.6), 0.25, 0.0)
     assert step.loss_scale is not None
     assert step.max_norm == 0.125
-
-
-@pytest.mark.parametrize("strategy", ["none", "zero1"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
-    step = build_step(CONFIG, parallel=ParallelConfig(strategy=strategy), precision=precision)
-    found = {parameter.dim(): parameter.dtype for parameter in step.model.parameters()}
-    assert found == {1: torch.float32, 2: torch.bfloat16}
 
 
 def test_what_the_device_cannot_do_is_refused(tiny):
