@@ -266,7 +266,7 @@ def loaded_model(
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
     from lmkit.training.checkpoint import MANIFEST
-    from lmkit.training.judging import open_trained
+    from lmkit.training.weights import open_trained
 
     for override in overrides:
         if not override.strip().startswith("generate."):

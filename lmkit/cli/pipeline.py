@@ -434,12 +434,13 @@ def _train(run: Pipeline) -> Outputs:
 
 def _evaluate(run: Pipeline) -> Outputs:
     from lmkit.training.evaluation import EvaluateResult
-    from lmkit.training.judging import evaluate_run
 
     # The training ends with an evaluation: use it if it is of the newest checkpoint.
     found = read_object(run.folder / "training.json").get("evaluation")
     if found is not None and found["checkpoint"] == str(run.newest) and run.redone[:1] != ["evaluate"]:
         return {"evaluation": [run.write("evaluation", EvaluateResult(**found))]}
+    from lmkit.training.judging import evaluate_run
+
     with alone():
         result = evaluate_run(run.folder, device=run.recipe.run.device)
     return {"evaluation": [run.write("evaluation", result)]}

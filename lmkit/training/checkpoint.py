@@ -29,7 +29,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -237,12 +237,12 @@ class TrainingState(Table):
 
 def capture_rng(device: torch.device) -> RngState:
     """Return the state of this rank's generators."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return RngState(
-        **{kind: base64.b64encode(bits.numpy().tobytes()).decode() for kind, bits in states.items()}
-    )
+
+    def text(bits: torch.Tensor) -> str:
+        return base64.b64encode(bits.numpy().tobytes()).decode()
+
+    on_gpu = text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
+    return RngState(cpu=text(torch.get_rng_state()), cuda=on_gpu)
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
@@ -323,10 +323,9 @@ def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
 
 def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write and fsync `manifest.json`, the last file of a checkpoint."""
-    files = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in sorted(entries.items())}
-    content: dict[str, Any] = {"format": FORMAT, "files": files}
-    content["checksum"] = manifest_checksum(content)
-    write_text(folder / MANIFEST, json.dumps(content, indent=2))
+    files = {name: asdict(entry) for name, entry in sorted(entries.items())}
+    content = {"format": FORMAT, "files": files}
+    write_text(folder / MANIFEST, json.dumps(content | {"checksum": manifest_checksum(content)}, indent=2))
 
 
 def manifest_checksum(content: Mapping[str, Any]) -> str:
@@ -525,12 +524,9 @@ class Checkpoint:
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights by parameter name, on the CPU, in memory of their own."""
-        return {name: tensor for file in self.model_files for name, tensor in self._tensors(file).items()}
-
-    @property
-    def model_files(self) -> list[str]:
-        """The files with the weights: one, or one of each rank that saved some."""
-        return model_files(self.entries)
+        return {
+            name: tensor for file in model_files(self.entries) for name, tensor in self._tensors(file).items()
+        }
 
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
         """Return one shard of the optimizer state, or all of it where it is not sharded."""

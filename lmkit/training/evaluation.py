@@ -108,13 +108,15 @@ def evaluate(
     was_training = model.training
     model.eval()
     with range_("evaluation"), torch.no_grad(), autocast(ranks.device, precision):
-        for (rows, wanted), counts in _rounds(windows, ranks):
+        while batches := list(islice(windows, ranks.world_size)):
+            # Where the last round is too short for a rank, its batch is another rank's, and does not count.
+            rows, wanted = batches[min(ranks.rank, len(batches) - 1)]
             if agree(ranks, stop=asked_to_stop()):
                 model.train(was_training)
                 return None
             inputs, targets = rows.to(ranks.device), wanted.to(ranks.device)  # (rows, seq)
             loss = model.loss(inputs, targets)
-            if counts:
+            if ranks.rank < len(batches):
                 counted = int((wanted >= 0).sum())
                 nats += loss.item() * counted
                 tokens += counted
@@ -124,15 +126,6 @@ def evaluate(
         dist.all_reduce(summed)
         nats, tokens = summed.tolist()
     return summarise(nats / tokens if tokens else math.nan, int(tokens), held_out.bytes_per_token)
-
-
-def _rounds(
-    windows: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: Ranks
-) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], bool]]:
-    """Yield this rank's batch of every `world_size` batches, and whether it counts: where the last round is too short
-    for a rank, the batch is another rank's."""
-    while batches := list(islice(windows, ranks.world_size)):
-        yield batches[min(ranks.rank, len(batches) - 1)], ranks.rank < len(batches)
 
 
 def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evaluation:

@@ -44,7 +44,7 @@ from lmkit.training.checkpoint import (
     write_tensors,
     write_text,
 )
-from lmkit.training.setup import untrained_state
+from lmkit.training.setup import initial_state
 from lmkit.training.weights import (
     INDEX,
     ONE_FILE,
@@ -275,7 +275,7 @@ def import_model(
     }
     recipe = validate(tables, origin=str(output), resolved=True)
     # Nothing has been trained, so that the state's recipe has no [train].
-    state = untrained_state(recipe.changed(train=None), torch.device("cpu"))
+    state = initial_state(recipe.changed(train=None))
     with atomic_folder(output) as partial:
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)

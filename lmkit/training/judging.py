@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lmkit.data.corpora import opened
 from lmkit.data.encoding import encode_corpus
@@ -23,15 +21,9 @@ from lmkit.data.json_lines import json_records
 from lmkit.data.token_files import TokenFile, check_length, document_starts, open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import Column, terminal_table
-from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.ranks import Ranks, local_device, process_group
-from lmkit.recipe.load import validate
-from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
-from lmkit.recipe.tables import RunConfig
+from lmkit.parallel.ranks import local_device
 from lmkit.tokenizer import Tokenizer
-from lmkit.training.checkpoint import STATE, load_tokenizer
 from lmkit.training.evaluation import (
-    TOKENS_AT_ONCE,
     EvaluateResult,
     Scored,
     evaluate,
@@ -40,11 +32,8 @@ from lmkit.training.evaluation import (
     summarise,
     windows_of,
 )
-from lmkit.training.exchange import export_model
-from lmkit.training.precision import hold_weights
-from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file
-from lmkit.training.weights import GivenWeights, is_hugging_face, open_weights
+from lmkit.training.weights import TrainedModel, is_hugging_face, open_trained
 
 _HINTS = {  # of errors in a text named on the command line, where no option replaces invalid bytes
     "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
@@ -53,82 +42,6 @@ _HINTS = {  # of errors in a text named on the command line, where no option rep
 }
 _SHOWN = 40
 log = logging.getLogger("lmkit")
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A trained model that is not yet loaded, and what is needed to judge it.
-
-    Attributes:
-        precision: in which it was trained.
-        rows: windows per batch.
-        held_out: its token file of held-out text, if it names one.
-    """
-
-    weights: GivenWeights
-    precision: str
-    rows: int
-    run: RunConfig
-    held_out: Path | None
-
-    @property
-    def place(self) -> tuple[str, int | None]:
-        """The checkpoint or the folder, and the step of the checkpoint."""
-        return str(self.weights.path), None if self.weights.state is None else self.weights.state.step
-
-    @contextmanager
-    def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
-        """Yield the model as it computes in its precision, and this process's place."""
-        with process_group(device) as ranks, numerics(self.run, ranks):
-            model = self.weights.model(ranks.device)
-            hold_weights(model, self.precision)
-            yield model, ranks
-
-    def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
-        """Return the tokenizer at `path`, or the model's own.
-
-        Raises:
-            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
-        """
-        path = path or self.weights.tokenizer
-        if path is None:
-            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
-            raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
-        self.refuse_more_ids(tokenizer.vocab_size, path)
-        return tokenizer
-
-    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
-        """Refuse a file with ids that the model does not have."""
-        rows = self.weights.config.vocab_size or 0
-        if vocab_size > rows:
-            model = self.weights.path
-            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {model} {rows} rows"
-            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
-
-
-def open_trained(path: Path) -> TrainedModel:
-    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
-
-    Raises:
-        UsageError: it is none of them.
-        LmkitError: a file is damaged.
-    """
-    weights = open_weights(path)
-    state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
-    if state is None:
-        narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
-        return TrainedModel(weights, "bf16" if narrow else "fp32", rows, RunConfig(), None)
-    run = Path(os.path.relpath(weights.path.resolve().parent.parent))
-    tables, place = state.recipe, run_folder_of(run / RECIPE)
-    if place is not None:
-        tables = placed_in(place, tables)
-    recipe = validate(tables, origin=str(weights.path / STATE), resolved=True)
-    precision = "fp32"
-    if recipe.train is not None:  # imported models have none
-        precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
-    held_out = recipe.data.valid or token_file(run, "valid")
-    return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
 def evaluate_run(
@@ -578,6 +491,8 @@ def _hugging_face_folder(path: Path) -> Iterator[Path]:
     if is_hugging_face(path):
         yield path
         return
+    from lmkit.training.exchange import export_model
+
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "exported")
         export_model(path, folder)

@@ -81,17 +81,6 @@ class Difference:
     threshold: float
     verdict: str
 
-    @property
-    def said(self) -> str:
-        """The verdict in words."""
-        if self.verdict == "no difference":
-            return f"no difference above {self.threshold:.4f}"
-        return (
-            f"unclear: between {self.low:+.4f} and {self.high:+.4f}"
-            if self.verdict == "unclear"
-            else self.verdict
-        )
-
 
 @dataclass(frozen=True)
 class RunsCompared:
@@ -109,16 +98,17 @@ class RunsCompared:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        columns = (
-            Column("at", "at equal"),
-            Column("place", "", ",.6g"),
-            Column("before", "before", ".4f"),
-            Column("after", "after", ".4f"),
-            Column("difference", "difference", "+.4f"),
-            Column("low", "95% from", "+.4f"),
-            Column("high", "to", "+.4f"),
-            Column("said", "after is"),
-        )
+        specs = {
+            "place": ",.6g",
+            "before": ".4f",
+            "after": ".4f",
+            "difference": "+.4f",
+            "low": "+.4f",
+            "high": "+.4f",
+        }
+        heads = {"at": "at equal", "place": "", "low": "95% from", "high": "to", "verdict": "after is"}
+        keys = ("at", *specs, "verdict")
+        columns = [Column(key, heads.get(key, key), specs.get(key, "")) for key in keys]
         lines = [
             f"{METRICS_SHOWN[self.metric]} on held-out text; runs: {self.runs[0]} before, {self.runs[1]} after"
         ]
@@ -127,8 +117,7 @@ class RunsCompared:
                 "nothing at equal steps, tokens or minutes: that takes a train.eval_interval below train.steps"
             ]
         lines += self.changes or ("the recipes are equal",)
-        told = [asdict(row) | {"said": row.said} for row in self.rows]
-        return terminal_table(told, columns) + "\n".join(lines)
+        return terminal_table([asdict(row) for row in self.rows], columns) + "\n".join(lines)
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -163,7 +152,10 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     metric = "bits_per_byte" if has_bits else "loss"
     recipes = [_recipes(path, found) for path, found in zip((before, after), folders, strict=True)]
     files = zip(*(token_paths(recipe) for group in recipes for recipe in group), strict=True)
-    trained_on, held_out = ([read_meta(path) for path in paths if _is_described(path)] for paths in files)
+    trained_on, held_out = (
+        [read_meta(path) for path in paths if path.is_file() and sidecar_path(path).is_file()]
+        for paths in files
+    )
     if not has_bits and len({meta.tokenizer_sha256 for meta in held_out}) > 1:
         hint = "encode the texts again, so that evaluations have bits per byte"
         message = f"{before}, {after}: losses per token of different tokenizers do not compare"
@@ -211,10 +203,6 @@ def _recipes(path: Path, found: Sequence[Path]) -> list[Recipe]:
             hint="an interval takes runs of different seeds: lmkit run RECIPE --seeds 3",
         )
     return recipes
-
-
-def _is_described(path: Path) -> bool:
-    return path.is_file() and sidecar_path(path).is_file()
 
 
 def _are_one_text(metas: Sequence[TokenMeta]) -> bool:

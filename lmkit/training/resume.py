@@ -288,10 +288,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, ranks: Ranks, retention: Retention) -> None:
-        self._folder = folder
-        self._ranks = ranks
-        self._retention = retention
-        self._copies = _HostCopies(ranks.device)
+        self._folder, self._ranks, self._retention = folder, ranks, retention
         # One PyTorch thread on a CPU: with more threads than CPUs, OpenMP lets those of the training sleep between
         # tasks, which makes steps slower.
         self._thread = ThreadPoolExecutor(
@@ -301,16 +298,27 @@ class CheckpointWriter:
         )
         self.writing: Future[None] | None = None  # until `wait` has returned
         self._step = 0
-        self._copied = threading.Event()
+        # Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy.
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._copied = threading.Event()  # on a GPU: the copies are launched
         self._copied.set()
+        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._launched: Any = None  # events of the stream of the training, and of that of the copies
+        self._arrived: Any = None
         self._abandoned = threading.Event()
         self.stall_seconds = 0.0
         """How long training has waited for saving so far."""
 
     def reserve(self, files: Files) -> None:
         """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
+
+        def allocate() -> None:
+            for file, tensors in files.items():
+                for name, tensor in tensors.items():
+                    self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
+
         self.wait()
-        self.writing = self._thread.submit(self._copies.reserve, files)
+        self.writing = self._thread.submit(allocate)
 
     def save(self, state: TrainingState, files: Files) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -321,7 +329,8 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.wait()
-        self._copies.mark()
+        if self._stream is not None:  # what is launched so far on the GPU belongs into the copy
+            self._launched = torch.cuda.current_stream(self._ranks.device).record_event()
         self._copied.clear()
         self._step = state.step
         self.writing = self._thread.submit(self._write, state, files)
@@ -334,7 +343,8 @@ class CheckpointWriter:
         started = time.perf_counter()
         with range_("checkpoint.release"):
             self._copied.wait()
-            self._copies.order_after_copies()
+            if self._arrived is not None:  # kernels launched from now on run after the copies
+                torch.cuda.current_stream(self._ranks.device).wait_event(self._arrived)
         self.stall_seconds += time.perf_counter() - started
         if self.writing.done():
             self.wait()
@@ -386,51 +396,76 @@ class CheckpointWriter:
         self._abandoned.set()
         self._thread.shutdown()
 
+    # The methods below run in the thread.
+
+    def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if (file, name) not in self._buffers:
+            pinned = self._stream is not None and tensor.is_cuda
+            self._buffers[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return self._buffers[file, name]
+
     def _write(self, state: TrainingState, live: Files) -> None:
-        """In the thread: copy, release the weights, write this rank's files; on rank 0 collect and publish."""
+        """Copy, release the weights, write this rank's files; on rank 0 collect those of the others and publish."""
+        copies: dict[str, dict[str, torch.Tensor]] = {}
         try:
-            copies = self._copies.fill(live)
+            with torch.cuda.stream(self._stream):  # None: nothing changes
+                if self._stream is not None:
+                    self._stream.wait_event(self._launched)
+                for file, tensors in live.items():
+                    buffers = {name: self._buffer(file, name, tensor) for name, tensor in tensors.items()}
+                    for name, tensor in tensors.items():
+                        buffers[name].copy_(tensor.detach(), non_blocking=self._stream is not None)
+                    copies[file] = buffers
+                if self._stream is not None:
+                    self._arrived = self._stream.record_event()
         finally:
             self._copied.set()
-        self._copies.synchronize()
-        _refuse_nonfinite(copies, state.step)
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        for file, tensors in copies.items():
+            # The very last update may have made weights NaN: they must not replace a good checkpoint.
+            for name in (name for name, tensor in tensors.items() if not is_finite(tensor)):
+                raise LmkitError(
+                    "checkpoint.nonfinite",
+                    f"step {state.step}: {file}: {name} is not finite; not saved",
+                    hint="resume from the newest checkpoint with a lower optimizer.lr",
+                )
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
-        messages = _Messages(self._ranks, state.step, self._abandoned)
         if not self._ranks.is_first:
-            self._write_part(state, copies, partial, messages)
+            self._write_part(state, copies, partial)
             return
         try:
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-            messages.send("folder", {})
-            self._write_all(state, copies, partial, messages)
+            self._send("folder", {})
+            self._write_all(state, copies, partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._retention.remember(state.step, state.valid_loss)
         self._retention.prune()
 
-    def _write_part(self, state: TrainingState, copies: Files, partial: Path, messages: _Messages) -> None:
+    def _write_part(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On every rank but the first: write its files, if it has some; send the RNG state."""
         message: dict[str, object] = {"error": "an error of its own"}
         try:
             if copies:
-                messages.receive("folder", 0)
+                self._receive("folder", 0)
             entries = {name: asdict(write_tensors(partial / name, part)) for name, part in copies.items()}
             message = {"rng": state.rng[0].model_dump(), "entries": entries}
         except OSError as error:
             message = {"error": reason(error)}
             raise
         finally:
-            messages.send("part", message)
+            self._send("part", message)
 
-    def _write_all(self, state: TrainingState, copies: Files, partial: Path, messages: _Messages) -> None:
+    def _write_all(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
         entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
         rng = list(state.rng)
         for rank in range(1, self._ranks.world_size):
-            part = messages.receive("part", rank)
+            part = self._receive("part", rank)
             if "error" in part:
                 raise LmkitError(
                     "checkpoint.write_failed",
@@ -444,92 +479,16 @@ class CheckpointWriter:
         write_manifest(partial, entries)
         publish(partial, self._folder / step_name(state.step))
 
-
-def _refuse_nonfinite(copies: Files, step: int) -> None:
-    """Refuse weights that the very last update made NaN or infinite: they must not replace a good checkpoint."""
-    for file, tensors in copies.items():
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise LmkitError(
-                    "checkpoint.nonfinite",
-                    f"step {step}: {file}: {name} is not finite; not saved",
-                    hint="resume from the newest checkpoint with a lower optimizer.lr",
-                )
-
-
-class _HostCopies:
-    """Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._before: torch.cuda.Event | None = None
-        self._after: torch.cuda.Event | None = None
-
-    def reserve(self, live: Files) -> None:
-        for file, tensors in live.items():
-            for name, tensor in tensors.items():
-                self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
-
-    def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if (file, name) not in self._buffers:
-            pinned = self._stream is not None and tensor.is_cuda
-            self._buffers[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        return self._buffers[file, name]
-
-    def mark(self) -> None:
-        """In the trainer: everything launched so far on the GPU belongs into the copy."""
-        if self._stream is not None:
-            self._before = torch.cuda.current_stream(self._device).record_event()
-
-    def fill(self, live: Files) -> Files:
-        """In the thread: copy, on GPUs after the mark. See `synchronize` and `order_after_copies`."""
-        copies: dict[str, dict[str, torch.Tensor]] = {}
-        with torch.cuda.stream(self._stream):  # None: nothing changes
-            if self._stream is not None and self._before is not None:
-                self._stream.wait_event(self._before)
-            for file, tensors in live.items():
-                copies[file] = {
-                    name: self._buffer(file, name, tensor).copy_(
-                        tensor.detach(), non_blocking=self._stream is not None
-                    )
-                    for name, tensor in tensors.items()
-                }
-            if self._stream is not None:
-                self._after = self._stream.record_event()
-        return copies
-
-    def synchronize(self) -> None:
-        """In the thread: return once the copies hold the data."""
-        if self._after is not None:
-            self._after.synchronize()
-
-    def order_after_copies(self) -> None:
-        """In the trainer: kernels launched from now on run after the copies."""
-        if self._after is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._after)
-
-
-class _Messages:
-    """Exchange small JSON messages about a checkpoint between the writer threads of all ranks.
-
-    A message replaces the one of the same topic and sender about the checkpoint before.
-    """
-
-    def __init__(self, ranks: Ranks, step: int, abandoned: threading.Event) -> None:
-        self._ranks, self._step, self._abandoned = ranks, step, abandoned
-
-    def send(self, topic: str, message: dict[str, object]) -> None:
+    def _send(self, topic: str, message: dict[str, object]) -> None:
+        """Send a small JSON message to the writers of all ranks, in place of that about the checkpoint before."""
         if self._ranks.store is not None:
-            message = {**message, "step": self._step}
-            self._ranks.store.set(f"checkpoint/{topic}/{self._ranks.rank}", json.dumps(message))
+            text = json.dumps({**message, "step": self._step})
+            self._ranks.store.set(f"checkpoint/{topic}/{self._ranks.rank}", text)
 
-    def receive(self, topic: str, sender: int) -> dict[str, Any]:
+    def _receive(self, topic: str, sender: int) -> dict[str, Any]:
         """Wait for a message. Poll, because a blocking wait would lock the store for the trainer."""
         assert self._ranks.store is not None
-        key = f"checkpoint/{topic}/{sender}"
-        deadline = time.monotonic() + self._ranks.timeout_s
+        key, deadline = f"checkpoint/{topic}/{sender}", time.monotonic() + self._ranks.timeout_s
         while True:
             if self._ranks.store.check([key]):
                 message = json.loads(self._ranks.store.get(key))
@@ -811,19 +770,18 @@ def load_checkpoint(
     The optimizer's hyperparameters (learning rate, betas...) are restored, too. No pickle is read.
 
     Raises:
-        UsageError: the file does not exist, or belongs to another model.
+        OSError: the file cannot be read.
+        ValueError: the optimizer has another number of parameter groups.
+        UsageError: the file belongs to another model.
         LmkitError: the file is damaged, or its optimizer state belongs to another optimizer.
     """
     origin = Path(source if isinstance(source, str | os.PathLike) else "file object")
+    data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
     try:
-        data = read_input(origin) if isinstance(source, str | os.PathLike) else source.read()
         tensors = safetensors.torch.load(data)
         # The header of a safetensors file: its length in 8 bytes, then JSON.
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         step, layout, groups = (json.loads(metadata.get(key, "null")) for key in ("step", "layout", "groups"))
-    except OSError as error:
-        hint = "name a file that save_checkpoint wrote"
-        raise UsageError("checkpoint.not_found", f"{origin}: {reason(error)}", hint=hint) from error
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise damaged(origin, f"not a file of save_checkpoint ({error})") from error
     weights, states = (
@@ -832,12 +790,6 @@ def load_checkpoint(
     )
     load_weights(model, weights, origin=origin)
     if optimizer is not None and groups is not None:
-        if len(groups) != len(optimizer.param_groups):
-            raise LmkitError(
-                "checkpoint.other_optimizer",
-                f"{origin}: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}",
-                hint="make the optimizer as it was when it was saved",
-            )
         load_masters(optimizer, model, weights)
         load_optimizer_tensors(optimizer, model, [states], layout, origin=str(origin))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):

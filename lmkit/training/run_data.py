@@ -206,9 +206,16 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
     model = recipe.model
     if data.valid is not None:  # refused now, not at the first evaluation
         check_length(data.valid.tokens, model.context_length)
-    recipe = _count_epochs(recipe, data)
+    epochs = None if recipe.train is None else recipe.train.epochs
     if data.train is None:
+        if epochs is not None:
+            message = 'train.epochs: data.source = "random" has no end, so no epoch'
+            raise UsageError("train.endless_epoch", message, hint="give train.steps instead")
         return recipe
+    if recipe.train is not None and epochs is not None:
+        tokens_per_step = recipe.train.batch_size * model.context_length
+        steps = math.ceil(epochs * data.train.meta.num_tokens / tokens_per_step)
+        recipe = recipe.changed(train={"steps": steps})
     if recipe.data.sampling == "packed" and not model.separate_documents:
         recipe = recipe.changed(model={"separate_documents": True})
     needed = data.train.meta.vocab_size
@@ -221,23 +228,6 @@ def resolve(recipe: Recipe, data: Data) -> Recipe:
             hint="leave it out to take the token file's",
         )
     return recipe
-
-
-def _count_epochs(recipe: Recipe, data: Data) -> Recipe:
-    """Return the recipe with the `train.steps` that `train.epochs` asks for, rounded up."""
-    assert recipe.model is not None
-    train = recipe.train
-    if train is None or train.epochs is None:
-        return recipe
-    if data.train is None:
-        raise UsageError(
-            "train.endless_epoch",
-            'train.epochs: data.source = "random" has no end, so no epoch',
-            hint="give train.steps instead",
-        )
-    tokens_per_step = train.batch_size * recipe.model.context_length
-    steps = math.ceil(train.epochs * data.train.meta.num_tokens / tokens_per_step)
-    return recipe.changed(train={"steps": steps})
 
 
 def make_batches(recipe: Recipe, data: Data, ranks: Ranks) -> BatchSource:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -28,8 +27,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
-from lmkit.streams import LOST
-from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
+from lmkit.training.checkpoint import Checkpoint, TrainingState, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
 from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
 from lmkit.training.plan import misfit
@@ -55,13 +53,11 @@ from lmkit.training.run_data import (
     resolved_tables,
     token_paths,
 )
-from lmkit.training.setup import check_device, schedule_warnings, step_of
+from lmkit.training.setup import check_device, step_of
 from lmkit.training.trainer import Trainer, WriteSamples
 from lmkit.training.weights import GivenWeights, open_given
 
 log = logging.getLogger("lmkit")
-
-Status = Literal["finished", "stopped early", "nothing to do"]
 
 
 @dataclass(frozen=True)
@@ -69,17 +65,17 @@ class TrainResult:
     """Result of a training session; losses in nats per token.
 
     Attributes:
+        status: "finished", "stopped early" or "nothing to do"; of `plan`, how the session would begin.
         resumed_from: the step at which the session began; None: from scratch.
         tokens: seen by the optimizer in the whole run.
         tokens_per_second: in this session, without evaluation.
         loss: of the last logged training step.
         checkpoint: the newest of the run, at most at `step`.
         evaluation: on all held-out tokens, after the last step only, as `lmkit evaluate` reports it.
-        log_lost: why stderr could not take the whole log; None: it could.
     """
 
     folder: str
-    status: Status
+    status: str
     step: int
     steps: int
     resumed_from: int | None
@@ -90,14 +86,10 @@ class TrainResult:
     loss: float | None
     checkpoint: str | None
     evaluation: EvaluateResult | None
-    log_lost: str | None = None
 
     def __str__(self) -> str:
-        if self.status == "nothing to do":
-            head = f"nothing to do: {self.folder} is already at step {self.step} of {self.steps}"
-        else:
-            begin = "" if self.resumed_from is None else f" (resumed at step {self.resumed_from})"
-            head = f"{self.folder}: {self.status} at step {self.step} of {self.steps}{begin}"
+        begin = "" if self.resumed_from in (None, self.step) else f" (resumed at step {self.resumed_from})"
+        head = f"{self.folder}: {self.status} at step {self.step} of {self.steps}{begin}"
         lines = [head, f"model     {self.parameters:,} parameters"]
         since = "" if self.resumed_from is None else f" since step {self.resumed_from}"
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s{since}"
@@ -109,8 +101,6 @@ class TrainResult:
             lines.append(f"held out  loss {held_out.loss:.4f}, perplexity {held_out.perplexity:.2f}{bits}")
         if self.checkpoint is not None:
             lines.append(f"saved     {self.checkpoint}")
-        if self.log_lost is not None:
-            lines.append(f"log       stderr: {self.log_lost}; every step is in {self.folder}/{METRICS}")
         return "\n".join(lines)
 
 
@@ -211,13 +201,12 @@ def _run_rank(
         if not ranks.is_first:
             return None
         decorate("loss.png", lambda: draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss"))
+        counters.seconds = trainer.clock.seconds
         return _result(
             resolved,
+            counters,
             status=ending,
             resumed_from=resumed_from,
-            step=counters.step,
-            tokens=counters.tokens,
-            seconds=trainer.clock.seconds,
             tokens_per_second=trainer.clock.speed,
             loss=trainer.train_loss,
             evaluation=evaluation,
@@ -283,13 +272,11 @@ def _prepare(
         path, notes = decided_by_first(ranks, lambda: open_folder(recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
-    warnings = schedule_warnings(resolved.optimizer, resolved_tables(resolved)[1].steps)
-    if no_fit := misfit(resolved, ranks=ranks.world_size):
-        warnings.append(no_fit)
+    no_fit = misfit(resolved, ranks=ranks.world_size)
+    warnings = [] if no_fit is None else [no_fit]
     if path is None:
         given = open_given(resolved, data)
-        begin = "starting from scratch" if given is None else f"starting from {given.path}"
-        begin = f"no checkpoint yet: {begin}"
+        begin = "no checkpoint yet: starting from scratch" if given is None else f"starting from {given.path}"
         return _Start(resolved, data, batches, None, given, begin, (*notes, *warnings))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
@@ -343,62 +330,50 @@ def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> Trai
     logged = [r.get("loss") for r in records if r["kind"] == "train" and r["step"] <= state.step]
     return _result(
         recipe,
+        state,
         status="nothing to do",
         resumed_from=state.step,
-        step=state.step,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        tokens_per_second=None,
         loss=logged[-1] if logged else None,
         evaluation=finals[-1] if finals else None,
     )
 
 
-def _result(recipe: Recipe, *, step: int, evaluation: Evaluation | None, **facts: Any) -> TrainResult:
+def _result(
+    recipe: Recipe,
+    position: Counters | TrainingState,
+    *,
+    status: str,
+    resumed_from: int | None,
+    tokens_per_second: float | None = None,
+    loss: float | None = None,
+    evaluation: Evaluation | None = None,
+) -> TrainResult:
     model, train = resolved_tables(recipe)
     # A checkpoint of a later step was damaged: the run was resumed from an earlier one.
-    saved = [str(saved.path) for saved in saved_steps(recipe.run.path / CHECKPOINTS) if saved.step <= step]
+    steps = saved_steps(recipe.run.path / CHECKPOINTS)
+    saved = [str(saved.path) for saved in steps if saved.step <= position.step]
     reported = None
     if evaluation is not None and saved:
-        reported = EvaluateResult(saved[-1], step, str(token_paths(recipe)[1]), **asdict(evaluation))
+        held_out = str(token_paths(recipe)[1])
+        reported = EvaluateResult(saved[-1], position.step, held_out, **asdict(evaluation))
     return TrainResult(
         folder=str(recipe.run.path),
-        step=step,
+        status=status,
+        step=position.step,
         steps=train.steps,
+        resumed_from=resumed_from,
         parameters=count_parameters(model).total,
+        tokens=position.tokens,
+        seconds=position.seconds,
+        tokens_per_second=tokens_per_second,
+        loss=loss,
         checkpoint=saved[-1] if saved else None,
         evaluation=reported,
-        log_lost=LOST.get("stderr"),
-        **facts,
     )
 
 
-@dataclass(frozen=True)
-class TrainPlan:
-    """What `lmkit train` would do."""
-
-    folder: str
-    parameters: int
-    steps: int
-    tokens_per_step: int
-    train_tokens: int | None
-    ranks: int
-    start: str
-    notes: tuple[str, ...]
-    stop_at_step: int | None
-
-    def __str__(self) -> str:
-        stop = "" if self.stop_at_step is None else f", stopping after step {self.stop_at_step:,}"
-        data = "random tokens" if self.train_tokens is None else f"{self.train_tokens:,} tokens"
-        return (
-            "".join(f"{note}\n" for note in self.notes) + f"{self.folder}: {self.start}\n"
-            f"{self.parameters:,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} tokens "
-            f"from {data}, on {self.ranks} rank{'s' if self.ranks > 1 else ''}{stop}"
-        )
-
-
-def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainPlan:
-    """Check what `train` would check, and say what it would do; writes nothing.
+def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult:
+    """Check what `train` would check, and return what there is before its first step; writes nothing.
 
     Args:
         stop_at_step, nproc: as of `train`.
@@ -412,15 +387,9 @@ def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> 
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     start = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")
-    model, table = resolved_tables(start.recipe)
-    return TrainPlan(
-        folder=str(recipe.run.path),
-        parameters=count_parameters(model).total,
-        steps=table.steps,
-        tokens_per_step=table.batch_size * model.context_length,
-        train_tokens=None if start.data.train is None else start.data.train.meta.num_tokens,
-        ranks=nproc,
-        start=start.begin.removeprefix("no checkpoint yet: "),
-        notes=start.notes,
-        stop_at_step=stop_at_step,
-    )
+    for note in start.notes:
+        log.warning(note)
+    if start.done is not None:
+        return start.done
+    state = Counters() if start.checkpoint is None else start.checkpoint.state
+    return _result(start.recipe, state, status=start.begin, resumed_from=state.step or None)

@@ -327,33 +327,28 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         open_weights(recipe.train.init_from)
 
 
-def initial_state(recipe: Recipe, step: Step, data: Data) -> TrainingState:
-    """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
-    layout = optimizer_layout(step.optimizer)
-    return untrained_state(recipe, step.ranks.device).changed(
-        world_size=step.ranks.world_size,
-        strategy=recipe.parallel.strategy,
-        optimizer_shards=1 if layout is None else layout["world_size"],
-        optimizer_layout=layout,
-        data=data.identity,
-    )
+def initial_state(recipe: Recipe, step: Step | None = None, data: Data = RANDOM) -> TrainingState:
+    """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data.
 
-
-def untrained_state(recipe: Recipe, device: torch.device) -> TrainingState:
-    """Return the state of one rank before the first step, without an optimizer and data."""
+    Args:
+        step: None: an imported model, which no optimizer has trained.
+    """
     assert recipe.model is not None
+    layout = None if step is None else optimizer_layout(step.optimizer)
     return TrainingState(
         lmkit=__version__,
         step=0,
         seconds=0.0,
         tokens=0,
-        world_size=1,
-        strategy="none",
-        optimizer_shards=1,
-        rng=(capture_rng(device),),
+        world_size=1 if step is None else step.ranks.world_size,
+        strategy="none" if step is None else recipe.parallel.strategy,
+        optimizer_shards=1 if layout is None else layout["world_size"],
+        optimizer_layout=layout,
+        rng=(capture_rng(torch.device("cpu") if step is None else step.ranks.device),),
         model=recipe.model,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
         recipe_sha256=recipe_sha256(recipe),
+        data=data.identity,
     )
 
 
@@ -388,20 +383,3 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         return schedule(position)
 
     return rate
-
-
-def schedule_warnings(table: OptimizerConfig, steps: int) -> list[str]:
-    """Return a warning if the learning rate never comes down from its top."""
-    rate = learning_rate(table, steps)
-    before, last = (rate(step, None) for step in (max(0, steps - 2), steps - 1))
-    if table.warmup_steps >= steps:
-        return [
-            f"optimizer.warmup_steps = {table.warmup_steps} is not below train.steps = {steps}: "
-            f"the learning rate reaches {max(before, last):.4g} of optimizer.lr = {table.lr:.4g}"
-        ]
-    if last > before:
-        return [
-            f"the learning rate still rises at the last step (train.steps = {steps}), "
-            f"from {before:.4g} to {last:.4g}"
-        ]
-    return []

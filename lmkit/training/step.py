@@ -476,8 +476,9 @@ class StepGraph:
             # "thread_local": the thread that writes a checkpoint may go on.
             capture = recording(graph, capture_error_mode="thread_local")
             with step.decider.captured() as self._launches, capture:
-                loss = step.accumulate(self._inputs, self._targets)
-                self._report = step._update(loss, step.reduce(), self._lr)
+                self._report = step._update(
+                    step.accumulate(self._inputs, self._targets), step.reduce(), self._lr
+                )
                 step.sync.end_step()  # nothing may be in flight at the end of a graph
             self._graph, self._state = graph, self._first_state()
         except RuntimeError as error:

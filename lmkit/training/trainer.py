@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,10 @@ class Trainer:
             raise
         finally:
             self.step.graph = None  # NCCL waits for graphs when its group ends
+            self.step.ask, self.step.before_update = (
+                Flags,
+                lambda: None,
+            )  # no circle keeps the model in memory
             if not completed:
                 self._writer.abandon()
         if stopped:
@@ -265,7 +269,10 @@ class Trainer:
             if bad and len(losses) > 1:
                 what = f"loss {', '.join(bad)}"
             raise Diverged("train.nonfinite", f"step {counters.step}: {what}: {why}", hint=hint)
-        self._sink.record({"kind": "skip", "step": counters.step, "loss": loss, "why": kind})
+        self._record("skip", loss=loss, why=kind)
+
+    def _record(self, kind: str, **values: Any) -> None:
+        self._sink.record({"kind": kind, "step": self.counters.step, **values})
 
     def _after_step(self, outcome: Outcome, lr: float) -> bool:
         """Log, evaluate and save as due. Return True if a signal asks the run to stop."""
@@ -303,21 +310,18 @@ class Trainer:
         steps_left = (self._end - counters.step) * self._tokens_per_step / speed
         seconds, limit = self.clock.seconds, self._train.max_minutes
         time_left = math.inf if limit is None else max(0.0, 60 * limit - seconds)
-        self._sink.record(
-            {
-                "kind": "train",
-                "step": counters.step,
-                "loss": self.train_loss,
-                "lr": lr,
-                "grad_norm": outcome.grad_norm.item(),
-                "tokens": counters.tokens,
-                "tokens_per_second": speed,
-                "mfu": share,
-                "memory_bytes": peak_memory(self.ranks.device),
-                "seconds": seconds,
-                "progress": self._progress(counters.step),
-                "eta_seconds": min(steps_left, time_left),
-            }
+        self._record(
+            "train",
+            loss=self.train_loss,
+            lr=lr,
+            grad_norm=outcome.grad_norm.item(),
+            tokens=counters.tokens,
+            tokens_per_second=speed,
+            mfu=share,
+            memory_bytes=peak_memory(self.ranks.device),
+            seconds=seconds,
+            progress=self._progress(counters.step),
+            eta_seconds=min(steps_left, time_left),
         )
 
     def _evaluate(self, kind: str, max_batches: int | None) -> Evaluation | None:
@@ -338,7 +342,7 @@ class Trainer:
                 said = f"{kind} loss {evaluation.loss} on {evaluation.tokens} held-out tokens that count"
                 hint = "lower optimizer.lr" if evaluation.tokens else "raise train.eval_batches"
                 raise Diverged("train.nonfinite", f"step {self.counters.step}: {said}", hint=hint)
-            self._sink.record({"kind": kind, "step": self.counters.step, **asdict(evaluation)})
+            self._record(kind, **asdict(evaluation))
         return evaluation
 
     def _sample(self) -> None:
@@ -358,7 +362,7 @@ class Trainer:
         except (LmkitError, torch.OutOfMemoryError) as error:  # training can go on without
             self._sink.note(f"step {self.counters.step}: no texts: {str(error).partition('. ')[0]}")
         for number, text in enumerate(texts):
-            self._sink.record({"kind": "sample", "step": self.counters.step, "number": number, "text": text})
+            self._record("sample", number=number, text=text)
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved already."""
@@ -378,9 +382,7 @@ class Trainer:
         self._writer.save(state, own_files(self.step))
         self._saved_step = counters.step
         self.step.save_at = time.perf_counter() + self._save_every_s
-        self._sink.record(
-            {"kind": "checkpoint", "step": counters.step, "stall_seconds": self._writer.stall_seconds}
-        )
+        self._record("checkpoint", stall_seconds=self._writer.stall_seconds)
 
     def _await_save(self) -> None:
         with losses_named(self.ranks, f"after step {self.counters.step}"):

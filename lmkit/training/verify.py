@@ -96,7 +96,10 @@ def _checks_of(path: Path) -> Iterator[Check]:
         yield _check(path, _hugging_face)
     elif any((path / name).exists() for name in (MANIFEST, STATE, MODEL)):
         yield _check(path, _checkpoint)
-    elif path.is_dir() and _is_run(path):
+    elif any((path / name).exists() for name in (CHECKPOINTS, METRICS)) or (
+        (path / RECIPE).exists()
+        and not any(path.glob("*_results.jsonl"))  # of benches, which have a recipe, too
+    ):
         yield from _checks_of_run(path)
     elif path.is_dir() and (saved := saved_steps(path)):
         for step in saved:
@@ -113,13 +116,6 @@ def _checks_of(path: Path) -> Iterator[Check]:
             f"{path}: neither a run, a checkpoint, nor a file that can be verified",
             hint=f"a run folder has a {RECIPE}, a checkpoint a {MANIFEST}; files: {', '.join(sorted(_FILES))}",
         )
-
-
-def _is_run(folder: Path) -> bool:
-    """Return whether the folder is a run; result folders of benches have a recipe, too."""
-    if (folder / CHECKPOINTS).is_dir() or (folder / METRICS).exists():
-        return True
-    return (folder / RECIPE).exists() and not any(folder.glob("*_results.jsonl"))
 
 
 def _checks_of_run(folder: Path) -> Iterator[Check]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,25 +30,32 @@ from lmkit.model.hugging_face import (
     weight_names,
 )
 from lmkit.model.transformer import TransformerLM, plain_name
-from lmkit.recipe.run_folder import TOKENIZER
+from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.recipe.load import validate
+from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import ModelConfig, RunConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage.inputs import read_object
+from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import (
     MODEL,
+    STATE,
     Checkpoint,
     TensorFile,
     TrainingState,
     damaged_file,
     is_finite,
     load_tokenizer,
+    model_files,
     newest_checkpoint,
     run_tokenizer,
     unsupported_dtype,
     verify_file,
 )
+from lmkit.training.evaluation import TOKENS_AT_ONCE
 from lmkit.training.precision import hold_weights
+from lmkit.training.process import numerics
 from lmkit.training.run_data import Data
 
 log = logging.getLogger("lmkit")
@@ -141,22 +150,17 @@ def filled_model(
     Its matrices are bf16 if some weight is. Where its attention kernel does not run on the device, it uses `sdpa`,
     and the log says so. Where its operations do not, it uses others.
     """
-    model = TransformerLM(_runnable(config, device), device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
-        hold_weights(model, "bf16")
-    load_weights(model, tensors, origin=origin)
-    return model.eval()
-
-
-def _runnable(config: ModelConfig, device: torch.device | str) -> ModelConfig:
-    """Return the table with an attention kernel and operations that run on the device."""
     place, attention, operations = torch.device(device).type, config.attention, config.operations
     if place not in ATTENTION.facts(attention).devices:
         log.warning("attention %s does not run on %s: using sdpa", attention, place)
         attention = "sdpa"
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
-    return config.changed(attention=attention, operations=operations)
+    model = TransformerLM(config.changed(attention=attention, operations=operations), device=device)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+        hold_weights(model, "bf16")
+    load_weights(model, tensors, origin=origin)
+    return model.eval()
 
 
 # Weights of runs, checkpoints and Hugging Face folders
@@ -231,9 +235,10 @@ def weights_of(checkpoint: Checkpoint, *, is_verified: bool = False) -> GivenWei
     Raises:
         LmkitError: a file is damaged or missing, or the weights are not those of the checkpoint's model.
     """
-    for name in () if is_verified else checkpoint.model_files:
+    names = model_files(checkpoint.entries)
+    for name in () if is_verified else names:
         verify_file(checkpoint.path / name, checkpoint.entries[name])
-    files = [TensorFile(checkpoint.path / name) for name in checkpoint.model_files]
+    files = [TensorFile(checkpoint.path / name) for name in names]
     places = {name: (file, name) for file in files for name in file.tensors}
     config = checkpoint.state.model
     specs = _specs(checkpoint.path / MODEL, config, places)
@@ -392,6 +397,85 @@ def _specs(
             hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs
+
+
+# A trained model, and how it is used
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model that is not yet loaded, and what is needed to judge it.
+
+    Attributes:
+        precision: in which it was trained.
+        rows: windows per batch.
+        held_out: its token file of held-out text, if it names one.
+    """
+
+    weights: GivenWeights
+    precision: str
+    rows: int
+    run: RunConfig
+    held_out: Path | None
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """The checkpoint or the folder, and the step of the checkpoint."""
+        return str(self.weights.path), None if self.weights.state is None else self.weights.state.step
+
+    @contextmanager
+    def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
+        """Yield the model as it computes in its precision, and this process's place."""
+        with process_group(device) as ranks, numerics(self.run, ranks):
+            model = self.weights.model(ranks.device)
+            hold_weights(model, self.precision)
+            yield model, ranks
+
+    def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
+        """Return the tokenizer at `path`, or the model's own.
+
+        Raises:
+            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
+        """
+        path = path or self.weights.tokenizer
+        if path is None:
+            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
+            raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
+        tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
+        self.refuse_more_ids(tokenizer.vocab_size, path)
+        return tokenizer
+
+    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
+        """Refuse a file with ids that the model does not have."""
+        rows = self.weights.config.vocab_size or 0
+        if vocab_size > rows:
+            model = self.weights.path
+            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {model} {rows} rows"
+            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
+
+
+def open_trained(path: Path) -> TrainedModel:
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
+
+    Raises:
+        UsageError: it is none of them.
+        LmkitError: a file is damaged.
+    """
+    weights = open_weights(path)
+    state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
+    if state is None:
+        narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
+        return TrainedModel(weights, "bf16" if narrow else "fp32", rows, RunConfig(), None)
+    run = Path(os.path.relpath(weights.path.resolve().parent.parent))
+    tables, place = state.recipe, run_folder_of(run / RECIPE)
+    if place is not None:
+        tables = placed_in(place, tables)
+    recipe = validate(tables, origin=str(weights.path / STATE), resolved=True)
+    precision = "fp32"
+    if recipe.train is not None:  # imported models have none
+        precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
+    held_out = recipe.data.valid or token_file(run, "valid")
+    return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
 # Begin a training with given weights

@@ -25,7 +25,6 @@ from lmkit.training.checkpoint import (
     NewerFormat,
     RngState,
     TensorFile,
-    capture_rng,
     clean_leftovers,
     manifest_checksum,
     model_name,
@@ -139,13 +138,6 @@ def test_fault_47_a_kill_while_one_step_is_replaced_loses_neither(tmp_path):
     assert [path.name for path in clean_leftovers(tmp_path)] == [step_name(1) + ".replaced"]
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
     verify(old)
-
-
-def test_all_corrupt_lists_each(tmp_path):
-    for step in (1, 2):
-        (make_checkpoint(tmp_path, step) / MODEL).write_text("something else")
-    with raises(LmkitError, "checkpoint.none_good", step_name(1), step_name(2)):
-        newest_valid(tmp_path)
 
 
 def test_fault_111_damaged_checkpoints_stay_while_they_are_newer_than_one_to_keep(tmp_path):
@@ -304,46 +296,11 @@ def test_other_content_is_refused(data, tmp_path):
 # state.json
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("format", 0), ("step", -1), ("rng", []), ("loss_scale.scale", 0.0), ("data.vocab_size", 0)],
-)
-def test_a_number_out_of_range_is_named_by_its_whole_key(key, value):
-    content = make_state(7).model_dump(mode="json")
-    content |= {
-        "loss_scale": {"scale": 4.0, "good_steps": 3},
-        "data": {"num_tokens": 9, "vocab_size": 5, "source_sha256": "a", "tokenizer_sha256": "b"},
-    }
-    state = parse_state(json.dumps(content).encode(), path="state.json")
-    assert parse_state(state.model_dump_json().encode(), path="state.json") == state
-    table, _, name = key.rpartition(".")
-    (content[table] if table else content)[name] = value
-    with raises(LmkitError, "checkpoint.damaged", f"state.json: {key}: "):
-        parse_state(json.dumps(content).encode(), path="state.json")
-
-
 def test_a_checkpoint_of_a_missing_plugin_is_whole():
     content = make_state(7).model_dump(mode="json")
     content["model"]["attention"] = "from_a_plugin"
     with raises(UsageError, "checkpoint.unregistered", "state.json: model.attention", hint="plugin"):
         parse_state(json.dumps(content).encode(), path="state.json")
-
-
-def test_generators_continue_where_they_were(monkeypatch):
-    gpu = torch.device("cuda", 1)
-    states = {gpu: torch.arange(16, dtype=torch.uint8)}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, place: states.update({place: state}))
-    torch.manual_seed(3)
-    of_cpu, of_gpu = capture_rng(CPU), capture_rng(gpu)
-    expected = torch.rand(4)
-    states[gpu] = torch.zeros(16, dtype=torch.uint8)
-    restore_rng(of_cpu, gpu)  # saved where there was no GPU: its own state stays
-    assert torch.equal(torch.rand(4), expected)
-    assert not states[gpu].any()
-    restore_rng(of_gpu, gpu)
-    assert torch.equal(torch.rand(4), expected)
-    assert torch.equal(states[gpu], torch.arange(16, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("cpu", ["", "AAAA", "not base64", "A" * 6744])

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -7,9 +6,7 @@ import pytest
 import torch
 
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
-from lmkit.training import evaluation
 from lmkit.training.evaluation import Evaluation, HeldOut, evaluate, summarise
 
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
@@ -75,42 +72,6 @@ def test_products_run_in_the_precision_asked_for(model):
     )
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.01)  # 8 bits, a few roundings deep
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_the_batches_and_the_sums(model, world_size, monkeypatch):
-    """Seven batches (the last one a short row): batch b belongs to rank b mod world_size. What each rank brings to
-    the sum is noted; all go on with the sum."""
-    ids = tokens(6 * 3 * 8 + 6)
-    held_out = HeldOut(ids, 3.0, 8, rows=3)
-    sums: list[torch.Tensor] = []
-    asked: list[int] = []
-
-    def all_reduce(tensor: torch.Tensor) -> None:
-        sums.append(tensor.clone())
-        tensor.copy_(torch.tensor([50.0, 25.0]))
-
-    monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_reduce=all_reduce))
-    monkeypatch.setattr(evaluation, "agree", lambda ranks, *, stop: stop)
-    for rank in range(world_size):
-
-        def ask(rank: int = rank) -> bool:
-            asked.append(rank)
-            return False
-
-        ranks = Ranks(rank=rank, world_size=world_size)
-        result = evaluate(model, held_out, ranks, precision="fp32", asked_to_stop=ask)
-        assert result == summarise(2.0, 25, 3.0)
-    expected, count = plain_loss(model, ids)
-    nats, targets = torch.stack(sums).sum(0).tolist()
-    assert targets == count
-    assert nats / targets == pytest.approx(expected, rel=1e-6)
-    shares = [0] * world_size
-    for batch in range(7):
-        shares[batch % world_size] += 24 if batch < 6 else 5
-    assert [int(each[1]) for each in sums] == shares
-    rounds = math.ceil(7 / world_size)  # also a rank without a batch in the last round takes part in it
-    assert asked == [rank for rank in range(world_size) for _ in range(rounds)]
 
 
 def test_bits_per_byte_by_hand():

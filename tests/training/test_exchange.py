@@ -9,7 +9,7 @@ import pytest
 import torch
 from raising import raises
 from random_models import random_folder
-from their_models import GROUPED, make_theirs, their_folder
+from their_models import make_theirs, their_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError
@@ -21,7 +21,7 @@ from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
 from lmkit.training.session import train
 from lmkit.training.verify import verify_path
-from lmkit.training.weights import INDEX, open_weights, weights_of
+from lmkit.training.weights import INDEX, weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,22 +59,6 @@ def test_random_folders_have_the_logits_of_transformers(seed, tmp_path):
     assert tuple(said if isinstance(said, list) else [said]) == stops
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_weights_keep_their_bits(dtype, tmp_path):
-    theirs = make_theirs("Qwen2", GROUPED).to(getattr(torch, dtype))
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert import_model(tmp_path / "theirs", tmp_path / "run", with_tokenizer=False).dtype == dtype
-    result = export_model(tmp_path / "run", tmp_path / "exported")
-    assert result.dtype == dtype
-    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "exported")
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
-    export_model(tmp_path / "run", tmp_path / "wide", dtype="fp32")
-    assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
-    wide = tensors_of(tmp_path / "wide")
-    assert all(torch.equal(tensor.float(), wide[name]) for name, tensor in before.items())
-
-
 @pytest.mark.parametrize(("dtype", "largest"), [("fp16", 65504.0), ("bf16", 3.38e38)])
 def test_a_weight_too_large_for_the_dtype_is_refused_by_name(dtype, largest, tmp_path):
     theirs = make_theirs("Llama", {})
@@ -109,25 +93,6 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     assert (again.resumed_from, again.step) == (4, 6)
     assert newest_checkpoint(run).optimizer_tensors()["layers.0.attn.k_proj.bias.exp_avg"].any()
     assert again.evaluation is not None
-
-
-def test_one_loader_opens_all_three(tmp_path):
-    theirs = their_folder(tmp_path, "Qwen2", GROUPED)
-    import_model(theirs, tmp_path / "run")
-    places = (theirs, tmp_path / "run", tmp_path / "run/checkpoints/step-00000000")
-    first, *others = [open_weights(place) for place in places]
-    for other in others:
-        assert (other.config, other.specs.keys()) == (first.config, first.specs.keys())
-        assert all(torch.equal(first[name], other[name]) for name in first.specs)
-    assert [weights.tokenizer and weights.tokenizer.parent for weights in (first, *others)] == [
-        theirs,
-        tmp_path / "run",
-        (tmp_path / "run").resolve(),
-    ]
-    model = TransformerLM(first.config)
-    assert {name: weight.shape for name, weight in model.state_dict().items()} == {
-        name: spec.shape for name, spec in first.specs.items()
-    }
 
 
 def test_shards_and_memory(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import torch
 from raising import raises
 from their_models import spoil
 
-from lmkit.data.encoding import encode_corpus
 from lmkit.errors import LmkitError, UsageError
 from lmkit.model.hugging_face import config_json, to_halves, weight_names
 from lmkit.model.transformer import TransformerLM
@@ -78,18 +77,6 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
     assert evaluate_run(folder, text=Path("short.txt")).tokens == 2
     with raises(LmkitError, "data.no_tokens", folder):
         evaluate_run(folder)
-
-
-def test_documents_of_white_space_are_judged_and_those_without_text_counted(folder, caplog):
-    Path("text.txt").write_text(END.join(["ok", " \n", "", "b"]))
-    encoded = encode_corpus(Path("text.txt"), Path("text.npy"), tokenizer())
-    result = evaluate_documents(folder, text=Path("text.txt"))
-    found = [(score.number, score.bytes, score.tokens) for score in result.documents]
-    assert found == [(1, 2, 2), (2, 2, 2), (4, 1, 1)]
-    space = result.documents[1]
-    assert space.loss == pytest.approx(-math.fsum(log_p(folder, [260, *b" \n"])) / 2, rel=1e-6)
-    assert encoded.num_documents == 4
-    assert "1 of 4 documents" in caplog.text
 
 
 def test_ranks_share_the_batches(folder, monkeypatch):
@@ -195,54 +182,38 @@ def test_the_harness_gets_an_exported_folder(folder, monkeypatch, terminal):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "lm_eval", None)  # not installed
         terminal.refuses("evaluate run --harness fish", code="evaluate.no_harness")
-    asked: list[dict[str, Any]] = []
-    faults = {
-        "nothing": KeyError("nothing"),
-        "blank": AssertionError(),
-        "long": OverflowError("math range error"),
-    }
+    asked: list[Any] = []
 
-    def opened(folder: Path, device: str, path: Path) -> Path:
-        asked.append({"device": device, "held": {path.name for path in folder.iterdir()}})
-        return folder
-
-    def simple_evaluate(**options: Any) -> dict[str, Any]:
+    def simple_evaluate(*, model: Path, tasks: list[str], log_samples: bool) -> dict[str, Any]:
         print("a table that belongs to stderr")
-        asked[-1] |= options
-        if (task := options["tasks"][0]) in faults:
-            raise faults[task]
-        acc = math.nan if task == "nan" else 0.5
+        asked.append((model, {path.name for path in model.iterdir()}, tasks))
+        if tasks == ["nothing"]:
+            raise KeyError("nothing")
+        acc = math.nan if tasks == ["nan"] else 0.5
         return {"results": {"fish": {"alias": "fish", "acc,none": acc, "acc_stderr,none": 0.25}}}
 
     found = SimpleNamespace(simple_evaluate=simple_evaluate, __version__="0.4")
     monkeypatch.setitem(sys.modules, "lm_eval", found)
-    monkeypatch.setattr("lmkit.training.judging._model", opened)
+    monkeypatch.setattr("lmkit.training.judging._model", lambda folder, device, path: folder)
     result = json.loads(terminal("evaluate run --harness fish --harness other --device cpu --json"))
     assert result["results"]["fish"]["acc,none"] == 0.5
-    assert (asked[0]["tasks"], asked[0]["device"]) == (["fish", "other"], "cpu")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= asked[0]["held"]
     assert "fish  acc 0.5000 +- 0.2500" in terminal("evaluate theirs --harness fish")
-    assert asked[1]["model"] == Path("theirs")  # as it is
-    for task in faults:
-        terminal.refuses(f"evaluate theirs --harness {task}", code="evaluate.harness", exit_code=1)
+    (_, held, tasks), (model, *_) = asked
+    assert (tasks, model) == (["fish", "other"], Path("theirs"))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= held
+    terminal.refuses("evaluate theirs --harness nothing", code="evaluate.harness", exit_code=1)
     terminal.refuses("evaluate theirs --harness nan", code="evaluate.not_finite", exit_code=1)
 
 
-@pytest.fixture
-def broken(folder):
-    """A model that predicts NaN."""
+def test_a_model_that_predicts_nan_is_not_judged(folder):
     spoil(folder)
-    return folder
-
-
-def test_a_model_that_predicts_nan_is_not_judged(broken):
     Path("text.txt").write_text(END.join(TEXTS))
     question = {"question": "one", "choices": ["fish", "two"], "answer": 0}
     Path("questions.jsonl").write_text(json.dumps(question))
     for judge in (
-        lambda: evaluate_run(broken, text=Path("text.txt")),
-        lambda: evaluate_documents(broken, text=Path("text.txt")),
-        lambda: evaluate_choices(broken, Path("questions.jsonl")),
+        lambda: evaluate_run(folder, text=Path("text.txt")),
+        lambda: evaluate_documents(folder, text=Path("text.txt")),
+        lambda: evaluate_choices(folder, Path("questions.jsonl")),
     ):
         with raises(LmkitError, "evaluate.not_finite", "theirs") as refused:
             judge()

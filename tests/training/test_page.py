@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
 from raising import raises
@@ -21,35 +20,17 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    def make(
-        place: str, *, steps: int = 20, text: str = "", records: list[dict[str, Any]] | None = None
-    ) -> Path:
+    def make(place: str, *, steps: int = 20, text: str = "") -> Path:
         folder = tmp_path / place
         folder.mkdir(parents=True)
         (folder / "recipe.toml").write_text(RECIPE.format(name=folder.name, steps=steps))
         (folder / "environment.json").write_text(json.dumps({"lmkit": "9.9"}))
-        if records is None:
-            records = [{"kind": "valid", "step": 0, "loss": 5.0, "perplexity": 148.4, "bits_per_byte": None}]
-            for step in range(10, steps + 1, 10):
-                shared = {"step": step, "loss": 1 + 10 / step}
-                records.append(
-                    {
-                        "kind": "train",
-                        **shared,
-                        "tokens": 64 * step,
-                        "seconds": 6.0 * step,
-                        "tokens_per_second": 99.4,
-                    }
-                )
-            records.append(
-                {
-                    "kind": "final",
-                    **shared,
-                    "perplexity": 4.48,
-                    "bits_per_byte": 0.8123,
-                    "bytes_per_token": 2.7,
-                }
-            )
+        judged = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.8123, "bytes_per_token": 2.7}
+        records = [{"kind": "valid", "step": 0, "loss": 5.0, "perplexity": 148.4, "bits_per_byte": None}]
+        for step in range(10, steps + 1, 10):
+            speed = {"tokens": 64 * step, "seconds": 6.0 * step, "tokens_per_second": 99.4}
+            records.append({"kind": "train", "step": step, "loss": 1 + 10 / step, **speed})
+        records.append({"kind": "final", "step": steps, **judged})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if text:
             (folder / "stories.txt").write_text(text)

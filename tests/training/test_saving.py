@@ -161,18 +161,6 @@ def test_an_error_in_the_background_is_raised_before_the_next_update(tmp_path, s
         writer.wait()
 
 
-def test_reserved_memory_is_used_and_does_not_change_what_is_saved(tmp_path, model, save):
-    writer = make_writer(tmp_path)
-    writer.reserve({MODEL: model, shard_name(0, 1): {"w.exp_avg": torch.zeros(100, 100)}})
-    writer.wait()
-    reserved = {name: buffer.data_ptr() for name, buffer in writer._copies._buffers.items()}
-    assert [name for _, name in reserved] == ["w", "w.exp_avg"]
-    save(writer, 1)
-    writer.wait()
-    assert {name: writer._copies._buffers[name].data_ptr() for name in reserved} == reserved
-    assert torch.equal(open_checkpoint(tmp_path / step_name(1)).model_tensors()["w"], model["w"])
-
-
 @pytest.fixture
 def two_writers(tmp_path: Path) -> list[CheckpointWriter]:
     """The writers of two ranks, in one process."""

@@ -81,16 +81,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
 
 
-def test_stopping_early_changes_the_estimate_but_not_the_schedule(tiny):
-    whole, part = tiny("run.name=whole"), tiny("run.name=part")
-    train_here(whole)
-    train_here(part, stop_at_step=6)
-    rates = [[record["lr"] for record in records(recipe)] for recipe in (whole, part)]
-    assert rates[0][:6] == rates[1]
-    assert rates[0][0] == pytest.approx(rates[0][1] / 2)  # two steps of warm-up
-    assert [record["eta_seconds"] > 0 for record in records(part)] == [True] * 5 + [False]
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -151,7 +141,7 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     metrics = recipe.run.path / "metrics.jsonl"
     kept = [line for line in metrics.read_text().splitlines(keepends=True) if '"final"' not in line]
     metrics.write_text("".join(kept))
-    assert "only the last evaluation is left" in plan(recipe).start
+    assert "only the last evaluation is left" in plan(recipe).status
     again = train_here(recipe)
     assert (again.status, again.step, again.evaluation.loss) == (
         "finished",
@@ -182,24 +172,22 @@ def test_a_trained_model_is_found_and_loaded(tiny):
     assert torch.equal(weights_of(dataclasses.replace(checkpoint, state=state)).model("cpu")(ids), model(ids))
 
 
-def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny):
+def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny, caplog):
     recipe = tiny()
     made = plan(recipe, nproc=2)
-    assert (made.steps, made.tokens_per_step, made.ranks) == (10, 64, 2)
+    assert (made.step, made.steps) == (0, 10)
     assert "starting from scratch" in str(made)
-    with pytest.raises(UsageError):
-        plan(recipe, nproc=3)  # does not divide the batch
-    with pytest.raises(UsageError):
-        plan(tiny("run.folder=/proc/nowhere"))
+    for refused in ({"recipe": recipe, "nproc": 3}, {"recipe": tiny("run.folder=/proc/nowhere")}):
+        with pytest.raises(UsageError):  # three ranks do not divide the batch
+            plan(**refused)
     assert not recipe.run.path.exists()
     train_here(tiny(), stop_at_step=4)
-    assert "only" not in plan(tiny()).start
     made = plan(tiny("optimizer.lr=0.5"), stop_at_step=8)
-    assert made.start.startswith("resuming from")
-    assert any("optimizer.lr" in note for note in made.notes)
-    assert str(made).endswith("on 1 rank, stopping after step 8")
-    assert plan(tiny(), stop_at_step=4).start == "nothing to do: already at step 4"
-    assert "saved by 1 rank" in plan(tiny(), nproc=2).notes[0]
+    assert made.status.startswith("resuming from")
+    assert "optimizer.lr" in caplog.text
+    assert plan(tiny(), stop_at_step=4).status == "nothing to do"
+    plan(tiny(), nproc=2)
+    assert "saved by 1 rank" in caplog.text
 
 
 def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_written(tiny):

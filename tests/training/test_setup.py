@@ -15,10 +15,8 @@ import lmkit.training
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from lmkit.registry import SCHEDULES
+from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.training import build_step
-from lmkit.training.session import plan
 from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
 
@@ -67,14 +65,6 @@ def test_the_tables_reach_the_optimizer_and_the_step():
     assert step.max_norm == 0.125
 
 
-@pytest.mark.parametrize("strategy", ["none", "zero1"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_gains_stay_float32_beside_narrow_matrices(precision, strategy):
-    step = build_step(CONFIG, parallel=ParallelConfig(strategy=strategy), precision=precision)
-    found = {parameter.dim(): parameter.dtype for parameter in step.model.parameters()}
-    assert found == {1: torch.float32, 2: torch.bfloat16}
-
-
 def test_what_the_device_cannot_do_is_refused(tiny):
     recipe = tiny(*SMALL)
     check_device(recipe, torch.device("cpu"))
@@ -85,26 +75,6 @@ def test_what_the_device_cannot_do_is_refused(tiny):
     triton = tiny(*SMALL, "model.attention=flash_triton")
     with pytest.raises(lmkit.errors.UsageError):
         check_device(triton, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("warmup", "schedule", "numbers"),
-    [
-        (40, "cosine", ("optimizer.warmup_steps = 40", "train.steps = 10", "0.00025 ")),
-        (9, "cosine", None),
-        (0, "still_rising", ("last step", "train.steps = 10", "from 9 to 10")),
-    ],
-)
-def test_a_learning_rate_that_never_comes_down_is_warned_of(warmup, schedule, numbers, tiny, capsys):
-    if schedule == "still_rising" and schedule not in SCHEDULES.names:
-        SCHEDULES.register(schedule)(lambda step, **settings: step)
-    recipe = tiny(f"optimizer.warmup_steps={warmup}", f"optimizer.schedule={schedule}")
-    found = [note for note in plan(recipe).notes if "learning rate" in note]
-    assert len(found) == (numbers is not None)
-    for number in numbers or ():
-        assert number in found[0]
-    train_here(recipe, stop_at_step=1)
-    assert [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line] == found
 
 
 def test_steps_are_made_in_one_place():

@@ -164,16 +164,16 @@ def test_fault_56_another_number_of_ranks_goes_on_with_the_same_run_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("fault", "refused", "strategy"),
+    ("fault", "strategy"),
     full_except(
-        ("nan loss on rank 1, found a step late", 2, "zero1"),
-        ("nan loss on rank 1", 1, "zero1"),
-        ("nan loss on rank 1", 1, "fsdp"),
-        ("infinite gradient on rank 1", 1, "zero1"),
+        ("nan loss on rank 1, found a step late", "zero1"),
+        ("nan loss on rank 1", "zero1"),
+        ("nan loss on rank 1", "fsdp"),
+        ("infinite gradient on rank 1", "zero1"),
     ),
 )
 def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
-    fault, refused, strategy, fleet, tiny, settings
+    fault, strategy, fleet, tiny, settings
 ):
     """Nor does the step change anything that is launched before the host learns of it."""
     sharded = ["checkpoint.interval=3", f"parallel.strategy={strategy}"]  # so that both ranks have to write
@@ -185,8 +185,6 @@ def test_fault_66_and_67_all_ranks_stop_before_the_update_that_one_cannot_make(
     for line in said:
         assert "step 4" in line
         assert ("loss nan on rank 1" if "nan" in fault else "norm inf") in line
-    for rank in (0, 1):
-        assert fleet.said().count(f"rank {rank}: weights untouched") == refused
     assert saved(recipe) == [3]
     tensors = newest(recipe).model_tensors()
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())

@@ -214,13 +214,6 @@ def test_fault_66_a_step_launched_after_nan_changes_nothing(ahead, tiny, monkeyp
     assert [step for step, _ in losses(tiny())] == [1, 2, 3, 4, 5]
 
 
-def test_the_clock_saves_a_step_later_when_running_ahead(ahead, time, tiny, monkeypatch):
-    every_half_minute(time, monkeypatch)
-    recipe = tiny("checkpoint.minutes=1", "train.eval_interval=0", "checkpoint.keep_last=20")
-    train_here(recipe)
-    assert saved(recipe) == [3, 6, 9, 10]  # asked for in 2, 5 (after 3 + 2) and 8
-
-
 PLACES = {
     "step": (Step, "accumulate"),
     "evaluation": (trainer, "evaluate"),

@@ -11,7 +11,7 @@ import torch
 from raising import raises
 from run_folders import train_here
 
-from lmkit.errors import LmkitError, UsageError
+from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
@@ -122,17 +122,6 @@ def test_fault_119_what_another_tokenizer_made_is_named(run_folder, token_files)
     assert "aaaa" in tokens
     assert len(checkpoints) == 2  # fault 119: trained with the other tokenizer, too
     assert all("trained with tokenizer aaaa" in found for found in checkpoints)
-
-
-def test_what_lmkit_does_not_make_is_wrong_use(tmp_path):
-    (tmp_path / "notes.txt").write_text("x")
-    bench = tmp_path / "bench"
-    bench.mkdir()
-    for name in ("recipe.toml", "ddp_results.jsonl"):
-        (bench / name).touch()
-    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing", bench):
-        with raises(UsageError, "verify.not_found" if path.name == "nothing" else "verify.unknown_kind"):
-            verify_path(path)
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])

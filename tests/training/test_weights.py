@@ -15,7 +15,7 @@ from their_models import TIED, their_folder
 from lmkit.errors import LmkitError, UsageError
 from lmkit.training.exchange import export_model, import_model
 from lmkit.training.verify import verify_path
-from lmkit.training.weights import INDEX, ONE_FILE, open_hugging_face, open_weights
+from lmkit.training.weights import ONE_FILE, open_hugging_face, open_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,15 +33,6 @@ def folder(parent: Path, change: Change | None = None, kind: str = "Llama", **co
         change(tensors)
         save_file(tensors, path / ONE_FILE, metadata={"format": "pt"})
     return path
-
-
-def shards(path: Path, *parts: dict[str, torch.Tensor], weight_map: dict[str, int]) -> None:
-    """Put the weights of a folder into shards; `weight_map`: name -> number of its shard."""
-    (path / ONE_FILE).unlink(missing_ok=True)
-    for number, part in enumerate(parts):
-        save_file(part, path / f"part-{number}.safetensors", metadata={"format": "pt"})
-    places = {name: f"part-{number}.safetensors" for name, number in weight_map.items()}
-    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def check_logits(path: Path) -> Any:
@@ -74,21 +65,6 @@ def test_a_head_that_differs_from_the_embedding_stays(tmp_path, caplog):
     assert torch.equal(load_file(exported / ONE_FILE)[HEAD], load_file(path / ONE_FILE)[HEAD])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
-        lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
-    ],
-    ids=["both names", "the head's name alone"],
-)
-def test_one_matrix_under_either_name_is_tied(tmp_path, caplog, change):
-    path = folder(tmp_path, change, **TIED)
-    assert open_hugging_face(path).config.tie_embeddings
-    assert not [record for record in caplog.records if record.name == "lmkit"]
-    check_logits(path)
-
-
 # Tensors beside the weights
 
 
@@ -107,45 +83,6 @@ def test_biases_of_attention_are_imported_and_that_of_its_output_is_refused(tmp_
 
 
 # Files and their index
-
-
-def test_the_index_decides_which_tensors_of_a_shard_count(tmp_path, caplog):
-    path = folder(tmp_path)
-    weights = load_file(path / ONE_FILE)
-    stale = {NORM: torch.zeros(32), "unused": torch.ones(4)}
-    shards(path, weights, stale, weight_map={**dict.fromkeys(weights, 0), HEAD: 0})
-    assert verify_path(path).ok
-    # A tensor in two shards: that of the index.
-    shards(path, stale, weights, weight_map=dict.fromkeys(weights, 1) | {HEAD: 1, EMBEDDING: 1})
-    assert torch.equal(open_hugging_face(path)["ln_final.weight"], weights[NORM])
-    shards(path, {**weights, FREQUENCIES: torch.ones(4)}, weight_map=dict.fromkeys(weights, 0))
-    with caplog.at_level(logging.WARNING, logger="lmkit"):
-        assert verify_path(path).ok
-    assert FREQUENCIES in caplog.text
-    check_logits(path)
-
-
-def test_a_single_file_counts_beside_an_index(tmp_path, caplog):
-    path = folder(tmp_path)
-    weights = load_file(path / ONE_FILE)
-    data = (path / ONE_FILE).read_bytes()
-    shards(path, {name: value + 1 for name, value in weights.items()}, weight_map=dict.fromkeys(weights, 0))
-    (path / ONE_FILE).write_bytes(data)
-    check_logits(path)
-    assert INDEX in caplog.text
-    caplog.clear()
-    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights, ONE_FILE)}))
-    check_logits(path)
-    assert INDEX not in caplog.text
-
-
-def test_a_file_without_metadata_is_read_and_one_of_another_name_is_named(tmp_path):
-    path = folder(tmp_path)
-    save_file(load_file(path / ONE_FILE), path / ONE_FILE)
-    check_logits(path)
-    (path / ONE_FILE).rename(path / "weights.safetensors")
-    with raises(UsageError, "import.no_weights", path, "weights.safetensors", hint=ONE_FILE):
-        open_hugging_face(path)
 
 
 # Values
