@@ -17,11 +17,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -135,34 +135,35 @@ class TokenFileWriter:
         self._masked = masked
         self._counts: list[np.ndarray] = []  # of tokens whose bits are not yet written
         self._counted_tokens = 0
-        self._context: AbstractContextManager[TokenFileWriter] = self._writing()
 
     def __enter__(self) -> TokenFileWriter:
-        return self._context.__enter__()
+        _refuse_to_replace_another_json(self._path)
+        with ExitStack() as stack:
+
+            def begin(path: Path) -> BinaryIO:
+                return stack.enter_context(open(stack.enter_context(atomic_path(path)), "wb"))
+
+            self._file = begin(self._path)
+            if self._masked:
+                self._mask_file = begin(self._path.with_suffix(MASK))
+            self._documents_file = begin(self._path.with_suffix(DOCUMENTS))
+            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
+            self._write_header()
+            self._stack = stack.pop_all()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return self._context.__exit__(kind, value, trace)
-
-    @contextmanager
-    def _writing(self) -> Iterator[TokenFileWriter]:
-        _refuse_to_replace_another_json(self._path)
-        with ExitStack() as stack:
-            self._file = stack.enter_context(open(stack.enter_context(atomic_path(self._path)), "wb"))
-            if self._masked:
-                partial = stack.enter_context(atomic_path(self._path.with_suffix(MASK)))
-                self._mask_file = stack.enter_context(open(partial, "wb"))
-            partial = stack.enter_context(atomic_path(self._path.with_suffix(DOCUMENTS)))
-            self._documents_file = stack.enter_context(open(partial, "wb"))
-            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
-            self._write_header()
-            yield self
+        if value is not None:
+            return self._stack.__exit__(kind, value, trace)
+        with self._stack:
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
             for old in (self._path, self._path.with_suffix(DOCUMENTS)):  # must not meet the new description
                 old.unlink(missing_ok=True)
             write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
+        return None
 
     def append(
         self,
