@@ -187,9 +187,7 @@ def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
         except urllib.error.HTTPError as error:
             failure = f"HTTP status {error.code}"
             error.close()
-            if error.code == 416:  # our part is longer than the file: begin again
-                partial.unlink(missing_ok=True)
-            elif error.code < 500 and error.code != 429:
+            if error.code < 500 and error.code != 429:
                 raise LmkitError("download.failed", f"{url}: {failure}", hint="check the address") from None
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, OSError) and error.filename is not None:  # the disk, not the network

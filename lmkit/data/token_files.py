@@ -17,11 +17,11 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -135,34 +135,42 @@ class TokenFileWriter:
         self._masked = masked
         self._counts: list[np.ndarray] = []  # of tokens whose bits are not yet written
         self._counted_tokens = 0
-        self._context: AbstractContextManager[TokenFileWriter] = self._writing()
 
     def __enter__(self) -> TokenFileWriter:
-        return self._context.__enter__()
+        sidecar = sidecar_path(self._path)
+        try:
+            is_ours = not sidecar.exists() or "tokenizer_sha256" in _read_object(self._path)
+        except LmkitError:  # not a JSON object: a damaged description only if there is a token file
+            is_ours = self._path.exists()
+        if not is_ours:
+            message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
+            raise UsageError("tokens.replaces_json", message, hint="give the token file another name")
+        with ExitStack() as stack:
+
+            def begin(path: Path) -> BinaryIO:
+                return stack.enter_context(open(stack.enter_context(atomic_path(path)), "wb"))
+
+            self._file = begin(self._path)
+            if self._masked:
+                self._mask_file = begin(self._path.with_suffix(MASK))
+            self._documents_file = begin(self._path.with_suffix(DOCUMENTS))
+            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
+            self._write_header()
+            self._stack = stack.pop_all()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return self._context.__exit__(kind, value, trace)
-
-    @contextmanager
-    def _writing(self) -> Iterator[TokenFileWriter]:
-        _refuse_to_replace_another_json(self._path)
-        with ExitStack() as stack:
-            self._file = stack.enter_context(open(stack.enter_context(atomic_path(self._path)), "wb"))
-            if self._masked:
-                partial = stack.enter_context(atomic_path(self._path.with_suffix(MASK)))
-                self._mask_file = stack.enter_context(open(partial, "wb"))
-            partial = stack.enter_context(atomic_path(self._path.with_suffix(DOCUMENTS)))
-            self._documents_file = stack.enter_context(open(partial, "wb"))
-            self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
-            self._write_header()
-            yield self
+        if value is not None:
+            return self._stack.__exit__(kind, value, trace)
+        with self._stack:
             if self._meta is None:
                 raise RuntimeError("the token file was not finished")
             for old in (self._path, self._path.with_suffix(DOCUMENTS)):  # must not meet the new description
                 old.unlink(missing_ok=True)
             write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
+        return None
 
     def append(
         self,
@@ -193,7 +201,13 @@ class TokenFileWriter:
             self._sizes_file.write(np.asarray(sizes, "<u8").data)
         self._num_documents += len(documents)
         self._num_tokens += len(ids)
-        self._begin_write_back()
+        size = self._num_tokens * self._dtype.itemsize
+        if size - self._write_back_from >= _WRITE_BACK_BYTES and sys.platform == "linux":
+            # Linux begins to write dirty pages back without waiting: little is left for the fsync at the end, which
+            # reports a failure.
+            part = self._write_back_from, size - self._write_back_from
+            os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
+            self._write_back_from = size
         if self._masked:
             self._counts.append(np.full(len(ids), counts))
             self._counted_tokens += len(ids) * counts
@@ -230,18 +244,6 @@ class TokenFileWriter:
         self._mask_file.flush()
         self._counts = [counts[whole:]]
 
-    def _begin_write_back(self) -> None:
-        """Start to write recent pages to the disk, so that the fsync at the end has little left to do.
-
-        POSIX_FADV_DONTNEED makes Linux begin the write-back of dirty pages without waiting for it, and drop clean
-        pages. The fsync reports a failure.
-        """
-        size = self._num_tokens * self._dtype.itemsize
-        if size - self._write_back_from >= _WRITE_BACK_BYTES and sys.platform == "linux":
-            part = self._write_back_from, size - self._write_back_from
-            os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
-            self._write_back_from = size
-
     def _write_header(self) -> int:
         # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
         self._file.seek(0)
@@ -259,19 +261,6 @@ class TokenFileWriter:
 def as_json(meta: TokenMeta) -> dict[str, Any]:
     """Return the content of a description, without keys that are None."""
     return {key: value for key, value in dataclasses.asdict(meta).items() if value is not None}
-
-
-def _refuse_to_replace_another_json(path: Path) -> None:
-    try:
-        is_ours = not sidecar_path(path).exists() or "tokenizer_sha256" in _read_object(path)
-    except LmkitError:  # not a JSON object: a damaged description only if there is a token file
-        is_ours = path.exists()
-    if not is_ours:
-        raise UsageError(
-            "tokens.replaces_json",
-            f"{sidecar_path(path)}: exists; the description of {path.name} would replace it",
-            hint="give the token file another name",
-        )
 
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
@@ -297,7 +286,6 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
             f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
             hint="encode the text again, or use the tokenizer that the file was made with",
         )
-    _check_ids(path, tokens, meta.vocab_size)
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
     return TokenFile(tokens, meta, mask, *_map_documents(path, meta))
 
@@ -344,16 +332,16 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
-    """Map the ids of a token file.
+    """Map the ids of a token file, and check that all are in the vocabulary.
 
     Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
     header as Python, fails with different errors for different damage, and may unpickle an array of objects.
     """
     with open_input(path) as file:
-        start = file.read(len(_MAGIC) + 2)
-        header = file.read(int.from_bytes(start[-2:], "little"))
+        magic = file.read(len(_MAGIC) + 2)
+        header = file.read(int.from_bytes(magic[-2:], "little"))
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    match = _HEADER.fullmatch(header) if start.startswith(_MAGIC) else None
+    match = _HEADER.fullmatch(header) if magic.startswith(_MAGIC) else None
     if match is None:
         raise _damaged(path, f"{path}: not a .npy file with one row of whole numbers")
     dtype, length, expected = match[1].decode(), int(match[2]), token_dtype(meta.vocab_size)
@@ -365,7 +353,14 @@ def _map(path: Path, meta: TokenMeta) -> np.ndarray:
         raise _damaged(path, f"{path}: {held} tokens in the file, {said}")
     if length == 0:
         raise LmkitError("tokens.empty", f"{path}: no tokens in it", hint="encode a text that is not empty")
-    return np.memmap(path, expected, "r", offset, (length,))
+    tokens = np.memmap(path, expected, "r", offset, (length,))
+    for start in range(0, length, _CHECK_TOKENS) if meta.vocab_size < 1 << 8 * expected.itemsize else ():
+        part = tokens[start : start + _CHECK_TOKENS]
+        if int(part.max()) >= meta.vocab_size:
+            at = int(np.argmax(part >= meta.vocab_size))
+            where = f"token {int(part[at])} at position {start + at}"
+            raise _damaged(path, f"{path}: {where}, but the vocabulary has {meta.vocab_size}")
+    return tokens
 
 
 def _map_mask(path: Path, meta: TokenMeta) -> np.ndarray:
@@ -395,17 +390,6 @@ def _map_documents(path: Path, meta: TokenMeta) -> tuple[np.ndarray | None, np.n
         problem = f"{beside}: not the ascending positions of documents in {meta.num_tokens} tokens"
         raise _damaged(path, problem)
     return starts, sizes if len(sizes) else None
-
-
-def _check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    if vocab_size == 1 << 8 * tokens.dtype.itemsize:
-        return
-    for start in range(0, len(tokens), _CHECK_TOKENS):
-        part = tokens[start : start + _CHECK_TOKENS]
-        if int(part.max()) >= vocab_size:
-            at = int(np.argmax(part >= vocab_size))
-            where = f"token {int(part[at])} at position {start + at}"
-            raise _damaged(path, f"{path}: {where}, but the vocabulary has {vocab_size}")
 
 
 _log = logging.getLogger("lmkit")

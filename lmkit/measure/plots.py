@@ -98,16 +98,6 @@ def _whisker(axes: Axes, x: float, y: float, whisker: Whisker) -> None:
     axes.errorbar([x], [y], yerr=[[below], [above]], color="#303030", linewidth=0.9, capsize=2)
 
 
-def _log2_ticks(axes: Axes, values: Collection[float]) -> None:
-    """Make the x axis logarithmic, labelled at the measured values: 1024, not 10^3."""
-    axes.set_xscale("log", base=2)
-    ticks = sorted(set(values))
-    axes.set_xticks(ticks, [format(value, "g") for value in ticks])
-    axes.minorticks_off()
-    if len(ticks) > 8:
-        axes.tick_params(axis="x", labelrotation=30)
-
-
 def _log_y(axes: Axes, values: Sequence[float]) -> None:
     """Make the y axis logarithmic with enough numbers: within a decade or so also at 2 and 5, as 20 or 5,000."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -200,7 +190,11 @@ def line_panels(
         text.set_transform(axes.transAxes)
         if found:
             places = [row[x] for row in found]
-            _log2_ticks(axes, places)
+            axes.set_xscale("log", base=2)
+            ticks = sorted(set(places))
+            axes.set_xticks(ticks, [format(value, "g") for value in ticks])  # 1024, not 10^3
+            axes.minorticks_off()
+            axes.tick_params(axis="x", labelrotation=30 if len(ticks) > 8 else 0)
             axes.set_xlim(min(places) / 1.3, max(places) * 1.3)
             if log_y:
                 _log_y(axes, [row[column.key] for row in found])

@@ -189,10 +189,11 @@ class SteadyStateClock:
             preparation()
         for _ in range(self._untimed):
             work()
-        elapsed_ms = self._on_gpu(work) if self._device.type == "cuda" else self._on_cpu(work)
-        return calls * (elapsed_ms / self._steps)
-
-    def _on_gpu(self, work: Work) -> float:
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            for _ in range(self._steps):
+                work()
+            return calls * ((time.perf_counter() - began) * 1e3 / self._steps)
         import torch
 
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -203,13 +204,7 @@ class SteadyStateClock:
         queued = time.perf_counter()
         torch.cuda.synchronize(self._device)
         self.ahead_ms.append((time.perf_counter() - queued) * 1e3)
-        return start.elapsed_time(end)
-
-    def _on_cpu(self, work: Work) -> float:
-        start = time.perf_counter()
-        for _ in range(self._steps):
-            work()
-        return (time.perf_counter() - start) * 1e3
+        return calls * (start.elapsed_time(end) / self._steps)
 
 
 def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:

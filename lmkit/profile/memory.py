@@ -80,12 +80,12 @@ class Census(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """All allocations of a run. `pickled` is a snapshot for https://pytorch.org/memory_viz."""
+    """All allocations of a run. `pickled`: of a GPU, a snapshot for https://pytorch.org/memory_viz."""
 
     blocks: Sequence[Block]
     phases: Sequence[Phase]
     censuses: Sequence[Census]
-    pickled: bytes
+    pickled: bytes | None
     source: str
 
 
@@ -289,20 +289,7 @@ def _record_on_cpu(work: Workload) -> Recording:
     events.sort(key=lambda event: event[0])
     phases = [Phase(name, moments[int(start)], moments[int(end)]) for name, start, end in observer.phases]
     censuses = [Census(moments[int(moment)], owners) for moment, owners in observer.censuses]
-    # In the form of a CUDA snapshot, which the viewer opens.
-    entries: list[dict[str, Any]] = [
-        {
-            "action": "alloc" if size > 0 else "free_completed",
-            "addr": address,
-            "size": abs(size),
-            "stream": 0,
-            "time_us": int(moment),
-            "frames": [],
-        }
-        for moment, address, size in events
-    ]
-    pickled = pickle.dumps({"segments": [], "device_traces": [entries], "allocator_settings": {}})
-    return Recording(blocks_of(events), phases, censuses, pickled, "the CPU allocator")
+    return Recording(blocks_of(events), phases, censuses, None, "the CPU allocator")
 
 
 AUTOGRAD = "autograd"
@@ -352,7 +339,7 @@ def run_memory(
 ) -> Profiled:
     """Record the memory of training steps (or passes): peaks by phase, category and source line.
 
-    Files: `memory_timeline.png`, `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
+    Files: `memory_timeline.png`, of a GPU `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
     `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`, `environment.json`.
 
     Args:
@@ -379,7 +366,7 @@ def run_memory(
     files: dict[str, bytes | str] = {
         **row_files("memory_peaks", rows),
         **({PICTURE: drawn} if drawn else {}),
-        **({"memory_snapshot.pickle": recording.pickled} if snapshot else {}),
+        **({"memory_snapshot.pickle": recording.pickled} if snapshot and recording.pickled else {}),
         "memory_report.md": report_text(summary, environment, [PICTURE] if drawn else []),
         ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }

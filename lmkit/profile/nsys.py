@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from lmkit.errors import LmkitError, UsageError
@@ -47,21 +46,12 @@ def require_nsys(*, otherwise: str) -> Path:
     return nsys
 
 
-@dataclass(frozen=True)
-class NsysRun:
-    """The files of a run under nsys, and the exit code of the profiled command."""
-
-    exit_code: int
-    report: Path | None = None
-    database: Path | None = None
-
-
-def profile_command(command: Sequence[str], folder: Path) -> NsysRun:
+def profile_command(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
     """Run `command` under nsys with lmkit's ranges on, and export its report to a SQLite database in `folder`.
 
     CUDA calls and kernels, NVTX ranges and operating-system waits are traced. CPU sampling and context switches need
-    rights that containers lack, so they stay off. A command that fails raises nothing here: the result has its exit
-    code and what it recorded.
+    rights that containers lack, so they stay off. Return the exit code of the command, also of one that failed, and
+    the database, if there is one.
 
     Raises:
         UsageError: nsys is not installed.
@@ -76,11 +66,11 @@ def profile_command(command: Sequence[str], folder: Path) -> NsysRun:
     done = subprocess.run(arguments, env={**os.environ, ENVIRONMENT_VARIABLE: "nvtx"}, stdout=2, check=False)
     report = output.with_suffix(REPORT)
     if report.exists():
-        return NsysRun(done.returncode, report, export_report(report, folder))
+        return done.returncode, export_report(report, folder)
     if done.returncode == 0:
         hint = f"nsys's own messages say why; a {STREAM} file becomes a report by its QdstrmImporter"
         raise LmkitError("nsys.no_report", f"{folder}: nsys wrote no report", hint=hint)
-    return NsysRun(done.returncode)
+    return done.returncode, None
 
 
 def export_report(report: Path, folder: Path) -> Path:

@@ -110,17 +110,17 @@ def _run_under_nsys(
         what: names the command in errors.
         source: of the summary; empty: the file's name.
     """
-    run = profile_command(command, output)
-    if run.database is not None:
-        trace = read_nsys_file(run.database)
+    exit_code, database = profile_command(command, output)
+    if database is not None:
+        trace = read_nsys_file(database)
         profiled = _store(replace(trace, source=source or trace.source), output, skip_steps=skip_steps)
-    if run.exit_code != 0:
+    if exit_code != 0:
         failed = CommandFailed(
             "profile.command_failed",
-            f"{what}: ended with exit code {run.exit_code}",
+            f"{what}: ended with exit code {exit_code}",
             hint=f"{output} holds what was recorded before",
         )
-        failed.exit_code = run.exit_code if run.exit_code > 0 else 128 - run.exit_code
+        failed.exit_code = exit_code if exit_code > 0 else 128 - exit_code
         raise failed
     return profiled
 

@@ -126,6 +126,10 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
         recorded_ms = median([(entry.end - entry.start) / NS_PER_MS for entry in counted])
         slowdown = recorded_ms / trace.undisturbed_ms
     communication_ms, overlap_share = _communication(work)
+    spent: dict[str, tuple[int, int]] = {}  # name -> (calls, ns)
+    for item in work or ():
+        count, duration = spent.get(item.name, (0, 0))
+        spent[item.name] = (count + 1, duration + item.end - item.start)
     return {
         "engine": trace.engine,
         "source": trace.source,
@@ -145,7 +149,7 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
         "communication_ms": communication_ms,
         "communication_overlap_share": overlap_share,
         "ranges": ranges,
-        "top_kernels": _largest(_kernel_times(work or ())),
+        "top_kernels": _largest(spent),
         "top_ops": _largest(trace.ops),
         "warnings": [*trace.notes, *_warnings(trace, window if lost else "", slowdown)],
     }
@@ -267,15 +271,6 @@ def _communication(work: Sequence[DeviceWork] | None) -> tuple[float | None, flo
     return spent / NS_PER_MS, hidden / spent
 
 
-def _kernel_times(work: Iterable[DeviceWork]) -> dict[str, tuple[int, int]]:
-    """Return name -> (calls, ns)."""
-    spent: dict[str, tuple[int, int]] = {}
-    for item in work:
-        calls, duration = spent.get(item.name, (0, 0))
-        spent[item.name] = (calls + 1, duration + item.end - item.start)
-    return spent
-
-
 def _largest(spent: Mapping[str, tuple[int, int]]) -> Rows:
     everything = sum(duration for _, duration in spent.values()) or 1
     ordered = sorted(spent.items(), key=lambda entry: (-entry[1][1], entry[0]))[:TOP]
@@ -389,11 +384,6 @@ def _trace_findings(trace: Mapping[str, Any]) -> list[str]:
     return [*found, *(f"Caution: {warning}." for warning in trace["warnings"])]
 
 
-def summarize_memory(rows: Rows) -> Summary:
-    """Say when memory peaks and what fills it."""
-    return Summary("Memory", MEMORY, rows, findings=(memory_finding(rows),))
-
-
 def peak_row(rows: Rows) -> dict[str, Any]:
     """Return the row of the phase with the highest peak; of several the innermost, which starts last."""
     return max(
@@ -402,17 +392,17 @@ def peak_row(rows: Rows) -> dict[str, Any]:
     )
 
 
-def memory_finding(rows: Rows) -> str:
-    """Say where the peak is and what its largest part is."""
-    peak = peak_row(rows)
-    if not peak["peak_gib"]:
-        return "Nothing was allocated."
-    where = "between phases" if peak["phase"] == WHOLE_RUN else f"in {peak['phase']}"
-    share, largest = max((float(peak[gib_key(name)]) / float(peak["peak_gib"]), name) for name in CATEGORIES)
-    return (
-        f"The peak, {peak['peak_gib']:.2f} GiB (2^30 bytes), is reached {where}; "
-        f"the largest part of it is {largest}: {share:.0%}."
-    )
+def summarize_memory(rows: Rows) -> Summary:
+    """Say when memory peaks and what its largest part is."""
+    peak, finding = peak_row(rows), "Nothing was allocated."
+    if whole := float(peak["peak_gib"]):
+        where = "between phases" if peak["phase"] == WHOLE_RUN else f"in {peak['phase']}"
+        share, largest = max((float(peak[gib_key(name)]) / whole, name) for name in CATEGORIES)
+        finding = (
+            f"The peak, {whole:.2f} GiB (2^30 bytes), is reached {where}; "
+            f"the largest part of it is {largest}: {share:.0%}."
+        )
+    return Summary("Memory", MEMORY, rows, findings=(finding,))
 
 
 SUMMARIES = {"profile": summarize_trace, "memory": summarize_memory}

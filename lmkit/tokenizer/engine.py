@@ -386,15 +386,11 @@ def library() -> ctypes.CDLL | None:
 
 def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
     """Return why there is no compiled code; a compiler that failed is quoted."""
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
-        words = next((line for line in lines if "error" in line.lower()), lines[-1])
-        return (
-            f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
-        )
-    if isinstance(error, (FileNotFoundError, PermissionError)):
-        return f"no C compiler ({error})"
-    return f"no compiled code ({error})"
+    if not isinstance(error, subprocess.CalledProcessError):
+        return f"no compiled code ({error})"
+    lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
+    words = next((line for line in lines if "error" in line.lower()), lines[-1])
+    return f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
 
 
 def _compile(compiler: str, output: Path) -> None:

@@ -164,6 +164,13 @@ def inspect_tokenizer(
         longest: how many of the longest tokens to list.
     """
     tokenizer = Tokenizer.load(path)
+    encoder, num_bytes, num_tokens = tokenizer.new_encoder(), 0, 0
+    for chunk in () if text is None else exact_chunks(read_blocks(Path(text)), tokenizer.specials):
+        data = valid_utf8(chunk, Path(text or ""), "replace")
+        ids, marks = encoder.encode_and_find(data, tokenizer.specials)
+        marks, no_text = tokenizer.specials_in(ids, marks)
+        num_bytes += len(data) - no_text
+        num_tokens += len(ids) - len(marks)
     special = set(tokenizer.special_ids.values())
     ordinary = [token for token_id, token in tokenizer.vocab.items() if token_id not in special]
     ordinary.sort(key=lambda token: (-len(token), token))
@@ -174,17 +181,5 @@ def inspect_tokenizer(
         special_tokens=tokenizer.special_tokens,
         longest_tokens=tuple(token.decode("utf-8", "replace") for token in ordinary[:longest]),
         sha256=tokenizer.sha256,
-        bytes_per_token=None if text is None else _bytes_per_token(tokenizer, Path(text)),
+        bytes_per_token=num_bytes / num_tokens if num_tokens else None,
     )
-
-
-def _bytes_per_token(tokenizer: Tokenizer, path: Path) -> float | None:
-    encoder = tokenizer.new_encoder()
-    num_bytes = num_tokens = 0
-    for chunk in exact_chunks(read_blocks(path), tokenizer.specials):
-        text = valid_utf8(chunk, path, "replace")
-        ids, marks = encoder.encode_and_find(text, tokenizer.specials)
-        marks, no_text = tokenizer.specials_in(ids, marks)
-        num_bytes += len(text) - no_text
-        num_tokens += len(ids) - len(marks)
-    return num_bytes / num_tokens if num_tokens else None

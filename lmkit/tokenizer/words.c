@@ -18,7 +18,7 @@
 /* Keeps the loops over the words in registers: they are some percent faster. */
 #define NEVER_INLINE static __attribute__((noinline))
 
-enum { OTHER, LETTER, NUMBER, SPACE };          /* pretokenize.CharacterClass */
+enum { OTHER, LETTER, NUMBER, SPACE };          /* pretokenize.character_classes */
 enum { GPT2, DIGITS, LLAMA3, QWEN2 };           /* pretokenize.PATTERNS */
 static const uint64_t NO_MERGE = UINT64_MAX;    /* value of a pair that is not merged */
 enum { SHORT_WORD = 64 };                       /* bytes; a longer word is merged with a heap */

@@ -240,20 +240,6 @@ def test_stories_are_made_with_others_held_out(tmp_path):
     assert other.valid[0].read_text() != valid
 
 
-def test_downloads_go_to_the_shared_folder(tmp_path, monkeypatch):
-    calls = []
-
-    def fake(dataset, folder, *, progress):
-        calls.append((dataset, folder))
-        return [folder / "train", folder / "valid"]
-
-    monkeypatch.setattr("lmkit.data.download.download_dataset", fake)
-    table = CorpusConfig(source="tinystories", folder=tmp_path / "shared")
-    files = prepare_corpus(table, tmp_path / "run")
-    assert calls == [("tinystories", tmp_path / "shared")]
-    assert files.train == (tmp_path / "shared" / "train",)
-
-
 # ---- compressed files, pipes, directories
 
 

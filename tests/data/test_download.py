@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import io
-import json
 import random
 import resource
 import tarfile
@@ -229,14 +228,6 @@ def test_a_file_that_no_download_made_is_not_replaced(fetch, site, tmp_path, dat
         fetch(dataset)
     assert own.read_bytes() == b"my own"
     assert site.requests == []
-
-
-def test_a_partial_longer_than_the_file_is_dropped(fetch, site, tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "toy_train.txt.lmkit-partial").write_bytes(b"x" * (len(TRAIN) + 1))
-    (folder / "toy_train.txt.lmkit-partial.json").write_text(json.dumps(['"v1"', 0, ""]))
-    assert fetch()[0].read_bytes() == TRAIN
 
 
 def test_a_changed_file_on_disk_is_noticed(fetch):

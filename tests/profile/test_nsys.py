@@ -44,17 +44,17 @@ def install_fake(tmp_path, monkeypatch, two_steps):
 
 def test_a_command_is_run_exported_and_summarised(install_fake, tmp_path, capfd):
     install_fake()
-    run = profile_command([sys.executable, "-c", "print('hello')"], tmp_path / "out")
-    assert run.exit_code == 0
-    assert run.report.read_text() == "nvtx"  # our ranges were switched on in the child
-    assert summarize(read_nsys_file(run.database))["launches"] == 4
+    code, database = profile_command([sys.executable, "-c", "print('hello')"], tmp_path / "out")
+    assert code == 0
+    assert database.with_suffix(".nsys-rep").read_text() == "nvtx"  # our ranges were on in the child
+    assert summarize(read_nsys_file(database))["launches"] == 4
     out, err = capfd.readouterr()
     assert (out, err.strip()) == ("", "hello")  # standard output is for results
 
 
 def test_the_exit_code_of_a_failing_command_passes_through(install_fake, tmp_path):
     install_fake()
-    assert profile_command([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "out").exit_code == 7
+    assert profile_command([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "out")[0] == 7
 
 
 @pytest.mark.parametrize("broken", [False, True])

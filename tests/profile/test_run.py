@@ -13,7 +13,6 @@ from lmkit.measure.ranges import disable_ranges, observe_ranges
 from lmkit.measure.timing import time_variants
 from lmkit.profile import run as profiling
 from lmkit.profile.memory import run_memory
-from lmkit.profile.nsys import NsysRun
 from lmkit.profile.run import (
     CommandFailed,
     Workload,
@@ -123,7 +122,7 @@ def test_an_nsys_database_is_summarized(two_steps, tmp_path):
 
 @pytest.mark.parametrize(("code", "expected"), [(5, 5), (-9, 137)])
 def test_a_command_that_dies_before_nsys_records_anything(monkeypatch, tmp_path, code, expected):
-    monkeypatch.setattr(profiling, "profile_command", lambda command, folder: NsysRun(code))
+    monkeypatch.setattr(profiling, "profile_command", lambda command, folder: (code, None))
     with pytest.raises(CommandFailed) as caught:
         run_command(["x"], tmp_path)
     assert caught.value.exit_code == expected

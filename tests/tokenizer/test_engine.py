@@ -1,10 +1,7 @@
 """Encoding and counting, in Python and in C, against the textbook; compiling the C code; threads."""
 
 import logging
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -289,16 +286,3 @@ def test_an_error_anywhere_ends_all_threads(where, workers):
     assert finished == list(range(len(finished)))
     assert len(finished) <= 50
     assert len(begun) <= 50 + 3 * workers
-
-
-def test_the_command_line_keeps_numpy_from_spinning_on_a_core_of_the_workers():
-    code = (
-        "import os, sys; from lmkit.__main__ import main; sys.argv = ['lmkit', '--version']\n"
-        "try: main()\n"
-        "except SystemExit: print(os.environ['OPENBLAS_THREAD_TIMEOUT'], 'numpy' in sys.modules)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-2:] == ["4", "False"]  # set, and before numpy reads it
