@@ -118,8 +118,6 @@ def pieces(weight: Tensor) -> tuple[Tensor, ...]:
 
     First values are drawn piece by piece, so that a sharded weight gets the same values without ever being whole.
     """
-    if weight.is_meta:  # nothing to draw, and perhaps more rows than a list can hold
-        return (weight.detach(),)
     return weight.detach().split(max(1, PIECE // weight.shape[1]))
 
 

@@ -173,10 +173,7 @@ class Trainer:
             raise
         finally:
             self.step.graph = None  # NCCL waits for graphs when its group ends
-            self.step.ask, self.step.before_update = (
-                Flags,
-                lambda: None,
-            )  # no circle keeps the model in memory
+            self.step.before_update = self.step.signals = None  # no circle keeps the model in memory
             if not completed:
                 self._writer.abandon()
         if stopped:

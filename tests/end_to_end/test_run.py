@@ -121,7 +121,8 @@ def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it
     damaged = terminal.refuses(
         "run tiny.toml --skip-data --from train", code="tokens.damaged", exit_code=1, says=[str(tokens)]
     )
-    assert f"delete {tokens}, and {again}" in damaged.hint
+    assert f"move {tokens} away" in damaged.hint
+    assert again in damaged.hint
     assert newest.stat().st_mtime_ns == before
     terminal("run", RUN / "recipe.toml")
     assert tokens.read_bytes() == whole
