@@ -4,7 +4,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -47,21 +47,20 @@ COMMANDS = {
 class _Root(Commands):
     """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
 
-    def lines(self) -> dict[str, str]:
-        return {name: _help_line(name) for name in COMMANDS}
+    def names(self) -> Collection[str]:
+        return COMMANDS
+
+    def line(self, name: str) -> str:
+        """Return the first sentence of a command's help, read from the source of its module."""
+        source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
+        function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
+        if function is not None:
+            return first_sentence(source[function.end() :].split('"""')[1])
+        return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
 
     def command(self, name: str) -> Any:
-        module: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
-        return module.command(name) if name != COMMANDS[name] or name in module.lines() else module.group()
-
-
-def _help_line(name: str) -> str:
-    """Return the first sentence of a command's help, read from the source of its module."""
-    source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
-    function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
-    if function is not None:
-        return first_sentence(source[source.index('"""', function.end()) + len('"""') :].partition('"""')[0])
-    return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
+        commands: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
+        return commands.command(name) if name in commands.names() else commands.group()
 
 
 def _print_version(value: bool) -> None:

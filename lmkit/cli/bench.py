@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,8 +39,11 @@ OutputOption = Annotated[
 class _Benches(Commands):
     """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
-    def lines(self) -> dict[str, str]:
-        return {_command_name(name): BENCHES.facts(name).help for name in BENCHES.names}
+    def names(self) -> Collection[str]:
+        return [_command_name(name) for name in BENCHES.names]
+
+    def line(self, name: str) -> str:
+        return BENCHES.facts(name.replace("-", "_")).help
 
     def command(self, name: str) -> Any:
         return _command(name.replace("-", "_"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -106,24 +108,15 @@ class Group(TyperGroup):
 
     owner: Commands
 
-    @property
-    def commands(self) -> dict[str, Any]:
-        """The names of the commands."""
-        return dict.fromkeys(self.owner.lines())
-
-    @commands.setter
-    def commands(self, value: object) -> None:
-        """Do nothing: `owner` knows the commands."""
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return self.owner.command(cmd_name) if cmd_name in self.commands else None
+        return self.owner.command(cmd_name) if cmd_name in self.owner.names() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, self.owner.prepared(args))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(self.owner.lines().items()))
+            formatter.write_dl([(name, self.owner.line(name)) for name in self.owner.names()])
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
@@ -180,9 +173,13 @@ class Commands:
 
         return register
 
-    def lines(self) -> dict[str, str]:
-        """Return name -> line of help of all commands."""
-        return {name: first_sentence(function.__doc__ or "") for name, (function, *_) in self._added.items()}
+    def names(self) -> Collection[str]:
+        """Return the names of all commands."""
+        return self._added
+
+    def line(self, name: str) -> str:
+        """Return the line of a command in the help of the group."""
+        return first_sentence(self._added[name][0].__doc__ or "")
 
     def command(self, name: str) -> Any:
         """Make one command."""
@@ -207,7 +204,7 @@ class Commands:
         app.callback()(root)
         group = typer.main.get_group(app)
         assert isinstance(group, Group)
-        group.owner = self
+        group.owner, group.commands = self, dict.fromkeys(self.names())  # type: ignore[assignment]
         return group
 
     def prepared(self, words: list[str]) -> list[str]:
@@ -220,7 +217,8 @@ def command_of(
 ) -> Any:
     """Return a command that calls the function, and prints its result.
 
-    It has the options that all commands share, unless the function has them.
+    It has the options that all commands share, unless the function has them. The function's docstring has the help,
+    and below `Args:` that of parameters whose annotations have none.
 
     Args:
         flags: key (`generate.seed` has the option `--seed`) -> annotation and default. The function gets what was
@@ -244,7 +242,9 @@ def command_of(
             if not getattr(result, "is_fine", True):
                 raise typer.Exit(1)
 
-    parameters = [parameter for name, parameter in own.items() if name != "flags"]
+    text, _, told = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
+    parameters = [_explained(own[name], helps.get(name)) for name in own if name != "flags"]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
         for name, (kind, default) in shared.items()
@@ -253,8 +253,22 @@ def command_of(
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.command(name, **settings)(command)
+    app.command(name, help=text, **settings)(command)
     return typer.main.get_command(app)
+
+
+def _explained(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """Return the parameter of a command with its help from the docstring; one without a default is an argument."""
+    if text is None:
+        return parameter
+    kind, default = parameter.annotation, parameter.default
+    made: Any = typer.Option(*[f"--{parameter.name.replace('_', '-')}"] if default is False else [])
+    if default is inspect.Parameter.empty:
+        made = typer.Argument()
+    if hasattr(kind, "__metadata__"):
+        made, kind = copy.copy(kind.__metadata__[0]), get_args(kind)[0]
+    made.help = " ".join(text.split())
+    return parameter.replace(annotation=Annotated[kind, made])
 
 
 def _in_home(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import Commands, PluginOption, RecipeArgument, SetOption, option
+from lmkit.cli.options import Commands, PluginOption, RecipeArgument, SetOption
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
@@ -32,20 +32,22 @@ _LESS = (
 def plan(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    gpu: Annotated[
-        str | None,
-        option("T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]"),
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=65536, help="GPUs that train together.")] = 1,
-    strategy: Annotated[str | None, option("How the GPUs share the training (parallel.strategy).")] = None,
-    all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Make a few steps here; compare with the plan.")
-    ] = False,
+    gpu: str | None = None,
+    ranks: Annotated[int, typer.Option(min=1, max=65536)] = 1,
+    strategy: str | None = None,
+    all_gpus: bool = False,
+    check: bool = False,
 ) -> Result:
     """Say what a training needs and whether it fits, from its recipe alone.
 
     Bytes are those of tensors. GB are 10^9 bytes.
+
+    Args:
+        gpu: T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]
+        strategy: How the GPUs share the training (parallel.strategy).
+        all_gpus: Compare all known GPUs.
+        check: Make a few steps here; compare with the plan.
+        ranks: GPUs that train together.
     """
     from lmkit.errors import UsageError, did_you_mean
     from lmkit.measure.limits import CARDS, card_here

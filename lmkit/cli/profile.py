@@ -46,17 +46,9 @@ class _TakesCommand(TyperCommand):
 )
 def nsys(
     context: typer.Context,
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            help="A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments."
-        ),
-    ],
+    target: list[str],
     set_: SetOption = None,
-    engine: Annotated[
-        Literal["auto", "nsys", "kineto"],
-        typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
-    ] = "auto",
+    engine: Literal["auto", "nsys", "kineto"] = "auto",
     mode: ModeOption = "step",
     steps: StepsOption = 5,
     output: OutputOption = None,
@@ -65,14 +57,16 @@ def nsys(
     """Time of training steps, or of any command, with Nsight Systems.
 
     An existing recording (.sqlite, .nsys-rep) is summarised.
+
+    Args:
+        target: A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments.
+        engine: auto: a recipe is profiled with kineto where nsys is missing.
     """
     arguments = context.meta[__name__]
     if len(target) > 1 and target != arguments:
-        raise UsageError(
-            "profile.too_many_targets",
-            f"{' '.join(target)}: more than a recipe or a recording",
-            hint="put a command after `--`: lmkit profile nsys -- COMMAND",
-        )
+        message = f"{' '.join(target)}: more than a recipe or a recording"
+        hint = "put a command after `--`: lmkit profile nsys -- COMMAND"
+        raise UsageError("profile.too_many_targets", message, hint=hint)
     folder = _folder(output, "nsys", force=force)
     if not arguments:
         return _profile(target[0], set_, folder, engine=engine, mode=mode, steps=steps)
@@ -83,7 +77,7 @@ def nsys(
 
 @app.add("lmkit profile kineto quickstart --steps 5")
 def kineto(
-    target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
+    target: str,
     set_: SetOption = None,
     mode: ModeOption = "step",
     steps: StepsOption = 5,
@@ -93,6 +87,9 @@ def kineto(
     """Time of training steps with torch.profiler, on a CPU too.
 
     An existing recording (.json, .json.gz) is summarised.
+
+    Args:
+        target: A recipe, or a .json[.gz] trace of torch.profiler.
     """
     folder = _folder(output, "kineto", force=force)
     return _profile(target, set_, folder, engine="kineto", mode=mode, steps=steps)
@@ -106,9 +103,9 @@ def memory(
     recipe: RecipeArgument,
     set_: SetOption = None,
     mode: ModeOption = "step",
-    contexts: Annotated[str | None, option("Table: context lengths, 128,512,2048.")] = None,
-    precisions: Annotated[str | None, option("Table: precisions of [train], fp32,bf16.")] = None,
-    kernels: Annotated[str | None, option("Table: attention kernels, reference,flash_torch.")] = None,
+    contexts: str | None = None,
+    precisions: str | None = None,
+    kernels: str | None = None,
     steps: StepsOption = 2,
     output: OutputOption = None,
     force: ForceOption = False,
@@ -117,6 +114,11 @@ def memory(
 
     Writes a picture and a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions or kernels: a
     table of the forward pass and the whole step for every combination.
+
+    Args:
+        contexts: Table: context lengths, 128,512,2048.
+        precisions: Table: precisions of [train], fp32,bf16.
+        kernels: Table: attention kernels, reference,flash_torch.
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe

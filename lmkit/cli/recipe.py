@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from lmkit.cli.console import Result
 from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption
@@ -64,10 +61,14 @@ def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
 @app.add("lmkit recipe copy quickstart my.toml")
 def copy(
     recipe: RecipeArgument,
-    output: Annotated[Path, typer.Argument(help="The new file.")],
+    output: Path,
     force: ForceOption = False,
 ) -> Result:
-    """Copy a shipped recipe with its comments to a new file."""
+    """Copy a shipped recipe with its comments to a new file.
+
+    Args:
+        output: The new file.
+    """
     from lmkit.recipe.load import find_recipe
     from lmkit.storage import write_atomic
     from lmkit.storage.inputs import read_input

@@ -102,7 +102,8 @@ def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
     model, train = typed.get("model", {}), typed.get("train", {})
     if model.keys() & {"preset", "depth"}:
         drop("model", *SIZES)
-    if "tokens_per_parameter" in train and ("depth" in model or "depth" in (raw.get("model") or ())):
+    models = (table for table in (model, raw.get("model")) if isinstance(table, dict))
+    if "tokens_per_parameter" in train and any("depth" in table for table in models):
         drop("train", "steps")
     if "steps" in train:
         drop("train", "epochs")
@@ -119,11 +120,9 @@ def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
         UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
     """
     if table is None:
-        raise UsageError(
-            "recipe.missing_table",
-            f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs",
-            hint=f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}",
-        )
+        message = f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs"
+        hint = f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}"
+        raise UsageError("recipe.missing_table", message, hint=hint)
     return table
 
 
@@ -176,9 +175,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with open_input(path) as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise OSError(
-                errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have"
-            )
+            raise OSError(errno.EFBIG, "larger than 1 MiB, the most that a recipe may have")
         return tomllib.loads(data.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         wrong, hint = f"not UTF-8 at byte {error.start}", "save the recipe as UTF-8 text"
@@ -315,11 +312,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
         code = mistakes[0][0] if len({kind for kind, _ in mistakes}) == 1 else "mistakes"
-        raise UsageError(
-            f"recipe.{code}",
-            f"{origin}: " + "; ".join(text for _, text in mistakes),
-            hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
-        )
+        hint = f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}"
+        raise UsageError(f"recipe.{code}", f"{origin}: " + "; ".join(text for _, text in mistakes), hint=hint)
     for name in of_benches if benches else ():
         of_benches[name] = tables.pop(f"bench.{name}").model_dump(mode="json", exclude_none=True)
     given: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})

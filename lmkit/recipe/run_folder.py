@@ -128,11 +128,9 @@ def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> 
     """
     found = next((name for name in names if os.path.lexists(folder / name)), None)
     if found is not None and not is_run(folder):
-        raise UsageError(
-            "run.not_a_run_folder",
-            f"{folder}: this run would replace {found!r}, and no run of lmkit made it",
-            hint="move it away, or choose another folder: --set run.name=...",
-        )
+        message = f"{folder}: this run would replace {found!r}, and no run of lmkit made it"
+        hint = "move it away, or choose another folder: --set run.name=..."
+        raise UsageError("run.not_a_run_folder", message, hint=hint)
 
 
 def refuse_results(folder: Path, *, force: bool) -> None:

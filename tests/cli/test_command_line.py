@@ -50,20 +50,6 @@ def test_help_has_an_example_plugins_and_whole_lines(command, monkeypatch, termi
     assert "..." not in terminal(" ".join([*command, "--help"])).partition("Commands:\n")[2]
 
 
-def test_shape_is_refused_before_torch_loads(lmkit, tmp_path):
-    recipe = tmp_path / "heads.toml"
-    recipe.write_text("[model]\nd_model = 100\nnum_heads = 3\n[train]\nsteps = 1\n")
-    # A torch that cannot be imported stands in for "before torch is imported"; `-m` puts the current folder first.
-    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
-    result = lmkit("train", recipe)
-    assert (result.returncode, result.stdout) == (2, "")
-    error, hint = result.stderr.splitlines()
-    assert error.startswith("error[recipe.wrong_value]: ")
-    assert "d_model 100" in error
-    assert hint.startswith("hint: ")
-    assert "torch was imported" in lmkit("env").stderr  # it would have been noticed
-
-
 def test_unknown_command_with_suggestion(terminal):
     assert "train" in terminal.refuses("trian", code="command.wrong_arguments").error
 

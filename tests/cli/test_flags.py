@@ -53,16 +53,6 @@ def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("stdin", [b"", b"\n"])
-def test_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    refused = terminal.refuses(f"generate {run} -p -", code="generate.empty_stdin", says=["stdin"])
-    assert "--prompt" in refused.hint
-    terminal.refuses(
-        f"generate {run} --prompts-file /dev/null", code="generate.prompts_file", says=["/dev/null"]
-    )
-
-
 def test_samples_differ_by_their_seeds(run, terminal):
     command = f"generate {run} -p fish --max-new-tokens 6 --temperature 1"
     found = samples_of(terminal, f"{command} --samples 5 --seed 3")

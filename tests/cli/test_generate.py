@@ -5,12 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from lmkit.cli.generate import _uninterrupted
 from lmkit.generation import Decoder
 from lmkit.generation.decoder import Newest
 
@@ -80,21 +78,6 @@ def test_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, la
         assert [sample["num_tokens"] for sample in found] == [4, 4, 1]
     assert interrupted(5, three).startswith(f"fish{listed[0]['text']}".rstrip("\n"))
     assert interrupted(5, three).count("\n---\n") == 2
-
-
-def test_a_line_is_whole_whichever_thread_takes_the_signal():
-    written = []
-
-    def write_a_line() -> None:
-        with _uninterrupted():
-            thread = threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
-            thread.start()
-            thread.join()
-            written.append("line")
-
-    with pytest.raises(KeyboardInterrupt):
-        write_a_line()
-    assert written == ["line"]
 
 
 @pytest.mark.parametrize(

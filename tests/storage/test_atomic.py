@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from programs import run_program
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import atomic_path, remove_partials, scratch_folder, sha256_file, write_atomic
+from lmkit.storage import atomic_path, remove_partials, scratch_folder, write_atomic
 from lmkit.storage.atomic import atomic_folder
 
 
@@ -144,25 +143,6 @@ def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tm
         assert not path.exists() if ending == "failed" else path.read_text() == "first"
     assert path.read_text() == "second"
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
-def test_the_digest_is_that_of_all_bytes(size, tmp_path):
-    data = os.urandom(size)
-    (tmp_path / "file").write_bytes(data)
-    assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
-
-
-def test_what_another_program_named_partial_stays(tmp_path):
-    for name in ("text.txt.partial", "other.partial"):
-        (tmp_path / name).write_text("precious")
-    write_atomic(tmp_path / "text.txt", "new")
-    assert remove_partials(tmp_path) == []
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "text.txt": "new",
-        "text.txt.partial": "precious",
-        "other.partial": "precious",
-    }
 
 
 def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path):

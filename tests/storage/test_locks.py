@@ -96,19 +96,3 @@ def test_a_share_without_locks_is_named(tmp_path, monkeypatch):
         pass
     with raises(LmkitError, "storage.no_locks", tmp_path / "file"):
         write_atomic(tmp_path / "file", "content")
-
-
-def test_a_disk_that_was_lost_is_told_by_what_failed_first(tmp_path, monkeypatch):
-    def refuse(descriptor, length):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    def fail():
-        with FolderLock(tmp_path):
-            monkeypatch.setattr(os, "ftruncate", refuse)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    monkeypatch.undo()
-    with FolderLock(tmp_path):
-        pass
