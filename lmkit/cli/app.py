@@ -103,32 +103,36 @@ def run_command_line(arguments: Sequence[str]) -> int:
                     hint = "look for sys.exit in the code of plugins"
                     raise LmkitError("command.ended", message, hint=hint) from stop
                 code = stop.code if isinstance(stop.code, int) else 1
-            except _WrongArguments as error:
-                text, where = error.format_message(), _command_in(arguments)
-                if error.ctx is not None and text == error.ctx.get_help():  # a group without a command
-                    print(text, file=sys.stderr)
-                    return UsageError.exit_code
-                message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
-                hint = f"see {where} --help"
-                raise UsageError("command.wrong_arguments", message, hint=hint) from error
             if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
                 print(settings.get("interrupted", "interrupted"), file=sys.stderr)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader of stdout has left
             return 1
+        except _WrongArguments as error:
+            text, where = error.format_message(), _command_in(arguments)
+            if error.ctx is not None and text == error.ctx.get_help():  # a group without a command
+                print(text, file=sys.stderr)
+                return UsageError.exit_code
+            message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
+            return _refuse(UsageError("command.wrong_arguments", message, hint=f"see {where} --help"))
         except BaseException as error:
             explained = _explained(error)
             if explained is None or settings.get("debug"):
                 raise
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                from lmkit.cli.ranks import speak_for_ranks
-
-                explained = speak_for_ranks(explained)
-            print(f"error[{explained.code}]: {explained.message}", file=sys.stderr)
-            if explained.hint:
-                print(f"hint: {explained.hint}", file=sys.stderr)
-            return explained.exit_code
+            return _refuse(explained)
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
+
+
+def _refuse(error: LmkitError) -> int:
+    """Print an error and its hint; return its exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from lmkit.cli.ranks import speak_for_ranks
+
+        error = speak_for_ranks(error)
+    print(f"error[{error.code}]: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
 
 
 def _explained(error: BaseException) -> LmkitError | None:
