@@ -342,17 +342,15 @@ _BOUNDS = {"greater_than_equal": "at least", "less_than_equal": "at most"}
 def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str, str]:
     """Return the kind and the text, `table.key: what is wrong`, of one pydantic error."""
     keys = [table, *(str(part) for part in detail["loc"])]
-    path = ".".join(keys)
-    kind, value = detail["type"], detail["input"]
+    path, kind, value = ".".join(keys), detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        near = did_you_mean(keys[-1], kind_of_table.model_fields)
-        return "unknown_key", f"unknown key {path}{near}"
+        return "unknown_key", f"unknown key {path}{did_you_mean(keys[-1], kind_of_table.model_fields)}"
     if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
         wrong = "holds text that is not UTF-8"
     elif kind == "value_error":
         wrong = str(detail["ctx"]["error"])
     elif kind == "literal_error":
-        names = [part.strip("' ") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        names = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
         wrong = f"{_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
     elif kind == "string_pattern_mismatch":
         wrong = f"{_shown(value)} does not match the pattern {detail['ctx']['pattern']}"
@@ -364,8 +362,7 @@ def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str,
         wrong = f"must be {_BOUNDS[kind]} {_shown(bound)}, got {_shown(value)}"
     else:
         wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
-        if kind == "tuple_type" and isinstance(value, str):
-            wanted += f", as in [{_shown(value)}]"
+        wanted += f", as in [{_shown(value)}]" if kind == "tuple_type" and isinstance(value, str) else ""
         wrong = f"must be {wanted}, got {_shown(value)}"
     return "wrong_value", f"{path}: {wrong}"
 

@@ -52,14 +52,12 @@ _RESULTS = (
     *(RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png"),
     *("profile.*", "kineto_trace.*", "memory_*"),  # recordings
 )
-_PATHS = (
-    ("corpus", "train"),
-    ("corpus", "valid"),
-    ("tokenizer", "path"),
-    ("data", "train"),
-    ("data", "valid"),
-    ("checkpoint", "resume"),
-)
+_PATHS = {
+    "corpus": ("train", "valid"),
+    "tokenizer": ("path",),
+    "data": ("train", "valid"),
+    "checkpoint": ("resume",),
+}
 """Keys that may name files inside the run folder."""
 
 
@@ -194,7 +192,7 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
         # A file of the user's stays where it is when `--force` sets the run aside.
         return str(place if os.path.lexists(place) or not os.path.lexists(value) else value)
 
-    for table, key in _PATHS:
-        if isinstance(placed.get(table), dict) and key in placed[table]:
-            placed[table][key] = moved(placed[table][key])
+    for name, keys in _PATHS.items():
+        if isinstance(table := placed.get(name), dict):
+            table.update({key: moved(table[key]) for key in keys if key in table})
     return placed

@@ -233,9 +233,9 @@ def hold_file(path: Path) -> int | None:
             return None
         except OSError as error:
             os.close(descriptor)
-            what = f"{path}: cannot be locked (flock): {reason(error)}"
             hint = "work on a disk that has locks; shares have mount options for them"
-            raise LmkitError("storage.no_locks", what, hint=hint) from error
+            message = f"{path}: cannot be locked (flock): {reason(error)}"
+            raise LmkitError("storage.no_locks", message, hint=hint) from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
