@@ -183,11 +183,11 @@ class Commands:
 
     def command(self, name: str) -> Any:
         """Make one command."""
-        from lmkit.recipe.keys import of_table
-
         function, keys, settings = self._added[name]
         flags: dict[str, tuple[Any, Any]] = {}
         for table, _, wanted in (key.partition(".") for key in keys):
+            from lmkit.recipe.keys import of_table  # not for other commands
+
             for key, (annotation, text) in of_table(table).items():
                 kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
                 if key == wanted or (wanted == "*" and get_origin(kind) is not tuple):

@@ -162,24 +162,5 @@ def test_a_stop_that_is_not_the_end_of_a_turn_ends_the_answer(talk, terminal, mo
     assert given[1] == Tokenizer.load(talk / "tokenizer.json").encode(text)
 
 
-def test_the_template_survives_export_and_import(talk, terminal):
-    terminal(f"export {talk} exported")
-    terminal("import exported runs/back")
-    assert (Path("runs/back") / "chat_template.json").read_bytes() == (
-        talk / "chat_template.json"
-    ).read_bytes()
-    config = json.loads(Path("exported/tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ messages }}"
-    Path("exported/tokenizer_config.json").write_text(json.dumps(config))
-    terminal("import exported runs/other")
-    assert not Path("runs/other/chat_template.json").exists()
-    terminal("import exported runs/named --chat-template plain")
-    assert (Path("runs/named") / "chat_template.json").read_bytes() == (
-        talk / "chat_template.json"
-    ).read_bytes()
-    terminal.refuses("import exported runs/never --chat-template chatml", code="chat.no_end")
-    assert not Path("runs/never").exists()
-
-
 def test_conversations_need_a_tokenizer(run, terminal):
     terminal.refuses(*CHAT[:8], code="recipe.conflict", says=["tokenizer.path"])

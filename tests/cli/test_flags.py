@@ -17,24 +17,6 @@ def test_evaluate_reads_a_text(run, terminal):
     terminal.refuses(f"evaluate {run} --text nowhere.txt", code="text.unreadable", says=["nowhere.txt"])
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "code", "word"),
-    [
-        ("bad.txt", b"one fish\xff two fish\n" * 50, "text.not_utf8", "UTF-8"),
-        ("bad.jsonl", b'{"story": "one fish"}\n', "corpus.no_field", "--field"),
-        ("empty.txt", b"", "text.empty", "text"),
-    ],
-)
-def test_evaluate_names_the_text_and_what_helps(name, text, code, word, run, terminal):
-    Path(name).write_bytes(text)
-    exit_code = 1 if code == "text.not_utf8" else 2
-    refused = terminal.refuses(f"evaluate {run} --text {name}", code=code, says=[name], exit_code=exit_code)
-    assert word in refused.hint
-    for unhelpful in ("corpus.", "--errors", "context_length"):
-        assert unhelpful not in refused.hint
-    assert "/" not in refused.error  # no temporary file
-
-
 def samples_of(terminal, command: str) -> list[dict[str, object]]:
     return json.loads(terminal(f"{command} --json"))["samples"]
 

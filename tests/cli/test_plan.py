@@ -6,7 +6,6 @@ import re
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.tokenizer import Tokenizer
 from lmkit.training import plan as planning
 from lmkit.training.plan import Measured
 
@@ -32,20 +31,6 @@ def test_json_has_bytes(capsys):
     )
     # Keys and values of 16 texts of 4096 tokens: 16 layers, 8 heads of 64, bf16
     assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
-
-
-@pytest.mark.parametrize("gpus", [["--all-gpus"], ["--gpu", "T4"]])
-def test_a_named_tokenizer_that_is_not_there_yet_is_told(gpus, tmp_path, capsys):
-    path = tmp_path / "tokenizer.json"
-    arguments = ["plan", "quickstart", *gpus, "--set", f"tokenizer.path={path}"]
-    assert run_command_line(arguments) == 0
-    said = f"{path} is not there yet: counted with tokenizer.vocab_size = 4,096"
-    assert said in capsys.readouterr().out
-    assert run_command_line([*arguments, "--set", "model.vocab_size=300"]) == 0
-    assert "not there yet" not in capsys.readouterr().out
-    Tokenizer.from_merges([]).save(path)
-    assert run_command_line(arguments) == 0
-    assert "not there yet" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_planned_is_refused(terminal, monkeypatch):

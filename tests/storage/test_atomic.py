@@ -5,7 +5,6 @@ import fcntl
 import os
 import re
 import signal
-import stat
 import sys
 from pathlib import Path
 
@@ -40,23 +39,6 @@ def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_th
     write_atomic(path, b"content")
     file, folder = path.stat().st_ino, path.parent.stat().st_ino
     assert events == [("synced", file), ("named", file), ("synced", folder)]
-
-
-def test_a_share_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch):
-    """As some network shares answer; a disk that fails answers otherwise."""
-    fsync, answer = os.fsync, errno.EINVAL
-
-    def refuse_folders(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(answer, os.strerror(answer))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse_folders)
-    write_atomic(tmp_path / "file", "content")
-    assert (tmp_path / "file").read_text() == "content"
-    answer = errno.EIO
-    with pytest.raises(OSError, match="Input/output"):
-        write_atomic(tmp_path / "file", "content")
 
 
 def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path):
