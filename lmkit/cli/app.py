@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit import __version__
-from lmkit.cli.options import Commands, DebugOption, first_sentence
+from lmkit.cli.options import DEBUG, Commands, first_sentence
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.streams import only_results_on_stdout
 
@@ -73,7 +73,7 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: DebugOption = False,
+    debug: Annotated[bool, DEBUG] = False,
 ) -> None:
     """Hold the options of `lmkit` itself."""
 

@@ -12,15 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    ForceOption,
-    NprocOption,
-    PrintRecipeOption,
-    SetOption,
-    command_of,
-    option,
-)
+from lmkit.cli.options import SHARED, Commands, command_of, option
 from lmkit.plugins import load_plugin
 from lmkit.recipe.keys import Empties, FlagNames, Shortcut, of_class
 from lmkit.registry import BENCHES
@@ -81,16 +73,16 @@ def _command(name: str) -> Any:
     options = {
         "recipe": (Annotated[str | None, typer.Argument(help=recipe_help, show_default=False)], None),
         **{parameter: (flag.annotation, None) for parameter, flag in made.items()},
-        **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
+        **({"nproc": (SHARED["nproc"], 1)} if facts.ranks else {}),
     }
 
     def command(
-        set_: SetOption = None,
+        set_: list[str] | None = None,
         *,
         flags: dict[str, Any],
         output: OutputOption = None,
-        force: ForceOption = False,
-        print_recipe: PrintRecipeOption = False,
+        force: bool = False,
+        print_recipe: bool = False,
     ) -> Any:
         from lmkit.recipe.load import load_recipe, recipe_to_toml
 

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    ErrorsOption,
-    FieldOption,
-    ForceOption,
-    PluginOption,
-    SourcesArgument,
-    WorkersOption,
-)
+from lmkit.cli.options import Commands, Errors
 from lmkit.measure.tables import enumeration, size_of, statement
 
 if TYPE_CHECKING:
@@ -34,7 +26,7 @@ def synth(
     output: Path,
     size_mb: Annotated[float, typer.Option(min=0.001)] = 20.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Result:
     """Generate short stories in simple English.
 
@@ -56,7 +48,7 @@ def synth(
 def download(
     dataset: str,
     folder: Path = Path("artifacts/data"),
-    plugin: PluginOption = None,
+    plugin: list[Path] | None = None,
 ) -> Result:
     """Download a dataset.
 
@@ -75,15 +67,15 @@ def download(
 
 @app.add("lmkit data encode stories.txt tokens.npy --tokenizer tokenizer.json")
 def encode(
-    sources: SourcesArgument,
+    sources: list[Path],
     output: Path,
     tokenizer: Annotated[Path, typer.Option()],
-    workers: WorkersOption = None,
-    errors: ErrorsOption = "strict",
-    field: FieldOption = None,
+    workers: int | None = None,
+    errors: Errors = "strict",
+    field: str | None = None,
     separator: str | None = None,
     end_of_text: str | None = None,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Result:
     """Encode text files into a token file.
 

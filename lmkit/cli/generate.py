@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
-from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError, reason
 from lmkit.storage.inputs import read_input
 
@@ -42,10 +42,10 @@ def generate(
     *,
     flags: dict[str, Any],
     tokenizer: Path | None = None,
-    device: DeviceOption = "auto",
-    set_: SetOption = None,
+    device: str = "auto",
+    set_: list[str] | None = None,
     as_lines: Annotated[bool, typer.Option("--jsonl")] = False,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Generate text with a trained model.
 
@@ -304,9 +304,9 @@ def chat(
     *,
     flags: dict[str, Any],
     tokenizer: Path | None = None,
-    device: DeviceOption = "auto",
-    set_: SetOption = None,
-    as_json: JsonOption = False,
+    device: str = "auto",
+    set_: list[str] | None = None,
+    as_json: bool = False,
 ) -> Result | None:
     """Talk with a trained model, line by line.
 

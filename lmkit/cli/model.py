@@ -9,17 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import (
-    Commands,
-    DeviceOption,
-    DryRunOption,
-    FieldOption,
-    NprocOption,
-    PluginOption,
-    PrintRecipeOption,
-    RecipeArgument,
-    SetOption,
-)
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 app = Commands()
@@ -31,14 +21,14 @@ app = Commands()
     keys=("train.steps", "optimizer.lr", "train.batch_size", "run.device", "run.name", "checkpoint.resume"),
 )
 def train(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: str,
+    set_: list[str] | None = None,
     *,
     flags: dict[str, Any],
     stop_at_step: Annotated[int | None, typer.Option(min=1)] = None,
-    nproc: NprocOption = 1,
-    print_recipe: PrintRecipeOption = False,
-    dry_run: DryRunOption = False,
+    nproc: int = 1,
+    print_recipe: bool = False,
+    dry_run: bool = False,
 ) -> Any:
     """Train a model, or resume from its newest checkpoint.
 
@@ -70,12 +60,12 @@ def evaluate(
     run: Path,
     tokens: Path | None = None,
     text: Path | None = None,
-    field: FieldOption = None,
+    field: str | None = None,
     by_document: bool = False,
     choices: Path | None = None,
     harness: Annotated[list[str] | None, typer.Option(metavar="TASK")] = None,
-    device: DeviceOption = "auto",
-    plugin: PluginOption = None,
+    device: str = "auto",
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Print loss, perplexity and bits per byte on held-out data, or accuracy on questions.
 
@@ -109,7 +99,7 @@ def export(
     run: Path,
     folder: Path,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    plugin: PluginOption = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Write a model as a Hugging Face folder, which transformers opens.
 
@@ -158,7 +148,7 @@ def verify(
     target: str,
     resume: bool = False,
     steps: Annotated[int, typer.Option(min=1)] = 5,
-    set_: SetOption = None,
+    set_: list[str] | None = None,
 ) -> Result:
     """Check files, or check that resuming is exact.
 

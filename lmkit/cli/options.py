@@ -40,67 +40,58 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).")
-]
-SetOption = Annotated[
-    list[str] | None,
-    option(
-        "Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
-        "--set",
-        metavar="TABLE.KEY=VALUE",
-    ),
-]
-PluginOption = Annotated[
-    list[Path] | None,
-    option(
-        "Import a Python file that registers kernels, strategies, ...; repeatable.",
-        "--plugin",
-        metavar="FILE",
-        callback=_load_plugins,
-        expose_value=False,
-    ),
-]
-DebugOption = Annotated[
-    bool,
-    typer.Option("--debug", callback=_turn_on_log, expose_value=False, help="Show the traceback of errors."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
-PrintRecipeOption = Annotated[
-    bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, print what would happen, and stop.")
-]
-DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
-]
 MOST_RANKS = 64
 """The largest number of ranks that a command starts."""
-NprocOption = Annotated[
-    int,
-    typer.Option(
-        min=1, max=MOST_RANKS, help="Number of ranks (processes) to start on this machine; not with torchrun."
-    ),
-]
-SourcesArgument = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Text files or pipes, one or more, compressed if they end in .gz; "
-        "each JSON object of a .jsonl, .ndjson or .json file has a document under --field."
-    ),
-]
-WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]
-ErrorsOption = Annotated[
-    Literal["strict", "replace"],
-    typer.Option(help="At bytes that are not UTF-8: stop, or read them as U+FFFD."),
-]
-
-
-FieldOption = Annotated[
-    str | None, typer.Option(help='Key of a JSON object that holds the text, if not "text".')
-]
+Errors = Literal["strict", "replace"]
+DEBUG = typer.Option(
+    "--debug", callback=_turn_on_log, expose_value=False, help="Show the traceback of errors."
+)
+SHARED: dict[str, Any] = {
+    "set_": Annotated[
+        list[str] | None,
+        option(
+            "Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
+            "--set",
+            metavar="TABLE.KEY=VALUE",
+        ),
+    ],
+    "plugin": Annotated[
+        list[Path] | None,
+        option(
+            "Import a Python file that registers kernels, strategies, ...; repeatable.",
+            "--plugin",
+            metavar="FILE",
+            callback=_load_plugins,
+            expose_value=False,
+        ),
+    ],
+    "as_json": Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")],
+    "debug": Annotated[bool, DEBUG],
+    "device": Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
+    ],
+    "nproc": Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Number of ranks (processes) to start on this machine; not with torchrun.",
+        ),
+    ],
+    "workers": Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)],
+}
+"""Parameter of a command -> what it is, unless the command's docstring explains it."""
+HELP = {
+    "recipe": "A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).",
+    "force": "Overwrite existing output.",
+    "print_recipe": "Print the resolved recipe and stop.",
+    "dry_run": "Check everything, print what would happen, and stop.",
+    "sources": "Text files or pipes, one or more, compressed if they end in .gz; "
+    "each JSON object of a .jsonl, .ndjson or .json file has a document under --field.",
+    "field": 'Key of a JSON object that holds the text, if not "text".',
+    "errors": "At bytes that are not UTF-8: stop, or read them as U+FFFD.",
+}
+"""Parameter of a command -> its help, unless the command's docstring has another one."""
 
 
 class Group(TyperGroup):
@@ -218,7 +209,7 @@ def command_of(
     """Return a command that calls the function, and prints its result.
 
     It has the options that all commands share, unless the function has them. The function's docstring has the help,
-    and below `Args:` that of parameters whose annotations have none.
+    and below `Args:` that of its parameters; others are known by their names (`SHARED`, `HELP`).
 
     Args:
         flags: key (`generate.seed` has the option `--seed`) -> annotation and default. The function gets what was
@@ -228,8 +219,8 @@ def command_of(
     own = signature.parameters
     names = {key.rpartition(".")[2]: key for key in flags}
     shared = {name: flags[key] for name, key in names.items()}
-    shared |= {"plugin": (PluginOption, None)} if "set_" in own else {}
-    shared |= {"as_json": (JsonOption, False), "debug": (DebugOption, False)}
+    shared |= {"plugin": (SHARED["plugin"], None)} if "set_" in own else {}
+    shared |= {name: (SHARED[name], False) for name in ("as_json", "debug")}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -243,7 +234,7 @@ def command_of(
                 raise typer.Exit(1)
 
     text, _, told = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
-    helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
+    helps = HELP | dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
     parameters = [_explained(own[name], helps.get(name)) for name in own if name != "flags"]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
@@ -260,7 +251,7 @@ def command_of(
 def _explained(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
     """Return the parameter of a command with its help from the docstring; one without a default is an argument."""
     if text is None:
-        return parameter
+        return parameter.replace(annotation=SHARED.get(parameter.name, parameter.annotation))
     kind, default = parameter.annotation, parameter.default
     made: Any = typer.Option(*[f"--{parameter.name.replace('_', '-')}"] if default is False else [])
     if default is inspect.Parameter.empty:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import Commands, PluginOption, RecipeArgument, SetOption
+from lmkit.cli.options import Commands
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ _LESS = (
     "lmkit plan llama_1b --check",
 )
 def plan(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: str,
+    set_: list[str] | None = None,
     gpu: str | None = None,
     ranks: Annotated[int, typer.Option(min=1, max=65536)] = 1,
     strategy: str | None = None,
@@ -197,7 +198,7 @@ def _table(plans: dict[str, Plan]) -> str:
 
 
 @app.add("lmkit env --json")
-def env(plugin: PluginOption = None) -> Result:
+def env(plugin: list[Path] | None = None) -> Result:
     """Print versions, GPUs, and what runs on this machine."""
     from lmkit import __version__
     from lmkit.measure.environment import describe_environment

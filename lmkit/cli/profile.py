@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption, option
+from lmkit.cli.options import Commands, option
 from lmkit.errors import UsageError
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
@@ -47,12 +47,12 @@ class _TakesCommand(TyperCommand):
 def nsys(
     context: typer.Context,
     target: list[str],
-    set_: SetOption = None,
+    set_: list[str] | None = None,
     engine: Literal["auto", "nsys", "kineto"] = "auto",
     mode: ModeOption = "step",
     steps: StepsOption = 5,
     output: OutputOption = None,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Any:
     """Time of training steps, or of any command, with Nsight Systems.
 
@@ -78,11 +78,11 @@ def nsys(
 @app.add("lmkit profile kineto quickstart --steps 5")
 def kineto(
     target: str,
-    set_: SetOption = None,
+    set_: list[str] | None = None,
     mode: ModeOption = "step",
     steps: StepsOption = 5,
     output: OutputOption = None,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Any:
     """Time of training steps with torch.profiler, on a CPU too.
 
@@ -100,15 +100,15 @@ def kineto(
     "lmkit profile memory quickstart --contexts 128,512 --kernels reference,flash_torch",
 )
 def memory(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: str,
+    set_: list[str] | None = None,
     mode: ModeOption = "step",
     contexts: str | None = None,
     precisions: str | None = None,
     kernels: str | None = None,
     steps: StepsOption = 2,
     output: OutputOption = None,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Any:
     """Peak memory of training steps by phase, category and source line.
 

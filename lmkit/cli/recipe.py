@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption
+from lmkit.cli.options import Commands
 from lmkit.measure.tables import enumeration
 
 app = Commands("List, show, check and copy recipes.", example="lmkit recipe show quickstart")
@@ -26,7 +26,7 @@ def list_() -> Result:
 
 
 @app.add("lmkit recipe show quickstart --set train.steps=100")
-def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
+def show(recipe: str, set_: list[str] | None = None) -> Result:
     """Print a recipe with the meaning of every key.
 
     Also prints the number of parameters of the model.
@@ -48,7 +48,7 @@ def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
 
 
 @app.add("lmkit recipe validate my.toml")
-def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
+def validate(recipe: str, set_: list[str] | None = None) -> Result:
     """Check a recipe and report every mistake at once."""
     from lmkit.recipe.load import load_recipe
 
@@ -60,9 +60,9 @@ def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
 
 @app.add("lmkit recipe copy quickstart my.toml")
 def copy(
-    recipe: RecipeArgument,
+    recipe: str,
     output: Path,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Result:
     """Copy a shipped recipe with its comments to a new file.
 

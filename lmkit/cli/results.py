@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import MOST_RANKS, Commands, ForceOption, PluginOption
+from lmkit.cli.options import MOST_RANKS, Commands
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
 from lmkit.storage.inputs import read_object
@@ -26,7 +26,7 @@ def compare(
     before: Path,
     after: Path,
     threshold: Annotated[float | None, typer.Option(min=0)] = None,
-    plugin: PluginOption = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Compare two results of one bench, row by row, or two trainings.
 
@@ -66,7 +66,7 @@ def report(
     check: bool = False,
     html: bool = False,
     beside: list[Path] | None = None,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Any:
     """Write reports on measured results, or a page about a run.
 
@@ -108,7 +108,7 @@ def rerun(
     folder: Path,
     output: Path | None = None,
     nproc: Annotated[int | None, typer.Option(min=1, max=MOST_RANKS)] = None,
-    plugin: PluginOption = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Make a run or a bench again from its stored recipe, and list what drifted.
 

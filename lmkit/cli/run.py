@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    DryRunOption,
-    NprocOption,
-    PrintRecipeOption,
-    RecipeArgument,
-    SetOption,
-)
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,15 +23,15 @@ app = Commands()
     "torchrun --nproc-per-node 2 -m lmkit run quickstart",
 )
 def run(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: str,
+    set_: list[str] | None = None,
     skip_data: bool = False,
     from_stage: Annotated[str | None, typer.Option("--from", metavar="STAGE")] = None,
     force: bool = False,
-    nproc: NprocOption = 1,
+    nproc: int = 1,
     seeds: Annotated[int | None, typer.Option(min=1, max=1000)] = None,
-    print_recipe: PrintRecipeOption = False,
-    dry_run: DryRunOption = False,
+    print_recipe: bool = False,
+    dry_run: bool = False,
 ) -> Any:
     """Turn text into a model that writes stories.
 

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
-from lmkit.cli.options import (
-    Commands,
-    ErrorsOption,
-    FieldOption,
-    ForceOption,
-    JsonOption,
-    SourcesArgument,
-    WorkersOption,
-)
+from lmkit.cli.options import Commands, Errors
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
 from lmkit.storage.outputs import refuse_existing, refuse_replacing, refuse_unwritable
@@ -42,15 +34,15 @@ TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
 
 @app.add("lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
 def train(
-    sources: SourcesArgument,
+    sources: list[Path],
     output: Path,
     vocab_size: int = 10_000,
     special: list[str] | None = None,
     max_token_bytes: int | None = None,
-    workers: WorkersOption = None,
-    errors: ErrorsOption = "strict",
-    field: FieldOption = None,
-    force: ForceOption = False,
+    workers: int | None = None,
+    errors: Errors = "strict",
+    field: str | None = None,
+    force: bool = False,
 ) -> Result:
     """Train byte-level BPE on text files.
 
@@ -97,7 +89,7 @@ def train(
 def encode(
     tokenizer: TokenizerArgument,
     text: Annotated[str | None, typer.Argument(show_default=False)] = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Print the token ids of a text, or of stdin.
 
@@ -126,7 +118,7 @@ def encode(
 def decode(
     tokenizer: TokenizerArgument,
     ids: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Print the text of token ids, separated by blanks or commas.
 
@@ -182,7 +174,7 @@ def inspect(
 def import_(
     folder: Path,
     output: Path,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Result:
     """Make a tokenizer.json from GPT-2's two files.
 
@@ -200,7 +192,7 @@ def import_(
 def export(
     tokenizer: TokenizerArgument,
     folder: Path,
-    force: ForceOption = False,
+    force: bool = False,
 ) -> Result:
     """Write a tokenizer as GPT-2's two files, for other libraries.
 
