@@ -19,13 +19,7 @@ from lmkit.registry import BENCHES
 
 _LONGEST_METAVAR = 60  # characters; help has lines of 80
 
-OutputOption = Annotated[
-    Path | None,
-    option(
-        "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
-        "--output",
-    ),
-]
+_OUTPUT = "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]"
 
 
 class _Benches(Commands):
@@ -80,7 +74,7 @@ def _command(name: str) -> Any:
         set_: list[str] | None = None,
         *,
         flags: dict[str, Any],
-        output: OutputOption = None,
+        output: Path | None = None,
         force: bool = False,
         print_recipe: bool = False,
     ) -> Any:
@@ -103,7 +97,7 @@ def _command(name: str) -> Any:
         with progress_on_stderr() as progress:  # ranks other than the first return nothing
             return run_bench(name, loaded, output, nproc=nproc, progress=progress)
 
-    command.__doc__ = facts.help
+    command.__doc__ = f"{facts.help}\n\nArgs:\n    output: {_OUTPUT}"
     example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
     return command_of(_command_name(name), command, options, epilog=f"Example: {example}")
 

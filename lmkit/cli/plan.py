@@ -162,25 +162,19 @@ def _table(plans: dict[str, Plan]) -> str:
     from lmkit.measure.tables import Column, terminal_table
 
     made = next(reversed(plans.values()))
-    rows = [
-        {
-            "gpu": name,
-            "usable": each.usable / GB,
-            "needs": each.memory.peak / GB,
-            "fits": "yes" if each.fits else "no",
-            "rows": each.most_rows,
-            "context": each.most_context,
-        }
-        for name, each in plans.items()
-    ]
     columns = (
-        Column("gpu", "GPU"),
-        Column("usable", "usable GB", ".1f"),
-        Column("needs", "needs GB", ".2f"),
-        Column("fits", "fits"),
-        Column("rows", "largest batch", ",d"),
-        Column("context", "longest context", ",d"),
+        *(Column("gpu", "GPU"), Column("usable", "usable GB", ".1f"), Column("needs", "needs GB", ".2f")),
+        *(
+            Column("fits", "fits"),
+            Column("rows", "largest batch", ",d"),
+            Column("context", "longest context", ",d"),
+        ),
     )
+    rows = []
+    for name, each in plans.items():
+        sizes = (each.usable / GB, each.memory.peak / GB, "yes" if each.fits else "no")
+        values = (name, *sizes, each.most_rows, each.most_context)
+        rows.append({column.key: value for column, value in zip(columns, values, strict=True)})
     precision, context = made.train.precision, made.config.context_length
     others = (f"{p.train.precision} on {name}" for name, p in plans.items() if p.train.precision != precision)
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"

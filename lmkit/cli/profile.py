@@ -9,23 +9,13 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import Commands, option
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
-OutputOption = Annotated[
-    Path | None,
-    option(
-        "Folder for the recording and its summary.  [default: artifacts/profiles/<command>, overwritten]",
-        "--output",
-    ),
-]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")]
-ModeOption = Annotated[
-    Literal["forward", "fwd+bwd", "step"],
-    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
-]
+Mode = Literal["forward", "fwd+bwd", "step"]
+Steps = Annotated[int, typer.Option(min=1, max=1000)]
 
 app = Commands("Find out where time and memory go.", example="lmkit profile kineto quickstart")
 
@@ -49,9 +39,9 @@ def nsys(
     target: list[str],
     set_: list[str] | None = None,
     engine: Literal["auto", "nsys", "kineto"] = "auto",
-    mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = None,
+    mode: Mode = "step",
+    steps: Steps = 5,
+    output: Path | None = None,
     force: bool = False,
 ) -> Any:
     """Time of training steps, or of any command, with Nsight Systems.
@@ -61,6 +51,9 @@ def nsys(
     Args:
         target: A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments.
         engine: auto: a recipe is profiled with kineto where nsys is missing.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     arguments = context.meta[__name__]
     if len(target) > 1 and target != arguments:
@@ -79,9 +72,9 @@ def nsys(
 def kineto(
     target: str,
     set_: list[str] | None = None,
-    mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = None,
+    mode: Mode = "step",
+    steps: Steps = 5,
+    output: Path | None = None,
     force: bool = False,
 ) -> Any:
     """Time of training steps with torch.profiler, on a CPU too.
@@ -90,6 +83,9 @@ def kineto(
 
     Args:
         target: A recipe, or a .json[.gz] trace of torch.profiler.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "kineto", force=force)
     return _profile(target, set_, folder, engine="kineto", mode=mode, steps=steps)
@@ -102,12 +98,12 @@ def kineto(
 def memory(
     recipe: str,
     set_: list[str] | None = None,
-    mode: ModeOption = "step",
+    mode: Mode = "step",
     contexts: str | None = None,
     precisions: str | None = None,
     kernels: str | None = None,
-    steps: StepsOption = 2,
-    output: OutputOption = None,
+    steps: Steps = 2,
+    output: Path | None = None,
     force: bool = False,
 ) -> Any:
     """Peak memory of training steps by phase, category and source line.
@@ -119,6 +115,9 @@ def memory(
         contexts: Table: context lengths, 128,512,2048.
         precisions: Table: precisions of [train], fp32,bf16.
         kernels: Table: attention kernels, reference,flash_torch.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
