@@ -50,6 +50,16 @@ def test_help_has_an_example_plugins_and_whole_lines(command, monkeypatch, termi
     assert "..." not in terminal(" ".join([*command, "--help"])).partition("Commands:\n")[2]
 
 
+def test_every_parameter_has_help():
+    missing = []
+    for path in every_command():
+        command = root_command()
+        for name in path:
+            command = command.get_command(None, name)
+        missing += [(*path, parameter.name) for parameter in command.params if not parameter.help]
+    assert missing == []
+
+
 def test_unknown_command_with_suggestion(terminal):
     assert "train" in terminal.refuses("trian", code="command.wrong_arguments").error
 
