@@ -1,7 +1,9 @@
 """Run the command line: `lmkit`, `python -m lmkit`, `torchrun -m lmkit`, `torchrun lmkit`."""
 
 import os
+import signal
 import sys
+from types import FrameType
 
 # `torchrun lmkit` runs `python lmkit`, which puts the package folder first on sys.path. There our folders would
 # shadow top-level modules of the same name: put its parent there instead.
@@ -19,13 +21,6 @@ def _exit_interrupted() -> None:
             os.write(2, b"interrupted\n")
     finally:  # stderr may be closed
         os._exit(_INTERRUPTED)
-
-
-try:
-    import signal
-    from types import FrameType
-except KeyboardInterrupt:
-    _exit_interrupted()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

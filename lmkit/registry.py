@@ -107,19 +107,14 @@ class Registry(Generic[F]):
         def keep(thing: Registered) -> Registered:
             entry = Entry(name, thing.__module__, thing.__name__, self._facts(**facts), thing)
             if not re.fullmatch(r"[^\s:+,]+", name):
-                raise UsageError(
-                    "registry.wrong_name",
-                    f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,",
-                    hint="they separate names, and names from variants and options",
-                )
+                message = f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,"
+                hint = "they separate names, and names from variants and options"
+                raise UsageError("registry.wrong_name", message, hint=hint)
             for spelling in (name, *entry.facts.aliases):
                 other = self._entries.get(self.aliases.get(spelling, spelling), entry)
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
-                    raise UsageError(
-                        "registry.name_taken",
-                        f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}",
-                        hint="register it under another name",
-                    )
+                    message = f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}"
+                    raise UsageError("registry.name_taken", message, hint="register it under another name")
             self._entries[name] = entry
             return thing
 
@@ -178,11 +173,9 @@ class Registry(Generic[F]):
                 if missing not in entry.facts.requires:
                     raise
                 others = (other.name for other in self._entries.values() if not other.facts.requires)
-                raise UsageError(
-                    "registry.not_installed",
-                    f"{self.noun} {entry.name!r} needs {missing}, which is not installed",
-                    hint=f"pip install {missing}, or choose another: {', '.join(others)}",
-                ) from error
+                message = f"{self.noun} {entry.name!r} needs {missing}, which is not installed"
+                hint = f"pip install {missing}, or choose another: {', '.join(others)}"
+                raise UsageError("registry.not_installed", message, hint=hint) from error
         return entry.loaded
 
     def function_of(self, name: str, function: str) -> Any:

@@ -46,13 +46,10 @@ def only_results_on_stdout() -> Iterator[None]:
     """
     before, kept = sys.stdout, None
     before.flush()
-    try:
-        is_descriptor = before.fileno() == _DESCRIPTORS["stdout"]
-    except (OSError, ValueError):  # somebody replaced the stream by one in memory
-        is_descriptor = False
-    if is_descriptor:
-        kept = os.dup(1)
-        os.dup2(2, 1)
+    with suppress(OSError, ValueError):  # somebody replaced the stream by one in memory
+        if before.fileno() == 1:
+            kept = os.dup(1)
+            os.dup2(2, 1)
     _results.append(_secured("stdout", cast(io.TextIOWrapper, before), kept) if kept is not None else before)
     sys.stdout = sys.stderr
     try:
@@ -121,8 +118,7 @@ class _Descriptor(io.FileIO):
                 return memoryview(data).nbytes
             if error.errno == errno.EPIPE:  # `| head`: not an error to report
                 raise
-            raise LmkitError(
-                "output.lost",
-                f"stdout: {LOST['stdout']}",
-                hint="redirect it to a file, or to a program that reads to the end; files already written are kept",
-            ) from error
+            hint = (
+                "redirect it to a file, or to a program that reads to the end; files already written are kept"
+            )
+            raise LmkitError("output.lost", f"stdout: {LOST['stdout']}", hint=hint) from error

@@ -256,10 +256,10 @@ def test_files_are_named_after_ideas(word):
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 530,
+    "": 515,
     "attention": 578,
     "bench": 6120,
-    "cli": 2720,
+    "cli": 2485,
     "core": 2200,
     "data": 1575,
     "generation": 1005,
@@ -269,8 +269,8 @@ BUDGETS = {
     "optim": 460,
     "parallel": 2580,
     "profile": 1015,
-    "recipe": 1310,
-    "storage": 400,
+    "recipe": 1270,
+    "storage": 430,
     "tokenizer": 1955,
     "training": 5010,
 }

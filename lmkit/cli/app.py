@@ -4,7 +4,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lmkit import __version__
-from lmkit.cli.options import Commands, DebugOption, first_sentence
+from lmkit.cli.options import DEBUG, Commands, first_sentence
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.streams import only_results_on_stdout
 
@@ -47,21 +47,20 @@ COMMANDS = {
 class _Root(Commands):
     """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
 
-    def lines(self) -> dict[str, str]:
-        return {name: _help_line(name) for name in COMMANDS}
+    def names(self) -> Collection[str]:
+        return COMMANDS
+
+    def line(self, name: str) -> str:
+        """Return the first sentence of a command's help, read from the source of its module."""
+        source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
+        function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
+        if function is not None:
+            return first_sentence(source[function.end() :].split('"""')[1])
+        return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
 
     def command(self, name: str) -> Any:
-        module: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
-        return module.command(name) if name != COMMANDS[name] or name in module.lines() else module.group()
-
-
-def _help_line(name: str) -> str:
-    """Return the first sentence of a command's help, read from the source of its module."""
-    source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
-    function = re.search(rf"\ndef {name}_?\(", source)  # `import` is a word of Python
-    if function is not None:
-        return first_sentence(source[source.index('"""', function.end()) + len('"""') :].partition('"""')[0])
-    return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
+        commands: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
+        return commands.command(name) if name in commands.names() else commands.group()
 
 
 def _print_version(value: bool) -> None:
@@ -74,7 +73,7 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: DebugOption = False,
+    debug: Annotated[bool, DEBUG] = False,
 ) -> None:
     """Hold the options of `lmkit` itself."""
 
@@ -104,32 +103,36 @@ def run_command_line(arguments: Sequence[str]) -> int:
                     hint = "look for sys.exit in the code of plugins"
                     raise LmkitError("command.ended", message, hint=hint) from stop
                 code = stop.code if isinstance(stop.code, int) else 1
-            except _WrongArguments as error:
-                text, where = error.format_message(), _command_in(arguments)
-                if error.ctx is not None and text == error.ctx.get_help():  # a group without a command
-                    print(text, file=sys.stderr)
-                    return UsageError.exit_code
-                message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
-                hint = f"see {where} --help"
-                raise UsageError("command.wrong_arguments", message, hint=hint) from error
             if code == _INTERRUPTED and os.environ.get("RANK", "0") == "0":
                 print(settings.get("interrupted", "interrupted"), file=sys.stderr)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader of stdout has left
             return 1
+        except _WrongArguments as error:
+            text, where = error.format_message(), _command_in(arguments)
+            if error.ctx is not None and text == error.ctx.get_help():  # a group without a command
+                print(text, file=sys.stderr)
+                return UsageError.exit_code
+            message = f"{where}: {text[:1].lower()}{text[1:].rstrip('.')}"
+            return _refuse(UsageError("command.wrong_arguments", message, hint=f"see {where} --help"))
         except BaseException as error:
             explained = _explained(error)
             if explained is None or settings.get("debug"):
                 raise
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                from lmkit.cli.ranks import speak_for_ranks
-
-                explained = speak_for_ranks(explained)
-            print(f"error[{explained.code}]: {explained.message}", file=sys.stderr)
-            if explained.hint:
-                print(f"hint: {explained.hint}", file=sys.stderr)
-            return explained.exit_code
+            return _refuse(explained)
     return code if isinstance(code, int) else 0  # typer.Exit's code, or what the command returned
+
+
+def _refuse(error: LmkitError) -> int:
+    """Print an error and its hint; return its exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from lmkit.cli.ranks import speak_for_ranks
+
+        error = speak_for_ranks(error)
+    print(f"error[{error.code}]: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
 
 
 def _explained(error: BaseException) -> LmkitError | None:

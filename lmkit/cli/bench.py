@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,35 +12,24 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    ForceOption,
-    NprocOption,
-    PrintRecipeOption,
-    SetOption,
-    command_of,
-    option,
-)
+from lmkit.cli.options import SHARED, Commands, command_of, option
 from lmkit.plugins import load_plugin
 from lmkit.recipe.keys import Empties, FlagNames, Shortcut, of_class
 from lmkit.registry import BENCHES
 
 _LONGEST_METAVAR = 60  # characters; help has lines of 80
 
-OutputOption = Annotated[
-    Path | None,
-    option(
-        "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]",
-        "--output",
-    ),
-]
+_OUTPUT = "Folder for the results.  [default: artifacts/benches/<run.name>/<bench>, overwritten by each run]"
 
 
 class _Benches(Commands):
     """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
-    def lines(self) -> dict[str, str]:
-        return {_command_name(name): BENCHES.facts(name).help for name in BENCHES.names}
+    def names(self) -> Collection[str]:
+        return [_command_name(name) for name in BENCHES.names]
+
+    def line(self, name: str) -> str:
+        return BENCHES.facts(name.replace("-", "_")).help
 
     def command(self, name: str) -> Any:
         return _command(name.replace("-", "_"))
@@ -78,16 +67,16 @@ def _command(name: str) -> Any:
     options = {
         "recipe": (Annotated[str | None, typer.Argument(help=recipe_help, show_default=False)], None),
         **{parameter: (flag.annotation, None) for parameter, flag in made.items()},
-        **({"nproc": (NprocOption, 1)} if facts.ranks else {}),
+        **({"nproc": (SHARED["nproc"], 1)} if facts.ranks else {}),
     }
 
     def command(
-        set_: SetOption = None,
+        set_: list[str] | None = None,
         *,
         flags: dict[str, Any],
-        output: OutputOption = None,
-        force: ForceOption = False,
-        print_recipe: PrintRecipeOption = False,
+        output: Path | None = None,
+        force: bool = False,
+        print_recipe: bool = False,
     ) -> Any:
         from lmkit.recipe.load import load_recipe, recipe_to_toml
 
@@ -108,7 +97,7 @@ def _command(name: str) -> Any:
         with progress_on_stderr() as progress:  # ranks other than the first return nothing
             return run_bench(name, loaded, output, nproc=nproc, progress=progress)
 
-    command.__doc__ = facts.help
+    command.__doc__ = f"{facts.help}\n\nArgs:\n    output: {_OUTPUT}"
     example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
     return command_of(_command_name(name), command, options, epilog=f"Example: {example}")
 

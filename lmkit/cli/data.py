@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    ErrorsOption,
-    FieldOption,
-    ForceOption,
-    PluginOption,
-    SourcesArgument,
-    WorkersOption,
-    option,
-)
+from lmkit.cli.options import Commands, Errors
 from lmkit.measure.tables import enumeration, size_of, statement
 
 if TYPE_CHECKING:
@@ -32,12 +23,18 @@ app = Commands(
 
 @app.add("lmkit data synth stories.txt --size-mb 20 --seed 1")
 def synth(
-    output: Annotated[Path, typer.Argument(help="The text file to write.")],
-    size_mb: Annotated[float, typer.Option(min=0.001, help="Size in 10^6 bytes.")] = 20.0,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed gives other stories.")] = 0,
-    force: ForceOption = False,
+    output: Path,
+    size_mb: Annotated[float, typer.Option(min=0.001)] = 20.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    force: bool = False,
 ) -> Result:
-    """Generate short stories in simple English."""
+    """Generate short stories in simple English.
+
+    Args:
+        output: The text file to write.
+        size_mb: Size in 10^6 bytes.
+        seed: Another seed gives other stories.
+    """
     from lmkit.data.synth import write_stories
 
     with progress_on_stderr() as progress:
@@ -49,18 +46,17 @@ def synth(
 
 @app.add("lmkit data download tinystories")
 def download(
-    dataset: Annotated[
-        str,
-        typer.Argument(
-            help="tinystories, owt (a sample of OpenWebText), or a dataset that a plugin registers."
-        ),
-    ],
-    folder: Annotated[Path, typer.Option(help="Where to keep it.")] = Path("artifacts/data"),
-    plugin: PluginOption = None,
+    dataset: str,
+    folder: Path = Path("artifacts/data"),
+    plugin: list[Path] | None = None,
 ) -> Result:
     """Download a dataset.
 
     Run again, it resumes an interrupted download.
+
+    Args:
+        dataset: tinystories, owt (a sample of OpenWebText), or a dataset that a plugin registers.
+        folder: Where to keep it.
     """
     from lmkit.data.download import download_dataset
 
@@ -71,26 +67,25 @@ def download(
 
 @app.add("lmkit data encode stories.txt tokens.npy --tokenizer tokenizer.json")
 def encode(
-    sources: SourcesArgument,
-    output: Annotated[Path, typer.Argument(help="The token file (.npy) to write.")],
-    tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json: lmkit tokenizer train makes one.")],
-    workers: WorkersOption = None,
-    errors: ErrorsOption = "strict",
-    field: FieldOption = None,
-    separator: Annotated[
-        str | None,
-        option(
-            "What ends a document in text files (the text of a JSON object is one document); default: the "
-            "end-of-text token, as the tokenizer writes it."
-        ),
-    ] = None,
-    end_of_text: Annotated[
-        str | None,
-        option("Special token that ends every document; default: what the tokenizer's files say."),
-    ] = None,
-    force: ForceOption = False,
+    sources: list[Path],
+    output: Path,
+    tokenizer: Annotated[Path, typer.Option()],
+    workers: int | None = None,
+    errors: Errors = "strict",
+    field: str | None = None,
+    separator: str | None = None,
+    end_of_text: str | None = None,
+    force: bool = False,
 ) -> Result:
-    """Encode text files into a token file."""
+    """Encode text files into a token file.
+
+    Args:
+        output: The token file (.npy) to write.
+        separator: What ends a document in text files (the text of a JSON object is one document); default: the
+            end-of-text token, as the tokenizer writes it.
+        end_of_text: Special token that ends every document; default: what the tokenizer's files say.
+        tokenizer: A tokenizer.json: lmkit tokenizer train makes one.
+    """
     from lmkit.data.encoding import encode_corpus
     from lmkit.tokenizer import Tokenizer
 
@@ -111,10 +106,15 @@ def encode(
 
 @app.add("lmkit data inspect artifacts/runs/quickstart/tokens/train.npy")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A token file (.npy).")],
-    tokenizer: Annotated[Path | None, option("A tokenizer.json, to show the text.")] = None,
+    path: Path,
+    tokenizer: Path | None = None,
 ) -> Result:
-    """Check a token file and show what is in it."""
+    """Check a token file and show what is in it.
+
+    Args:
+        path: A token file (.npy).
+        tokenizer: A tokenizer.json, to show the text.
+    """
     from lmkit.data.token_files import open_tokens
     from lmkit.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
-from lmkit.cli.options import Commands, DeviceOption, JsonOption, SetOption, option
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError, reason
 from lmkit.storage.inputs import read_input
 
@@ -35,34 +35,31 @@ app = Commands()
     keys=("generate.*",),
 )
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
-    prompt: Annotated[
-        list[str] | None,
-        option(
-            "Text to continue; repeatable. Empty: a new document; -: stdin. Of a long prompt, only the end is used.",
-            "--prompt",
-            "-p",
-        ),
-    ] = None,
-    prompts_file: Annotated[
-        Path | None, option("Text file with one prompt a line; blank lines are skipped.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Texts per prompt.")] = 1,
+    run: Path,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p")] = None,
+    prompts_file: Path | None = None,
+    samples: Annotated[int, typer.Option(min=1, max=1_000_000)] = 1,
     *,
     flags: dict[str, Any],
-    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
-    device: DeviceOption = "auto",
-    set_: SetOption = None,
-    as_lines: Annotated[
-        bool, typer.Option("--jsonl", help="Print each text as a line of JSON as soon as it is complete.")
-    ] = False,
-    as_json: JsonOption = False,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    set_: list[str] | None = None,
+    as_lines: Annotated[bool, typer.Option("--jsonl")] = False,
+    as_json: bool = False,
 ) -> None:
     """Generate text with a trained model.
 
     Text i is sampled with seed + i. The run's [generate] table holds the defaults of the options. Several texts are
     separated by a line of three dashes, which a model may write, too; with --json they are a list. Ctrl-C prints what
     there is.
+
+    Args:
+        run: A run folder, a checkpoint, or a Hugging Face folder.
+        prompts_file: Text file with one prompt a line; blank lines are skipped.
+        tokenizer: A tokenizer.json; default: the model's.
+        prompt: Text to continue; repeatable. Empty: a new document; -: stdin. Of a long prompt, only the end is used.
+        samples: Texts per prompt.
+        as_lines: Print each text as a line of JSON as soon as it is complete.
     """
     if as_lines and as_json:
         hint = "choose one of them"
@@ -303,13 +300,13 @@ RESET = "/reset"
     keys=("generate.max_new_tokens", "generate.temperature", "generate.seed"),
 )
 def chat(
-    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
+    run: Path,
     *,
     flags: dict[str, Any],
-    tokenizer: Annotated[Path | None, option("A tokenizer.json; default: the model's.")] = None,
-    device: DeviceOption = "auto",
-    set_: SetOption = None,
-    as_json: JsonOption = False,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    set_: list[str] | None = None,
+    as_json: bool = False,
 ) -> Result | None:
     """Talk with a trained model, line by line.
 
@@ -317,6 +314,10 @@ def chat(
     continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten where the
     context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
     --set generate.top_p=0.9.
+
+    Args:
+        run: A run folder, a checkpoint, or a Hugging Face folder.
+        tokenizer: A tokenizer.json; default: the model's.
     """
     from lmkit.tokenizer.chat import beside
     from lmkit.training.exchange import their_template

@@ -9,18 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import (
-    Commands,
-    DeviceOption,
-    DryRunOption,
-    FieldOption,
-    NprocOption,
-    PluginOption,
-    PrintRecipeOption,
-    RecipeArgument,
-    SetOption,
-    option,
-)
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 app = Commands()
@@ -32,20 +21,21 @@ app = Commands()
     keys=("train.steps", "optimizer.lr", "train.batch_size", "run.device", "run.name", "checkpoint.resume"),
 )
 def train(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
+    recipe: str,
+    set_: list[str] | None = None,
     *,
     flags: dict[str, Any],
-    stop_at_step: Annotated[
-        int | None, option("Stop after this step; the learning-rate schedule does not change.", min=1)
-    ] = None,
-    nproc: NprocOption = 1,
-    print_recipe: PrintRecipeOption = False,
-    dry_run: DryRunOption = False,
+    stop_at_step: Annotated[int | None, typer.Option(min=1)] = None,
+    nproc: int = 1,
+    print_recipe: bool = False,
+    dry_run: bool = False,
 ) -> Any:
     """Train a model, or resume from its newest checkpoint.
 
     Needs token files: those that `lmkit run` made in the run folder, or those that [data] of the recipe names.
+
+    Args:
+        stop_at_step: Stop after this step; the learning-rate schedule does not change.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 
@@ -67,40 +57,33 @@ def train(
     "lmkit evaluate artifacts/runs/quickstart --harness hellaswag",
 )
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder, a checkpoint, or a Hugging Face folder.")],
-    tokens: Annotated[
-        Path | None, option("Token file to evaluate on; default: the held-out file of the run.")
-    ] = None,
-    text: Annotated[
-        Path | None, option("Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.")
-    ] = None,
-    field: FieldOption = None,
-    by_document: Annotated[
-        bool, typer.Option("--by-document", help="Evaluate each document by itself.")
-    ] = False,
-    choices: Annotated[
-        Path | None,
-        option("JSON lines with question, choices and answer: accuracy by likelihood, as lm-eval's."),
-    ] = None,
-    harness: Annotated[
-        list[str] | None,
-        option("Task of lm-eval, or a .yaml file of one; repeatable. Needs lmkit[eval].", metavar="TASK"),
-    ] = None,
-    device: DeviceOption = "auto",
-    plugin: PluginOption = None,
+    run: Path,
+    tokens: Path | None = None,
+    text: Path | None = None,
+    field: str | None = None,
+    by_document: bool = False,
+    choices: Path | None = None,
+    harness: Annotated[list[str] | None, typer.Option(metavar="TASK")] = None,
+    device: str = "auto",
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Print loss, perplexity and bits per byte on held-out data, or accuracy on questions.
 
     With --choices: acc counts the questions whose likeliest choice is the answer; acc_norm divides each
     log-likelihood by the choice's number of characters. With --harness, lm-eval itself runs.
+
+    Args:
+        run: A run folder, a checkpoint, or a Hugging Face folder.
+        tokens: Token file to evaluate on; default: the held-out file of the run.
+        text: Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.
+        by_document: Evaluate each document by itself.
+        choices: JSON lines with question, choices and answer: accuracy by likelihood, as lm-eval's.
+        harness: Task of lm-eval, or a .yaml file of one; repeatable. Needs lmkit[eval].
     """
     on_text = tokens is not None or text is not None or by_document
     if on_text + (choices is not None) + bool(harness) > 1:
-        raise UsageError(
-            "evaluate.options_exclude",
-            "--choices, --harness and --tokens, --text, --by-document are different evaluations",
-            hint="leave out all but one of them",
-        )
+        message = "--choices, --harness and --tokens, --text, --by-document are different evaluations"
+        raise UsageError("evaluate.options_exclude", message, hint="leave out all but one of them")
     from lmkit.training import judging
 
     if harness:
@@ -113,14 +96,18 @@ def evaluate(
 
 @app.add("lmkit export artifacts/runs/quickstart exported --dtype bf16")
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder or a checkpoint folder.")],
-    folder: Annotated[Path, typer.Argument(help="The new folder.")],
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, option("Dtype of the weights; default: as they are.")
-    ] = None,
-    plugin: PluginOption = None,
+    run: Path,
+    folder: Path,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
-    """Write a model as a Hugging Face folder, which transformers opens."""
+    """Write a model as a Hugging Face folder, which transformers opens.
+
+    Args:
+        run: A run folder or a checkpoint folder.
+        folder: The new folder.
+        dtype: Dtype of the weights; default: as they are.
+    """
     from lmkit.training.exchange import export_model
 
     return export_model(run, folder, dtype=dtype)
@@ -128,22 +115,22 @@ def export(
 
 @app.add("lmkit import SmolLM-135M artifacts/runs/smollm --context-length 1024", name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: Llama, Mistral, Qwen2, Qwen3.")],
-    run: Annotated[Path, typer.Argument(help="The new run folder.")],
-    context_length: Annotated[
-        int | None, option("Tokens that the model sees at once; default, and at most: the folder's.")
-    ] = None,
-    without_tokenizer: Annotated[
-        bool, typer.Option("--without-tokenizer", help="Import the weights alone.")
-    ] = False,
-    chat_template: Annotated[
-        Literal["plain", "chatml", "llama3"] | None,
-        option("Template of `lmkit chat`; default: the folder's, if lmkit wrote it."),
-    ] = None,
+    folder: Path,
+    run: Path,
+    context_length: int | None = None,
+    without_tokenizer: bool = False,
+    chat_template: Literal["plain", "chatml", "llama3"] | None = None,
 ) -> Any:
     """Make a run of a Hugging Face folder, to generate with, evaluate and train.
 
     Reads safetensors files and a byte-level tokenizer.json, and never a pickle.
+
+    Args:
+        folder: A Hugging Face folder: Llama, Mistral, Qwen2, Qwen3.
+        run: The new run folder.
+        context_length: Tokens that the model sees at once; default, and at most: the folder's.
+        without_tokenizer: Import the weights alone.
+        chat_template: Template of `lmkit chat`; default: the folder's, if lmkit wrote it.
     """
     from lmkit.training.exchange import import_model
 
@@ -158,24 +145,19 @@ def import_(
 
 @app.add("lmkit verify artifacts/runs/quickstart", "lmkit verify quickstart --resume")
 def verify(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="Run or Hugging Face folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe."
-        ),
-    ],
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Train the recipe for 2N steps and for N + N; both must agree bit for bit."
-        ),
-    ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="N of --resume.")] = 5,
-    set_: SetOption = None,
+    target: str,
+    resume: bool = False,
+    steps: Annotated[int, typer.Option(min=1)] = 5,
+    set_: list[str] | None = None,
 ) -> Result:
     """Check files, or check that resuming is exact.
 
     Exit code 1 if something is wrong.
+
+    Args:
+        target: Run or Hugging Face folder, checkpoint, token file, tokenizer or recipe; with --resume, a recipe.
+        resume: Train the recipe for 2N steps and for N + N; both must agree bit for bit.
+        steps: N of --resume.
     """
     if resume:
         from lmkit.recipe.load import load_recipe

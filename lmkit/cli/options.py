@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -38,67 +40,58 @@ def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
     return paths
 
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).")
-]
-SetOption = Annotated[
-    list[str] | None,
-    option(
-        "Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
-        "--set",
-        metavar="TABLE.KEY=VALUE",
-    ),
-]
-PluginOption = Annotated[
-    list[Path] | None,
-    option(
-        "Import a Python file that registers kernels, strategies, ...; repeatable.",
-        "--plugin",
-        metavar="FILE",
-        callback=_load_plugins,
-        expose_value=False,
-    ),
-]
-DebugOption = Annotated[
-    bool,
-    typer.Option("--debug", callback=_turn_on_log, expose_value=False, help="Show the traceback of errors."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing output.")]
-PrintRecipeOption = Annotated[
-    bool, typer.Option("--print-recipe", help="Print the resolved recipe and stop.")
-]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, print what would happen, and stop.")
-]
-DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
-]
 MOST_RANKS = 64
 """The largest number of ranks that a command starts."""
-NprocOption = Annotated[
-    int,
-    typer.Option(
-        min=1, max=MOST_RANKS, help="Number of ranks (processes) to start on this machine; not with torchrun."
-    ),
-]
-SourcesArgument = Annotated[
-    list[Path],
-    typer.Argument(
-        help="Text files or pipes, one or more, compressed if they end in .gz; "
-        "each JSON object of a .jsonl, .ndjson or .json file has a document under --field."
-    ),
-]
-WorkersOption = Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)]
-ErrorsOption = Annotated[
-    Literal["strict", "replace"],
-    typer.Option(help="At bytes that are not UTF-8: stop, or read them as U+FFFD."),
-]
-
-
-FieldOption = Annotated[
-    str | None, typer.Option(help='Key of a JSON object that holds the text, if not "text".')
-]
+Errors = Literal["strict", "replace"]
+DEBUG = typer.Option(
+    "--debug", callback=_turn_on_log, expose_value=False, help="Show the traceback of errors."
+)
+SHARED: dict[str, Any] = {
+    "set_": Annotated[
+        list[str] | None,
+        option(
+            "Set one key of the recipe; repeatable. The value is TOML; a bare word is a string.",
+            "--set",
+            metavar="TABLE.KEY=VALUE",
+        ),
+    ],
+    "plugin": Annotated[
+        list[Path] | None,
+        option(
+            "Import a Python file that registers kernels, strategies, ...; repeatable.",
+            "--plugin",
+            metavar="FILE",
+            callback=_load_plugins,
+            expose_value=False,
+        ),
+    ],
+    "as_json": Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")],
+    "debug": Annotated[bool, DEBUG],
+    "device": Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="`auto`: CUDA if there is a GPU, else the CPU.")
+    ],
+    "nproc": Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Number of ranks (processes) to start on this machine; not with torchrun.",
+        ),
+    ],
+    "workers": Annotated[int | None, option("Worker threads; 0: one per CPU (default).", min=0, max=1024)],
+}
+"""Parameter of a command -> what it is, unless the command's docstring explains it."""
+HELP = {
+    "recipe": "A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).",
+    "force": "Overwrite existing output.",
+    "print_recipe": "Print the resolved recipe and stop.",
+    "dry_run": "Check everything, print what would happen, and stop.",
+    "sources": "Text files or pipes, one or more, compressed if they end in .gz; "
+    "each JSON object of a .jsonl, .ndjson or .json file has a document under --field.",
+    "field": 'Key of a JSON object that holds the text, if not "text".',
+    "errors": "At bytes that are not UTF-8: stop, or read them as U+FFFD.",
+}
+"""Parameter of a command -> its help, unless the command's docstring has another one."""
 
 
 class Group(TyperGroup):
@@ -106,24 +99,15 @@ class Group(TyperGroup):
 
     owner: Commands
 
-    @property
-    def commands(self) -> dict[str, Any]:
-        """The names of the commands."""
-        return dict.fromkeys(self.owner.lines())
-
-    @commands.setter
-    def commands(self, value: object) -> None:
-        """Do nothing: `owner` knows the commands."""
-
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return self.owner.command(cmd_name) if cmd_name in self.commands else None
+        return self.owner.command(cmd_name) if cmd_name in self.owner.names() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, self.owner.prepared(args))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(self.owner.lines().items()))
+            formatter.write_dl([(name, self.owner.line(name)) for name in self.owner.names()])
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
@@ -180,17 +164,21 @@ class Commands:
 
         return register
 
-    def lines(self) -> dict[str, str]:
-        """Return name -> line of help of all commands."""
-        return {name: first_sentence(function.__doc__ or "") for name, (function, *_) in self._added.items()}
+    def names(self) -> Collection[str]:
+        """Return the names of all commands."""
+        return self._added
+
+    def line(self, name: str) -> str:
+        """Return the line of a command in the help of the group."""
+        return first_sentence(self._added[name][0].__doc__ or "")
 
     def command(self, name: str) -> Any:
         """Make one command."""
-        from lmkit.recipe.keys import of_table
-
         function, keys, settings = self._added[name]
         flags: dict[str, tuple[Any, Any]] = {}
         for table, _, wanted in (key.partition(".") for key in keys):
+            from lmkit.recipe.keys import of_table  # not for other commands
+
             for key, (annotation, text) in of_table(table).items():
                 kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
                 if key == wanted or (wanted == "*" and get_origin(kind) is not tuple):
@@ -207,7 +195,7 @@ class Commands:
         app.callback()(root)
         group = typer.main.get_group(app)
         assert isinstance(group, Group)
-        group.owner = self
+        group.owner, group.commands = self, dict.fromkeys(self.names())  # type: ignore[assignment]
         return group
 
     def prepared(self, words: list[str]) -> list[str]:
@@ -220,7 +208,8 @@ def command_of(
 ) -> Any:
     """Return a command that calls the function, and prints its result.
 
-    It has the options that all commands share, unless the function has them.
+    It has the options that all commands share, unless the function has them. The function's docstring has the help,
+    and below `Args:` that of its parameters; others are known by their names (`SHARED`, `HELP`).
 
     Args:
         flags: key (`generate.seed` has the option `--seed`) -> annotation and default. The function gets what was
@@ -230,8 +219,8 @@ def command_of(
     own = signature.parameters
     names = {key.rpartition(".")[2]: key for key in flags}
     shared = {name: flags[key] for name, key in names.items()}
-    shared |= {"plugin": (PluginOption, None)} if "set_" in own else {}
-    shared |= {"as_json": (JsonOption, False), "debug": (DebugOption, False)}
+    shared |= {"plugin": (SHARED["plugin"], None)} if "set_" in own else {}
+    shared |= {name: (SHARED[name], False) for name in ("as_json", "debug")}
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -244,7 +233,9 @@ def command_of(
             if not getattr(result, "is_fine", True):
                 raise typer.Exit(1)
 
-    parameters = [parameter for name, parameter in own.items() if name != "flags"]
+    text, _, told = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    helps = HELP | dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
+    parameters = [_explained(own[name], helps.get(name)) for name in own if name != "flags"]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
         for name, (kind, default) in shared.items()
@@ -253,8 +244,22 @@ def command_of(
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.command(name, **settings)(command)
+    app.command(name, help=text, **settings)(command)
     return typer.main.get_command(app)
+
+
+def _explained(parameter: inspect.Parameter, text: str | None) -> inspect.Parameter:
+    """Return the parameter of a command with its help from the docstring; one without a default is an argument."""
+    if text is None:
+        return parameter.replace(annotation=SHARED.get(parameter.name, parameter.annotation))
+    kind, default = parameter.annotation, parameter.default
+    made: Any = typer.Option(*[f"--{parameter.name.replace('_', '-')}"] if default is False else [])
+    if default is inspect.Parameter.empty:
+        made = typer.Argument()
+    if hasattr(kind, "__metadata__"):
+        made, kind = copy.copy(kind.__metadata__[0]), get_args(kind)[0]
+    made.help = " ".join(text.split())
+    return parameter.replace(annotation=Annotated[kind, made])
 
 
 def _in_home(value: Any) -> Any:

@@ -31,22 +31,8 @@ from lmkit.errors import UsageError, some_of
 from lmkit.measure.progress import Progress
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
+from lmkit.recipe import run_folder
 from lmkit.recipe.load import load_recipe, required, save_recipe
-from lmkit.recipe.run_folder import (
-    BESIDE_TOKENIZER,
-    CHAT_TEMPLATE,
-    CHECKPOINTS,
-    DATA_FILES,
-    RECIPE,
-    RECORD,
-    RUN_FILES,
-    STORIES,
-    TOKENIZER,
-    is_run,
-    refuse_foreign_files,
-    save_record,
-    token_file,
-)
 from lmkit.recipe.schema import Recipe, differences, is_under, refused
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.inputs import read_input, read_object
@@ -60,8 +46,12 @@ log = logging.getLogger("lmkit")
 OLD = "old-"
 """Begins the name of the folder of a training that was set aside."""
 DATA_STAGES = ("corpus", "tokenizer", "encode")
-OF_DATA = (*DATA_FILES, TOKENIZER, *BESIDE_TOKENIZER)
-OF_TRAINING = (CHECKPOINTS, "tensorboard", *(name for name in RUN_FILES if name not in (*OF_DATA, RECORD)))
+OF_DATA = (*run_folder.DATA_FILES, run_folder.TOKENIZER, *run_folder.BESIDE_TOKENIZER)
+OF_TRAINING = (
+    run_folder.CHECKPOINTS,
+    "tensorboard",
+    *(name for name in run_folder.RUN_FILES if name not in (*OF_DATA, run_folder.RECORD)),
+)
 """What is set aside."""
 # These may change under the same run name: no stage before `generate` depends on them, or their content counts.
 FREE = ("generate", "wandb", "checkpoint.resume", *NO_EFFECT, *FILES)
@@ -164,11 +154,9 @@ class Pipeline:
         required(recipe.model, "model", recipe, command="run")
         self.train = required(recipe.train, "train", recipe, command="run")
         if self.tokenizer.path is None and end_of_text_of(recipe) is None:  # noticed before the work
-            raise UsageError(
-                "tokenizer.no_end_of_text",
-                f"{recipe.origin}: tokenizer.special_tokens has no token that ends a document",
-                hint="name one of them: tokenizer.end_of_text, or add <|endoftext|>",
-            )
+            message = f"{recipe.origin}: tokenizer.special_tokens has no token that ends a document"
+            hint = "name one of them: tokenizer.end_of_text, or add <|endoftext|>"
+            raise UsageError("tokenizer.no_end_of_text", message, hint=hint)
         names = list(STAGES)
         if from_stage is not None and from_stage not in names:
             message, hint = f"--from: {from_stage!r} is not a stage", "stages: " + ", ".join(names)
@@ -183,8 +171,8 @@ class Pipeline:
             )
             raise UsageError("run.options_exclude", message, hint="leave out one of them")
         self.folder = recipe.run.path
-        self.checkpoints = self.folder / CHECKPOINTS
-        refuse_foreign_files(self.folder, RUN_FILES)
+        self.checkpoints = self.folder / run_folder.CHECKPOINTS
+        run_folder.refuse_foreign_files(self.folder, run_folder.RUN_FILES)
         refuse_unwritable(self.folder, option="--set run.folder=...")
         self.lock = FolderLock(self.folder)
 
@@ -226,7 +214,7 @@ class Pipeline:
         """
         if not (self.record.was_made("train") or any(self.checkpoints.glob("*"))):
             return
-        path = self.folder / RECIPE
+        path = self.folder / run_folder.RECIPE
         if path.exists():
             changed = differences(load_recipe(path), self.recipe, ignore=FREE)
             wrong = refused(changed) + [line for line in changed if is_under(line, ("corpus", "tokenizer"))]
@@ -244,16 +232,14 @@ class Pipeline:
     def _refuse_own_sources(self) -> None:
         """Refuse a recipe that reads files of this run which it would replace or set aside."""
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
-        names = (*RUN_FILES, CHECKPOINTS) if restarts else RUN_FILES
+        names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         own = [os.path.realpath(self.folder / name) for name in names]
         for key, path in _sources(self.recipe):
             real = os.path.realpath(path)
             if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
-                raise UsageError(
-                    "run.reads_itself",
-                    f"{path} (key {key}): belongs to the run in {self.folder} that would make it again",
-                    hint="copy it to another place and name that, or name a new run: --set run.name=...",
-                )
+                message = f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
+                hint = "copy it to another place and name that, or name a new run: --set run.name=..."
+                raise UsageError("run.reads_itself", message, hint=hint)
 
     @property
     def newest(self) -> Path | None:
@@ -278,7 +264,7 @@ class Pipeline:
 
     def to_set_aside(self) -> list[Path]:
         """Return what of an earlier training this run replaces."""
-        if "train" not in self.redone or not is_run(self.folder):
+        if "train" not in self.redone or not run_folder.is_run(self.folder):
             return []
         return [path for name in OF_TRAINING if os.path.lexists(path := self.folder / name)]
 
@@ -295,8 +281,8 @@ class Pipeline:
         aside = next(place for name in names if not os.path.lexists(place := self.folder / name))
         moved: list[Path] = []
         try:
-            save_record(aside, {})  # a run from the beginning, if the process is killed
-            for path in (self.folder / name for name in (TOKENIZER, *BESIDE_TOKENIZER)):
+            run_folder.save_record(aside, {})  # a run from the beginning, if the process is killed
+            for path in (self.folder / name for name in (run_folder.TOKENIZER, *run_folder.BESIDE_TOKENIZER)):
                 if path.is_file():
                     write_atomic(aside / path.name, read_input(path))
             for path in paths:
@@ -329,7 +315,7 @@ class Pipeline:
     def save_recipe(self) -> None:
         """Write the recipe into the run folder, unless the model there was trained for more steps."""
         trained = 0 if self.newest is None else int(self.newest.name[len("step-") :])
-        if trained <= self.train.steps or self.train.epochs or not (self.folder / RECIPE).exists():
+        if trained <= self.train.steps or self.train.epochs or not (self.folder / run_folder.RECIPE).exists():
             save_recipe(self.recipe)
         else:
             said = "train.steps = %d: the run was trained to step %d; it keeps this model and its recipe"
@@ -360,7 +346,7 @@ def _make_corpus(run: Pipeline) -> Outputs:
 
 
 def _make_tokenizer(run: Pipeline) -> Outputs:
-    table, path = run.tokenizer, run.folder / TOKENIZER
+    table, path = run.tokenizer, run.folder / run_folder.TOKENIZER
     if table.path is not None:
         tokenizer = Tokenizer.load(table.path, end_of_text=table.end_of_text).for_training()
     else:
@@ -384,23 +370,23 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
     template = template_for(table, tokenizer, source=run.corpus.source)
     if template is not None:
         template.check(tokenizer, table.path or path)
-    beside = [run.folder / name for name in BESIDE_TOKENIZER]
+    beside = [run.folder / name for name in run_folder.BESIDE_TOKENIZER]
     for file in beside:  # of the tokenizer before
         file.unlink(missing_ok=True)
     if template is not None:
-        template.save(run.folder / CHAT_TEMPLATE)
+        template.save(run.folder / run_folder.CHAT_TEMPLATE)
     tokenizer.save(path)
     return {"tokenizer": [path, *(file for file in beside if file.exists())]}
 
 
 def _encode(run: Pipeline) -> Outputs:
-    tokenizer = Tokenizer.load(run.folder / TOKENIZER)
+    tokenizer = Tokenizer.load(run.folder / run_folder.TOKENIZER)
     outputs = {}
     for part, sources in run.record.outputs("corpus").items():
-        path = token_file(run.folder, part)
+        path = run_folder.token_file(run.folder, part)
         sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
         if run.corpus.source == "chat":
-            template = read_template(run.folder / CHAT_TEMPLATE)
+            template = read_template(run.folder / run_folder.CHAT_TEMPLATE)
             encode_chat(sources, path, tokenizer, template, progress=run.progress)
         else:
             encode_corpus(
@@ -451,7 +437,7 @@ def _generate(run: Pipeline) -> Outputs:
 
     with alone():
         result = continue_prompts(run.folder, device=run.recipe.run.device)
-    path = run.folder / STORIES
+    path = run.folder / run_folder.STORIES
     write_atomic(path, str(result))
     return {"stories": [path]}
 
@@ -469,7 +455,7 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
 def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
     evaluation, training = (read_object(run.folder / f"{name}.json") for name in ("evaluation", "training"))
-    train, valid = (open_tokens(token_file(run.folder, part)).meta for part in ("train", "valid"))
+    train, valid = (open_tokens(run_folder.token_file(run.folder, part)).meta for part in ("train", "valid"))
     fields: dict[str, Any] = {
         "folder": run.folder,
         "stages": done,
@@ -482,7 +468,7 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         "tokens_per_second": training.get("tokens_per_second"),
         **{key: evaluation[key] for key in ("loss", "perplexity", "bits_per_byte")},
         "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
-        "story": read_input(run.folder / STORIES).decode("utf-8", "replace"),
+        "story": read_input(run.folder / run_folder.STORIES).decode("utf-8", "replace"),
     }
     speed, perplexity, bits = (fields[key] for key in ("tokens_per_second", "perplexity", "bits_per_byte"))
     lines = [
@@ -512,7 +498,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         yield "train.init_from", recipe.train.init_from
     for part in ("train", "valid"):
         path = getattr(recipe.data, part)
-        if path is not None and path.absolute() != token_file(recipe.run.path, part).absolute():
+        if path is not None and path.absolute() != run_folder.token_file(recipe.run.path, part).absolute():
             yield f"data.{part}", path  # the run's own token files are made again
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import Commands, PluginOption, RecipeArgument, SetOption, option
+from lmkit.cli.options import Commands
 from lmkit.registry import ATTENTION, DATASETS, OPERATIONS, OPTIMIZERS, STRATEGIES, Registry
 
 if TYPE_CHECKING:
@@ -30,22 +31,24 @@ _LESS = (
     "lmkit plan llama_1b --check",
 )
 def plan(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    gpu: Annotated[
-        str | None,
-        option("T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]"),
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=65536, help="GPUs that train together.")] = 1,
-    strategy: Annotated[str | None, option("How the GPUs share the training (parallel.strategy).")] = None,
-    all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Compare all known GPUs.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Make a few steps here; compare with the plan.")
-    ] = False,
+    recipe: str,
+    set_: list[str] | None = None,
+    gpu: str | None = None,
+    ranks: Annotated[int, typer.Option(min=1, max=65536)] = 1,
+    strategy: str | None = None,
+    all_gpus: bool = False,
+    check: bool = False,
 ) -> Result:
     """Say what a training needs and whether it fits, from its recipe alone.
 
     Bytes are those of tensors. GB are 10^9 bytes.
+
+    Args:
+        gpu: T4, L4, RTX 4090, A100 40GB, A100, H100, H200.  [default: that of this machine, or H200]
+        strategy: How the GPUs share the training (parallel.strategy).
+        all_gpus: Compare all known GPUs.
+        check: Make a few steps here; compare with the plan.
+        ranks: GPUs that train together.
     """
     from lmkit.errors import UsageError, did_you_mean
     from lmkit.measure.limits import CARDS, card_here
@@ -159,25 +162,19 @@ def _table(plans: dict[str, Plan]) -> str:
     from lmkit.measure.tables import Column, terminal_table
 
     made = next(reversed(plans.values()))
-    rows = [
-        {
-            "gpu": name,
-            "usable": each.usable / GB,
-            "needs": each.memory.peak / GB,
-            "fits": "yes" if each.fits else "no",
-            "rows": each.most_rows,
-            "context": each.most_context,
-        }
-        for name, each in plans.items()
-    ]
     columns = (
-        Column("gpu", "GPU"),
-        Column("usable", "usable GB", ".1f"),
-        Column("needs", "needs GB", ".2f"),
-        Column("fits", "fits"),
-        Column("rows", "largest batch", ",d"),
-        Column("context", "longest context", ",d"),
+        *(Column("gpu", "GPU"), Column("usable", "usable GB", ".1f"), Column("needs", "needs GB", ".2f")),
+        *(
+            Column("fits", "fits"),
+            Column("rows", "largest batch", ",d"),
+            Column("context", "longest context", ",d"),
+        ),
     )
+    rows = []
+    for name, each in plans.items():
+        sizes = (each.usable / GB, each.memory.peak / GB, "yes" if each.fits else "no")
+        values = (name, *sizes, each.most_rows, each.most_context)
+        rows.append({column.key: value for column, value in zip(columns, values, strict=True)})
     precision, context = made.train.precision, made.config.context_length
     others = (f"{p.train.precision} on {name}" for name, p in plans.items() if p.train.precision != precision)
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"
@@ -195,7 +192,7 @@ def _table(plans: dict[str, Plan]) -> str:
 
 
 @app.add("lmkit env --json")
-def env(plugin: PluginOption = None) -> Result:
+def env(plugin: list[Path] | None = None) -> Result:
     """Print versions, GPUs, and what runs on this machine."""
     from lmkit import __version__
     from lmkit.measure.environment import describe_environment

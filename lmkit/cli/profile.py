@@ -9,23 +9,13 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption, option
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
-OutputOption = Annotated[
-    Path | None,
-    option(
-        "Folder for the recording and its summary.  [default: artifacts/profiles/<command>, overwritten]",
-        "--output",
-    ),
-]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, max=1000, help="Training steps to record.")]
-ModeOption = Annotated[
-    Literal["forward", "fwd+bwd", "step"],
-    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
-]
+Mode = Literal["forward", "fwd+bwd", "step"]
+Steps = Annotated[int, typer.Option(min=1, max=1000)]
 
 app = Commands("Find out where time and memory go.", example="lmkit profile kineto quickstart")
 
@@ -46,33 +36,30 @@ class _TakesCommand(TyperCommand):
 )
 def nsys(
     context: typer.Context,
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            help="A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments."
-        ),
-    ],
-    set_: SetOption = None,
-    engine: Annotated[
-        Literal["auto", "nsys", "kineto"],
-        typer.Option(help="auto: a recipe is profiled with kineto where nsys is missing."),
-    ] = "auto",
-    mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = None,
-    force: ForceOption = False,
+    target: list[str],
+    set_: list[str] | None = None,
+    engine: Literal["auto", "nsys", "kineto"] = "auto",
+    mode: Mode = "step",
+    steps: Steps = 5,
+    output: Path | None = None,
+    force: bool = False,
 ) -> Any:
     """Time of training steps, or of any command, with Nsight Systems.
 
     An existing recording (.sqlite, .nsys-rep) is summarised.
+
+    Args:
+        target: A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments.
+        engine: auto: a recipe is profiled with kineto where nsys is missing.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     arguments = context.meta[__name__]
     if len(target) > 1 and target != arguments:
-        raise UsageError(
-            "profile.too_many_targets",
-            f"{' '.join(target)}: more than a recipe or a recording",
-            hint="put a command after `--`: lmkit profile nsys -- COMMAND",
-        )
+        message = f"{' '.join(target)}: more than a recipe or a recording"
+        hint = "put a command after `--`: lmkit profile nsys -- COMMAND"
+        raise UsageError("profile.too_many_targets", message, hint=hint)
     folder = _folder(output, "nsys", force=force)
     if not arguments:
         return _profile(target[0], set_, folder, engine=engine, mode=mode, steps=steps)
@@ -83,16 +70,22 @@ def nsys(
 
 @app.add("lmkit profile kineto quickstart --steps 5")
 def kineto(
-    target: Annotated[str, typer.Argument(help="A recipe, or a .json[.gz] trace of torch.profiler.")],
-    set_: SetOption = None,
-    mode: ModeOption = "step",
-    steps: StepsOption = 5,
-    output: OutputOption = None,
-    force: ForceOption = False,
+    target: str,
+    set_: list[str] | None = None,
+    mode: Mode = "step",
+    steps: Steps = 5,
+    output: Path | None = None,
+    force: bool = False,
 ) -> Any:
     """Time of training steps with torch.profiler, on a CPU too.
 
     An existing recording (.json, .json.gz) is summarised.
+
+    Args:
+        target: A recipe, or a .json[.gz] trace of torch.profiler.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "kineto", force=force)
     return _profile(target, set_, folder, engine="kineto", mode=mode, steps=steps)
@@ -103,20 +96,28 @@ def kineto(
     "lmkit profile memory quickstart --contexts 128,512 --kernels reference,flash_torch",
 )
 def memory(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    mode: ModeOption = "step",
-    contexts: Annotated[str | None, option("Table: context lengths, 128,512,2048.")] = None,
-    precisions: Annotated[str | None, option("Table: precisions of [train], fp32,bf16.")] = None,
-    kernels: Annotated[str | None, option("Table: attention kernels, reference,flash_torch.")] = None,
-    steps: StepsOption = 2,
-    output: OutputOption = None,
-    force: ForceOption = False,
+    recipe: str,
+    set_: list[str] | None = None,
+    mode: Mode = "step",
+    contexts: str | None = None,
+    precisions: str | None = None,
+    kernels: str | None = None,
+    steps: Steps = 2,
+    output: Path | None = None,
+    force: bool = False,
 ) -> Any:
     """Peak memory of training steps by phase, category and source line.
 
-    Writes a picture and, on a GPU, a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions or
-    kernels: a table of the forward pass and the whole step for every combination.
+    Writes a picture and, on a GPU, a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions or kernels: a
+    table of the forward pass and the whole step for every combination.
+
+    Args:
+        contexts: Table: context lengths, 128,512,2048.
+        precisions: Table: precisions of [train], fp32,bf16.
+        kernels: Table: attention kernels, reference,flash_torch.
+        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
+        steps: Training steps to record.
+        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe

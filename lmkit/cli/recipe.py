@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from lmkit.cli.console import Result
-from lmkit.cli.options import Commands, ForceOption, RecipeArgument, SetOption
+from lmkit.cli.options import Commands
 from lmkit.measure.tables import enumeration
 
 app = Commands("List, show, check and copy recipes.", example="lmkit recipe show quickstart")
@@ -29,7 +26,7 @@ def list_() -> Result:
 
 
 @app.add("lmkit recipe show quickstart --set train.steps=100")
-def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
+def show(recipe: str, set_: list[str] | None = None) -> Result:
     """Print a recipe with the meaning of every key.
 
     Also prints the number of parameters of the model.
@@ -51,7 +48,7 @@ def show(recipe: RecipeArgument, set_: SetOption = None) -> Result:
 
 
 @app.add("lmkit recipe validate my.toml")
-def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
+def validate(recipe: str, set_: list[str] | None = None) -> Result:
     """Check a recipe and report every mistake at once."""
     from lmkit.recipe.load import load_recipe
 
@@ -63,11 +60,15 @@ def validate(recipe: RecipeArgument, set_: SetOption = None) -> Result:
 
 @app.add("lmkit recipe copy quickstart my.toml")
 def copy(
-    recipe: RecipeArgument,
-    output: Annotated[Path, typer.Argument(help="The new file.")],
-    force: ForceOption = False,
+    recipe: str,
+    output: Path,
+    force: bool = False,
 ) -> Result:
-    """Copy a shipped recipe with its comments to a new file."""
+    """Copy a shipped recipe with its comments to a new file.
+
+    Args:
+        output: The new file.
+    """
     from lmkit.recipe.load import find_recipe
     from lmkit.storage import write_atomic
     from lmkit.storage.inputs import read_input

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import MOST_RANKS, Commands, ForceOption, PluginOption, option
+from lmkit.cli.options import MOST_RANKS, Commands
 from lmkit.errors import UsageError
 from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
 from lmkit.storage.inputs import read_object
@@ -23,18 +23,10 @@ app = Commands()
 
 @app.add("lmkit compare before/ after/", "lmkit compare artifacts/runs/quickstart artifacts/runs/wider")
 def compare(
-    before: Annotated[
-        Path, typer.Argument(help="A bench's results, folder or .jsonl file; a run, or a folder of runs.")
-    ],
-    after: Annotated[Path, typer.Argument(help="The newer one, likewise.")],
-    threshold: Annotated[
-        float | None,
-        option(
-            "Smallest relative difference that counts.  [default: 0.03 of a time, 0.005 of a held-out loss]",
-            min=0,
-        ),
-    ] = None,
-    plugin: PluginOption = None,
+    before: Path,
+    after: Path,
+    threshold: Annotated[float | None, typer.Option(min=0)] = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Compare two results of one bench, row by row, or two trainings.
 
@@ -47,6 +39,11 @@ def compare(
     Verdicts on benches allow for the machine's noise and for its drift, which rows of other people's code (sdpa,
     torch) show. On a busy machine most verdicts are unclear. Exit code 1 if a bench's row is worse or wrong, or
     nothing was compared.
+
+    Args:
+        before: A bench's results, folder or .jsonl file; a run, or a folder of runs.
+        after: The newer one, likewise.
+        threshold: Smallest relative difference that counts.  [default: 0.03 of a time, 0.005 of a held-out loss]
     """
     if any((path / METRICS).exists() or any(path.glob(f"*/{METRICS}")) for path in (before, after)):
         from lmkit.training import results
@@ -64,44 +61,31 @@ def compare(
     "lmkit report artifacts/runs/quickstart --html",
 )
 def report(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Where the results of benches and profiles lie, at any depth; with --html a run folder.  "
-            "[default: artifacts/benches and artifacts/profiles]",
-            show_default=False,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        option(
-            "Folder of the documents, or the file of the page.  "
-            "[default: `reports` in that folder, or in artifacts/benches; `report.html` in the run folder]"
-        ),
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Write nothing; exit code 1 if a document does not say what the rows say."
-        ),
-    ] = False,
-    html: Annotated[
-        bool, typer.Option("--html", help="Write one page about a run, which a browser opens.")
-    ] = False,
-    beside: Annotated[list[Path] | None, option("With --html: another run on the same page.")] = None,
-    force: ForceOption = False,
+    folder: Annotated[Path | None, typer.Argument(show_default=False)] = None,
+    output: Path | None = None,
+    check: bool = False,
+    html: bool = False,
+    beside: list[Path] | None = None,
+    force: bool = False,
 ) -> Any:
     """Write reports on measured results, or a page about a run.
 
     Attention, data parallelism, optimizer sharding and profiling have a document each, if there are results. With
     --html: one page about a run, with its curves, texts, recipe and environment.
+
+    Args:
+        output: Folder of the documents, or the file of the page.  [default: `reports` in that folder, or in
+            artifacts/benches; `report.html` in the run folder]
+        check: Write nothing; exit code 1 if a document does not say what the rows say.
+        html: Write one page about a run, which a browser opens.
+        beside: With --html: another run on the same page.
+        folder: Where the results of benches and profiles lie, at any depth; with --html a run folder.  [default:
+            artifacts/benches and artifacts/profiles]
     """
     if (beside and not html) or (html and (folder is None or check)):
-        raise UsageError(
-            "report.options_exclude",
-            "--html takes a run folder and not --check; --beside belongs to --html",
-            hint="for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other",
-        )
+        message = "--html takes a run folder and not --check; --beside belongs to --html"
+        hint = "for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other"
+        raise UsageError("report.options_exclude", message, hint=hint)
     if html:
         from lmkit.training.results import write_page
 
@@ -121,17 +105,20 @@ NAMES = ("run.folder", "run.name", "checkpoint.resume")
 
 @app.add("lmkit rerun artifacts/runs/quickstart", "lmkit rerun artifacts/h200/attention --output again")
 def rerun(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or the folder of a bench's results.")],
-    output: Annotated[Path | None, option("The new folder; default: FOLDER-rerun.")] = None,
-    nproc: Annotated[
-        int | None, option("Ranks to start; default: as many as the first time.", min=1, max=MOST_RANKS)
-    ] = None,
-    plugin: PluginOption = None,
+    folder: Path,
+    output: Path | None = None,
+    nproc: Annotated[int | None, typer.Option(min=1, max=MOST_RANKS)] = None,
+    plugin: list[Path] | None = None,
 ) -> Any:
     """Make a run or a bench again from its stored recipe, and list what drifted.
 
     Compares versions, the machine, losses step by step, and times as `lmkit compare` does; of a run also the recipe,
     with that of its newest checkpoint. Exit code 1 if a variant of the bench is wrong or failed.
+
+    Args:
+        folder: A run folder, or the folder of a bench's results.
+        output: The new folder; default: FOLDER-rerun.
+        nproc: Ranks to start; default: as many as the first time.
     """
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.schema import differences

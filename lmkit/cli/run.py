@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr
-from lmkit.cli.options import (
-    Commands,
-    DryRunOption,
-    NprocOption,
-    PrintRecipeOption,
-    RecipeArgument,
-    SetOption,
-    option,
-)
+from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,37 +23,26 @@ app = Commands()
     "torchrun --nproc-per-node 2 -m lmkit run quickstart",
 )
 def run(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    skip_data: Annotated[
-        bool, typer.Option("--skip-data", help="Use the corpus, tokenizer and token files as they are.")
-    ] = False,
-    from_stage: Annotated[
-        str | None, option("Redo this stage and all after it.", "--from", metavar="STAGE")
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Start over, whichever recipe made the folder; the old training moves to old-<time> in it.",
-        ),
-    ] = False,
-    nproc: NprocOption = 1,
-    seeds: Annotated[
-        int | None,
-        option(
-            "Make N runs with the seeds run.seed, run.seed + 1, ... in the folder of the run's name.",
-            min=1,
-            max=1000,
-        ),
-    ] = None,
-    print_recipe: PrintRecipeOption = False,
-    dry_run: DryRunOption = False,
+    recipe: str,
+    set_: list[str] | None = None,
+    skip_data: bool = False,
+    from_stage: Annotated[str | None, typer.Option("--from", metavar="STAGE")] = None,
+    force: bool = False,
+    nproc: int = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, max=1000)] = None,
+    print_recipe: bool = False,
+    dry_run: bool = False,
 ) -> Any:
     """Turn text into a model that writes stories.
 
     The stages are corpus, tokenizer, encode, train, evaluate and generate. Stages that are up to date are skipped;
     an interrupted training resumes. Under torchrun, rank 0 makes the data, and all ranks train.
+
+    Args:
+        skip_data: Use the corpus, tokenizer and token files as they are.
+        force: Start over, whichever recipe made the folder; the old training moves to old-<time> in it.
+        from_stage: Redo this stage and all after it.
+        seeds: Make N runs with the seeds run.seed, run.seed + 1, ... in the folder of the run's name.
     """
     from lmkit.recipe.load import load_recipe, recipe_to_toml
 

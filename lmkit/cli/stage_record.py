@@ -15,17 +15,8 @@ from typing import Any
 
 from lmkit.data.corpora import mark_of, refuse_directory
 from lmkit.errors import UsageError
-from lmkit.recipe import END_OF_TEXT
+from lmkit.recipe import END_OF_TEXT, run_folder
 from lmkit.recipe.load import shipped_recipes
-from lmkit.recipe.run_folder import (
-    ADDED_TOKENS,
-    BESIDE_TOKENIZER,
-    RECORD,
-    SPECIAL_TOKENS_MAP,
-    is_entry,
-    read_record,
-    save_record,
-)
 from lmkit.recipe.schema import Recipe
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer.vocabulary import end_of_text_of
@@ -65,12 +56,12 @@ class StageRecord:
 
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
         self.folder, self.mark = folder, _mark_of(recipe)
-        record = read_record(folder)
-        self.entries = {stage: record[stage] for stage in READS if is_entry(record.get(stage))}
+        record = run_folder.read_record(folder)
+        self.entries = {stage: record[stage] for stage in READS if run_folder.is_entry(record.get(stage))}
         lost = ", ".join(stage for stage in READS if stage in record and stage not in self.entries)
-        if not record and (folder / RECORD).exists():
+        if not record and (folder / run_folder.RECORD).exists():
             lost = "every stage"
-        self.damage = f"{folder / RECORD}: damaged, so that {lost} may run again" if lost else None
+        self.damage = f"{folder / run_folder.RECORD}: damaged, so that {lost} may run again" if lost else None
         noted = record.get("files")
         self._noted: dict[str, Any] = noted if isinstance(noted, dict) else {}
         self._sources: dict[str, list[Path]] = {}
@@ -165,7 +156,7 @@ class StageRecord:
 
     def save(self) -> None:
         """Write the record, with the hashes of files that were read."""
-        save_record(self.folder, self.entries | {"files": self._noted})
+        run_folder.save_record(self.folder, self.entries | {"files": self._noted})
 
 
 def _checked(path: Path, key: str) -> Path:
@@ -202,6 +193,9 @@ def paths_of(recipe: Recipe, key: str) -> list[Path]:
     table, _, name = key.partition(".")
     value = getattr(getattr(recipe, table), name)
     if isinstance(value, Path):
-        beside = [value.parent / name for name in (*BESIDE_TOKENIZER, SPECIAL_TOKENS_MAP, ADDED_TOKENS)]
+        beside = [
+            value.parent / name
+            for name in (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
+        ]
         return [value, *(path for path in beside if path.is_file())]
     return list(value or ())

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmkit.cli.console import Result, progress_on_stderr, show, write
-from lmkit.cli.options import (
-    Commands,
-    ErrorsOption,
-    FieldOption,
-    ForceOption,
-    JsonOption,
-    SourcesArgument,
-    WorkersOption,
-    option,
-)
+from lmkit.cli.options import Commands, Errors
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import enumeration, statement
 from lmkit.storage.outputs import refuse_existing, refuse_replacing, refuse_unwritable
@@ -43,19 +34,24 @@ TokenizerArgument = Annotated[Path, typer.Argument(help="A tokenizer.json.")]
 
 @app.add("lmkit tokenizer train stories.txt tokenizer.json --vocab-size 4096")
 def train(
-    sources: SourcesArgument,
-    output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
-    vocab_size: Annotated[int, typer.Option(help="256 bytes + merges + special tokens.")] = 10_000,
-    special: Annotated[
-        list[str] | None, option("A special token; repeatable. Default: <|endoftext|>.")
-    ] = None,
-    max_token_bytes: Annotated[int | None, option("No merge makes a longer token. Default: 256.")] = None,
-    workers: WorkersOption = None,
-    errors: ErrorsOption = "strict",
-    field: FieldOption = None,
-    force: ForceOption = False,
+    sources: list[Path],
+    output: Path,
+    vocab_size: int = 10_000,
+    special: list[str] | None = None,
+    max_token_bytes: int | None = None,
+    workers: int | None = None,
+    errors: Errors = "strict",
+    field: str | None = None,
+    force: bool = False,
 ) -> Result:
-    """Train byte-level BPE on text files."""
+    """Train byte-level BPE on text files.
+
+    Args:
+        output: The tokenizer.json to write.
+        vocab_size: 256 bytes + merges + special tokens.
+        special: A special token; repeatable. Default: <|endoftext|>.
+        max_token_bytes: No merge makes a longer token. Default: 256.
+    """
     from lmkit.recipe.load import load_recipe
 
     typed = {"vocab_size": vocab_size, "special_tokens": special, "max_token_bytes": max_token_bytes}
@@ -92,12 +88,15 @@ def train(
 )
 def encode(
     tokenizer: TokenizerArgument,
-    text: Annotated[str | None, typer.Argument(help="Default: read stdin.", show_default=False)] = None,
-    as_json: JsonOption = False,
+    text: Annotated[str | None, typer.Argument(show_default=False)] = None,
+    as_json: bool = False,
 ) -> None:
     """Print the token ids of a text, or of stdin.
 
     With --json the ids are one list, held in memory until the text has ended.
+
+    Args:
+        text: Default: read stdin.
     """
     from lmkit.tokenizer import Tokenizer
 
@@ -118,15 +117,16 @@ def encode(
 @app.add("lmkit tokenizer decode tokenizer.json 262 1011 13")
 def decode(
     tokenizer: TokenizerArgument,
-    ids: Annotated[
-        list[str] | None, typer.Argument(help="Token ids. Default: read stdin.", show_default=False)
-    ] = None,
-    as_json: JsonOption = False,
+    ids: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
+    as_json: bool = False,
 ) -> None:
     """Print the text of token ids, separated by blanks or commas.
 
     A file or a pipe gets the bytes unchanged. A terminal gets U+FFFD for control characters and for bytes that are
     not UTF-8; --json replaces only the latter.
+
+    Args:
+        ids: Token ids. Default: read stdin.
     """
     from lmkit.tokenizer import Tokenizer
 
@@ -146,11 +146,13 @@ def decode(
 @app.add("lmkit tokenizer inspect tokenizer.json --text stories.txt")
 def inspect(
     tokenizer: TokenizerArgument,
-    text: Annotated[
-        Path | None, option("Measure bytes per token on this file (.jsonl: as for train).")
-    ] = None,
+    text: Path | None = None,
 ) -> Result:
-    """Show the size, the longest tokens, and the compression of a text."""
+    """Show the size, the longest tokens, and the compression of a text.
+
+    Args:
+        text: Measure bytes per token on this file (.jsonl: as for train).
+    """
     from lmkit.data.corpora import plain_text_files
     from lmkit.tokenizer import END_OF_TEXT, Tokenizer, inspect_tokenizer
 
@@ -170,11 +172,16 @@ def inspect(
 
 @app.add("lmkit tokenizer import gpt2-files tokenizer.json", name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A folder with vocab.json and merges.txt.")],
-    output: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
-    force: ForceOption = False,
+    folder: Path,
+    output: Path,
+    force: bool = False,
 ) -> Result:
-    """Make a tokenizer.json from GPT-2's two files."""
+    """Make a tokenizer.json from GPT-2's two files.
+
+    Args:
+        folder: A folder with vocab.json and merges.txt.
+        output: The tokenizer.json to write.
+    """
     from lmkit.tokenizer import Tokenizer
 
     _check_output(output, force=force)
@@ -184,10 +191,14 @@ def import_(
 @app.add("lmkit tokenizer export tokenizer.json gpt2-files")
 def export(
     tokenizer: TokenizerArgument,
-    folder: Annotated[Path, typer.Argument(help="The folder for vocab.json and merges.txt.")],
-    force: ForceOption = False,
+    folder: Path,
+    force: bool = False,
 ) -> Result:
-    """Write a tokenizer as GPT-2's two files, for other libraries."""
+    """Write a tokenizer as GPT-2's two files, for other libraries.
+
+    Args:
+        folder: The folder for vocab.json and merges.txt.
+    """
     from lmkit.tokenizer import Tokenizer
 
     refuse_unwritable(folder, option="the argument FOLDER")

@@ -53,6 +53,12 @@ _LIGHT = vars(builtins) | {kind.__name__: kind for kind in (Path, FlagNames, Sho
 _LIGHT |= {"Annotated": Annotated, "Any": Any, "Literal": Literal}
 
 
+# Statements of a module that begin in the first column; these patterns are compiled once.
+_ASSIGNMENT = re.compile(r"^(\w+) = (.+(?:\n[ \])].*)*)", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w+)\b.*(?:\n(?: .*)?)*", re.MULTILINE)
+_IMPORT = re.compile(r"^from (lmkit\.(?:recipe|bench)\.\S+) import (\([^)]*|.*)", re.MULTILINE)
+
+
 class _Names(dict[str, Any]):
     """The names that a module's annotations use, evaluated from its source when they are looked up."""
 
@@ -60,20 +66,22 @@ class _Names(dict[str, Any]):
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
-        self.module, self.text = module, Path(spec.origin).read_text("utf-8")
+        text = Path(spec.origin).read_text("utf-8")
+        self.assigned = dict(_ASSIGNMENT.findall(text))
+        self.classes = {found[1]: found[0] for found in _CLASS.finditer(text)}
+        self.homes = {
+            name: home for home, names in _IMPORT.findall(text) for name in re.findall(r"\w+", names)
+        }
 
     def __missing__(self, name: str) -> Any:
         if name in _LIGHT:
             return _LIGHT[name]
-        home, found = self.home(name), re.search(rf"^{name} = (.+(?:\n[ \])].*)*)", self.text, re.MULTILINE)
-        self[name] = self.evaluated(found[1]) if found else UNKNOWN if home is None else home[name]
+        self[name] = UNKNOWN
+        if name in self.assigned:
+            self[name] = self.evaluated(self.assigned[name])
+        elif name in self.homes:
+            self[name] = _names(self.homes[name])[name]
         return self[name]
-
-    def home(self, name: str) -> _Names | None:
-        """Return the names of the file of recipes or benches from which a name is imported."""
-        pattern = rf"^from (lmkit\.(?:recipe|bench)\.\S+) import (?:\([^)]*|[^(\n]*)\b{name}\b"
-        found = re.search(pattern, self.text, re.MULTILINE)
-        return _names(found[1]) if found else None
 
     def evaluated(self, annotation: str) -> Any:
         return eval(annotation, {"__builtins__": {}}, self)
@@ -86,11 +94,9 @@ _names = cache(_Names)
 def of_class(module: str, name: str) -> dict[str, Key]:
     """Return the keys of a table and of the tables that it extends, in their order."""
     names = _names(module)
-    source = re.search(rf"^class {name}\b.*(?:\n(?: .*)?)*", names.text, re.MULTILINE)
-    if source is None:
-        home = names.home(name)
-        return {} if home is None else of_class(home.module, name)
-    (definition,) = ast.parse(source[0]).body
+    if name not in names.classes:
+        return of_class(names.homes[name], name) if name in names.homes else {}
+    (definition,) = ast.parse(names.classes[name]).body
     assert isinstance(definition, ast.ClassDef)
     keys: dict[str, Key] = {}
     for base in definition.bases:
@@ -108,6 +114,6 @@ def of_class(module: str, name: str) -> dict[str, Key]:
 
 def of_table(name: str) -> dict[str, Key]:
     """Return the keys of a table in `lmkit.recipe.tables`, such as "generate"."""
-    tables = "lmkit.recipe.tables"
-    (kind,) = re.findall(rf'^class (\w+)\(Table\):\n    """`\[{name}\]`', _names(tables).text, re.MULTILINE)
-    return of_class(tables, kind)
+    module = "lmkit.recipe.tables"
+    (kind,) = [kind for kind, source in _names(module).classes.items() if f'\n    """`[{name}]`' in source]
+    return of_class(module, kind)

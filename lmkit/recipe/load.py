@@ -102,7 +102,8 @@ def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
     model, train = typed.get("model", {}), typed.get("train", {})
     if model.keys() & {"preset", "depth"}:
         drop("model", *SIZES)
-    if "tokens_per_parameter" in train and ("depth" in model or "depth" in (raw.get("model") or ())):
+    models = (table for table in (model, raw.get("model")) if isinstance(table, dict))
+    if "tokens_per_parameter" in train and any("depth" in table for table in models):
         drop("train", "steps")
     if "steps" in train:
         drop("train", "epochs")
@@ -119,11 +120,9 @@ def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
         UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
     """
     if table is None:
-        raise UsageError(
-            "recipe.missing_table",
-            f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs",
-            hint=f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}",
-        )
+        message = f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs"
+        hint = f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}"
+        raise UsageError("recipe.missing_table", message, hint=hint)
     return table
 
 
@@ -176,9 +175,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with open_input(path) as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise OSError(
-                errno.EFBIG, f"larger than {_MOST_BYTES >> 20} MiB, the most that a recipe may have"
-            )
+            raise OSError(errno.EFBIG, "larger than 1 MiB, the most that a recipe may have")
         return tomllib.loads(data.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         wrong, hint = f"not UTF-8 at byte {error.start}", "save the recipe as UTF-8 text"
@@ -315,11 +312,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
         code = mistakes[0][0] if len({kind for kind, _ in mistakes}) == 1 else "mistakes"
-        raise UsageError(
-            f"recipe.{code}",
-            f"{origin}: " + "; ".join(text for _, text in mistakes),
-            hint=f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}",
-        )
+        hint = f"to see every key and its values: lmkit recipe show {[*examples, 'quickstart'][0]}"
+        raise UsageError(f"recipe.{code}", f"{origin}: " + "; ".join(text for _, text in mistakes), hint=hint)
     for name in of_benches if benches else ():
         of_benches[name] = tables.pop(f"bench.{name}").model_dump(mode="json", exclude_none=True)
     given: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})
@@ -348,17 +342,15 @@ _BOUNDS = {"greater_than_equal": "at least", "less_than_equal": "at most"}
 def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str, str]:
     """Return the kind and the text, `table.key: what is wrong`, of one pydantic error."""
     keys = [table, *(str(part) for part in detail["loc"])]
-    path = ".".join(keys)
-    kind, value = detail["type"], detail["input"]
+    path, kind, value = ".".join(keys), detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        near = did_you_mean(keys[-1], kind_of_table.model_fields)
-        return "unknown_key", f"unknown key {path}{near}"
+        return "unknown_key", f"unknown key {path}{did_you_mean(keys[-1], kind_of_table.model_fields)}"
     if kind == "json_invalid":  # `validate` writes the JSON itself: only lone surrogates can spoil it
         wrong = "holds text that is not UTF-8"
     elif kind == "value_error":
         wrong = str(detail["ctx"]["error"])
     elif kind == "literal_error":
-        names = [part.strip("' ") for part in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        names = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
         wrong = f"{_shown(value)} is not one of {', '.join(names)}{did_you_mean(str(value), names)}"
     elif kind == "string_pattern_mismatch":
         wrong = f"{_shown(value)} does not match the pattern {detail['ctx']['pattern']}"
@@ -370,8 +362,7 @@ def _describe(table: str, kind_of_table: type[Table], detail: Any) -> tuple[str,
         wrong = f"must be {_BOUNDS[kind]} {_shown(bound)}, got {_shown(value)}"
     else:
         wanted = _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
-        if kind == "tuple_type" and isinstance(value, str):
-            wanted += f", as in [{_shown(value)}]"
+        wanted += f", as in [{_shown(value)}]" if kind == "tuple_type" and isinstance(value, str) else ""
         wrong = f"must be {wanted}, got {_shown(value)}"
     return "wrong_value", f"{path}: {wrong}"
 

@@ -29,22 +29,16 @@ def annotated_toml(recipe: Recipe) -> str:
     lines: list[str] = []
     absent: list[str] = []
     tables = {name: getattr(recipe, name) for name in TABLES}
-    tables |= {
-        f"bench.{bench}": recipe.bench_table(bench) if bench in recipe.bench else None
-        for bench in BENCHES.names
-    }
+    for bench in BENCHES.names:
+        tables[f"bench.{bench}"] = recipe.bench_table(bench) if bench in recipe.bench else None
     for name, table in tables.items():
         if table is None:
             absent.append(f"[{name}]")
         else:
             lines += [f"[{name}]", *_keys(table), ""]
     if absent:
-        lines += textwrap.wrap(
-            "Tables that this recipe does not have: " + ", ".join(absent),
-            _WIDTH,
-            initial_indent="# ",
-            subsequent_indent="# ",
-        )
+        text = "Tables that this recipe does not have: " + ", ".join(absent)
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     return "\n".join(lines).rstrip() + "\n"
 
 

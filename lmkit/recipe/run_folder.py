@@ -52,14 +52,12 @@ _RESULTS = (
     *(RECIPE, ENVIRONMENT, "*results.*", "*summary.json", "*report.md", "*.png"),
     *("profile.*", "kineto_trace.*", "memory_*"),  # recordings
 )
-_PATHS = (
-    ("corpus", "train"),
-    ("corpus", "valid"),
-    ("tokenizer", "path"),
-    ("data", "train"),
-    ("data", "valid"),
-    ("checkpoint", "resume"),
-)
+_PATHS = {
+    "corpus": ("train", "valid"),
+    "tokenizer": ("path",),
+    "data": ("train", "valid"),
+    "checkpoint": ("resume",),
+}
 """Keys that may name files inside the run folder."""
 
 
@@ -128,11 +126,9 @@ def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> 
     """
     found = next((name for name in names if os.path.lexists(folder / name)), None)
     if found is not None and not is_run(folder):
-        raise UsageError(
-            "run.not_a_run_folder",
-            f"{folder}: this run would replace {found!r}, and no run of lmkit made it",
-            hint="move it away, or choose another folder: --set run.name=...",
-        )
+        message = f"{folder}: this run would replace {found!r}, and no run of lmkit made it"
+        hint = "move it away, or choose another folder: --set run.name=..."
+        raise UsageError("run.not_a_run_folder", message, hint=hint)
 
 
 def refuse_results(folder: Path, *, force: bool) -> None:
@@ -196,7 +192,7 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
         # A file of the user's stays where it is when `--force` sets the run aside.
         return str(place if os.path.lexists(place) or not os.path.lexists(value) else value)
 
-    for table, key in _PATHS:
-        if isinstance(placed.get(table), dict) and key in placed[table]:
-            placed[table][key] = moved(placed[table][key])
+    for name, keys in _PATHS.items():
+        if isinstance(table := placed.get(name), dict):
+            table.update({key: moved(table[key]) for key in keys if key in table})
     return placed

@@ -9,21 +9,8 @@ from typing import Any, get_args
 from pydantic import Field, PrivateAttr
 
 from lmkit.errors import did_you_mean
-from lmkit.recipe.tables import (
-    CheckpointConfig,
-    CorpusConfig,
-    DataConfig,
-    GenerateConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    Table,
-    TokenizerConfig,
-    TrainConfig,
-    WandbConfig,
-    kernels_with_first,
-)
+from lmkit.recipe import tables as t
+from lmkit.recipe.tables import ParallelConfig, Table, kernels_with_first
 from lmkit.recipe.values import flat
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, STRATEGIES
 
@@ -35,17 +22,17 @@ class Recipe(Table):
     other tables have defaults.
     """
 
-    run: RunConfig = RunConfig()
-    corpus: CorpusConfig | None = None
-    tokenizer: TokenizerConfig | None = None
-    data: DataConfig = DataConfig()
-    model: ModelConfig | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainConfig | None = None
-    parallel: ParallelConfig = ParallelConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    generate: GenerateConfig = GenerateConfig()
-    wandb: WandbConfig = WandbConfig()
+    run: t.RunConfig = t.RunConfig()
+    corpus: t.CorpusConfig | None = None
+    tokenizer: t.TokenizerConfig | None = None
+    data: t.DataConfig = t.DataConfig()
+    model: t.ModelConfig | None = None
+    optimizer: t.OptimizerConfig = t.OptimizerConfig()
+    train: t.TrainConfig | None = None
+    parallel: t.ParallelConfig = t.ParallelConfig()
+    checkpoint: t.CheckpointConfig = t.CheckpointConfig()
+    generate: t.GenerateConfig = t.GenerateConfig()
+    wandb: t.WandbConfig = t.WandbConfig()
     bench: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """name -> [bench.NAME], which is not validated before `bench_table` or `load_recipe(benches=True)`."""
     _origin: str = PrivateAttr("the recipe")
@@ -63,12 +50,9 @@ class Recipe(Table):
 
     def bench_table(self, name: str) -> Any:
         """Return [bench.NAME] as the bench's `Options`, each item of its arrays once; imports the bench."""
-        table: Table = BENCHES.function_of(name, "Options").model_validate_json(
-            json.dumps(self.bench.get(name, {}))
-        )
-        return table.changed(
-            **{key: tuple(dict.fromkeys(value)) for key, value in table if isinstance(value, tuple)}
-        )
+        kind: type[Table] = BENCHES.function_of(name, "Options")
+        table = kind.model_validate_json(json.dumps(self.bench.get(name, {})))
+        return table.changed(**{k: tuple(dict.fromkeys(v)) for k, v in table if isinstance(v, tuple)})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self.__dict__ == other.__dict__  # pydantic compares _origin, too
@@ -185,15 +169,11 @@ def differences(
         old, new: recipes, or what `read_toml` returned.
         ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
     """
-    before, after = (
-        flat(tables if isinstance(tables, Mapping) else tables.model_dump(mode="json"))
-        for tables in (old, new)
-    )
-    return tuple(
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and key not in ignore and key.split(".")[0] not in ignore
-    )
+    dumps = (it if isinstance(it, Mapping) else it.model_dump(mode="json") for it in (old, new))
+    before, after = map(flat, dumps)
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    counted = [key for key in changed if key not in ignore and key.split(".")[0] not in ignore]
+    return tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in counted)
 
 
 def refused(changes: Iterable[str]) -> list[str]:

@@ -73,11 +73,8 @@ class RegisteredName:
             return self.registry.aliases.get(name, name) + plus + variant
         name = self.registry.aliases.get(value, value)
         if name not in self.names:
-            known = ", ".join(self.names)
-            near = did_you_mean(value, self.names)
-            raise UnregisteredName(
-                f'"{value}" is not one of {known}{near}, and no --plugin FILE registers it'
-            )
+            known = ", ".join(self.names) + did_you_mean(value, self.names)
+            raise UnregisteredName(f'"{value}" is not one of {known}, and no --plugin FILE registers it')
         return name
 
 

@@ -233,9 +233,9 @@ def hold_file(path: Path) -> int | None:
             return None
         except OSError as error:
             os.close(descriptor)
-            what = f"{path}: cannot be locked (flock): {reason(error)}"
             hint = "work on a disk that has locks; shares have mount options for them"
-            raise LmkitError("storage.no_locks", what, hint=hint) from error
+            message = f"{path}: cannot be locked (flock): {reason(error)}"
+            raise LmkitError("storage.no_locks", message, hint=hint) from error
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
@@ -267,11 +267,9 @@ class FolderLock:
         if self._descriptor is None:
             with open_input(self.path) as file:
                 holder = file.read(_LONGEST_NAME).decode("utf-8", "replace").strip() or "another process"
-            raise LmkitError(
-                "storage.folder_busy",
-                f"{folder}: {holder} is working in this folder",
-                hint="wait for it to end, or work in another folder (--set run.name=... for a run)",
-            )
+            message = f"{folder}: {holder} is working in this folder"
+            hint = "wait for it to end, or work in another folder (--set run.name=... for a run)"
+            raise LmkitError("storage.folder_busy", message, hint=hint)
         with suppress(OSError):  # the disk is full: the holder has no name then
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())

@@ -63,11 +63,6 @@ def test_each_line_is_answered_from_all_that_fits_into_the_context(chat, heard, 
         text += answer
 
 
-def test_reset_forgets(chat, heard):
-    turns(chat, b"a\n/reset\nb\n")
-    assert [given for given, _ in heard] == [[END, ord("a")], [END, ord("b")]]
-
-
 def test_ctrl_c_ends_the_answer_and_what_was_written_stays(chat, heard, monkeypatch):
     steps = iter(range(2))
 
@@ -165,34 +160,6 @@ def test_a_stop_that_is_not_the_end_of_a_turn_ends_the_answer(talk, terminal, mo
     rendered = [Message("user", "a"), Message("assistant", ""), Message("user", "b")]
     text = TEMPLATES["plain"].render(rendered, add_generation_prompt=True)
     assert given[1] == Tokenizer.load(talk / "tokenizer.json").encode(text)
-
-
-def test_the_template_survives_export_and_import(talk, terminal):
-    terminal(f"export {talk} exported")
-    terminal("import exported runs/back")
-    assert (Path("runs/back") / "chat_template.json").read_bytes() == (
-        talk / "chat_template.json"
-    ).read_bytes()
-    config = json.loads(Path("exported/tokenizer_config.json").read_text())
-    config["chat_template"] = "{{ messages }}"
-    Path("exported/tokenizer_config.json").write_text(json.dumps(config))
-    terminal("import exported runs/other")
-    assert not Path("runs/other/chat_template.json").exists()
-    terminal("import exported runs/named --chat-template plain")
-    assert (Path("runs/named") / "chat_template.json").read_bytes() == (
-        talk / "chat_template.json"
-    ).read_bytes()
-    terminal.refuses("import exported runs/never --chat-template chatml", code="chat.no_end")
-    assert not Path("runs/never").exists()
-
-
-def test_a_tokenizer_may_be_named_by_its_folder(talk, heard, terminal, monkeypatch):
-    for flags in ("", f" --tokenizer {talk}"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n")))
-        terminal(f"chat {talk} --max-new-tokens 3 --temperature 0{flags}")
-    assert heard[0] == heard[1]
-    assert terminal("tokenizer", "encode", talk, "ab") == "97 98\n"
-    terminal.refuses("tokenizer", "encode", talk / "tokens", "ab", code="tokenizer.unreadable")
 
 
 def test_conversations_need_a_tokenizer(run, terminal):

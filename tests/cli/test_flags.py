@@ -17,24 +17,6 @@ def test_evaluate_reads_a_text(run, terminal):
     terminal.refuses(f"evaluate {run} --text nowhere.txt", code="text.unreadable", says=["nowhere.txt"])
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "code", "word"),
-    [
-        ("bad.txt", b"one fish\xff two fish\n" * 50, "text.not_utf8", "UTF-8"),
-        ("bad.jsonl", b'{"story": "one fish"}\n', "corpus.no_field", "--field"),
-        ("empty.txt", b"", "text.empty", "text"),
-    ],
-)
-def test_evaluate_names_the_text_and_what_helps(name, text, code, word, run, terminal):
-    Path(name).write_bytes(text)
-    exit_code = 1 if code == "text.not_utf8" else 2
-    refused = terminal.refuses(f"evaluate {run} --text {name}", code=code, says=[name], exit_code=exit_code)
-    assert word in refused.hint
-    for unhelpful in ("corpus.", "--errors", "context_length"):
-        assert unhelpful not in refused.hint
-    assert "/" not in refused.error  # no temporary file
-
-
 def samples_of(terminal, command: str) -> list[dict[str, object]]:
     return json.loads(terminal(f"{command} --json"))["samples"]
 
@@ -51,16 +33,6 @@ def test_prompts_come_from_files_and_stdin(run, terminal, monkeypatch):
         terminal.refuses(
             f"generate {run} --prompts-file {name}", code="generate.prompts_file", says=[name, why]
         )
-
-
-@pytest.mark.parametrize("stdin", [b"", b"\n"])
-def test_no_prompt_on_stdin_is_refused(stdin, run, terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    refused = terminal.refuses(f"generate {run} -p -", code="generate.empty_stdin", says=["stdin"])
-    assert "--prompt" in refused.hint
-    terminal.refuses(
-        f"generate {run} --prompts-file /dev/null", code="generate.prompts_file", says=["/dev/null"]
-    )
 
 
 def test_samples_differ_by_their_seeds(run, terminal):

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.recipe.load import shipped_recipes
-
 CHECKPOINT = "checkpoints/step-00000002"
 
 
@@ -36,21 +34,6 @@ def put_pipe(path: Path) -> None:
 def test_a_pipe_is_no_corpus_of_a_run_which_reads_it_again(run, terminal):
     put_pipe(Path("corpus.txt"))
     terminal.refuses("run fish.toml", code="run.missing_file", says=["corpus.txt", "not a regular file"])
-
-
-def handed_over(content: bytes) -> str:
-    """Return the name under which a shell would hand over the output of a command: `<(...)`."""
-    reading, writing = os.pipe()
-    os.write(writing, content)  # less than a pipe holds
-    os.close(writing)
-    return f"/dev/fd/{reading}"
-
-
-def test_what_the_shell_hands_over_is_read(terminal):
-    recipe = handed_over(shipped_recipes()["quickstart"].read_bytes())
-    assert "valid" in terminal(f"recipe validate {recipe}")
-    terminal(f"tokenizer train {handed_over(b'one fish two fish')} made.json --vocab-size 260")
-    assert "vocabulary 260" in terminal(f"tokenizer inspect {handed_over(Path('made.json').read_bytes())}")
 
 
 def test_texts_come_from_named_pipes(run, terminal):

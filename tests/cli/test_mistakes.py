@@ -8,26 +8,18 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.errors import limit_reached
 
-RECIPES = {
-    1: (b"[train\nsteps = 1\n", "recipe.syntax"),
-    3: (b'[run]\nname = "\xff"\n', "recipe.unreadable"),
-    4: (b"[model]\ncontxt_length = 128\n", "recipe.unknown_key"),
-    8: (b'[run]\nname = "bare"\n', "recipe.missing_table"),
-    9: (None, "recipe.not_found"),
-}
 
-
-@pytest.mark.parametrize("fault", RECIPES)
-def test_mistakes_in_a_recipe_reach_the_terminal_as_one_line(fault, terminal, tmp_path):
-    content, code = RECIPES[fault]
-    if content is not None:
+def test_mistakes_in_a_recipe_reach_the_terminal_as_one_line(terminal, tmp_path):
+    mistakes = {
+        b"[train\n": "recipe.syntax",
+        b"\xff": "recipe.unreadable",
+        b"[model]\nx = 1\n": "recipe.unknown_key",
+    }
+    for content, code in mistakes.items():
         Path("wrong.toml").write_bytes(content)
-    else:
-        Path("wrong.toml").mkdir()
-    for command in ("train", "run", "verify --resume", "bench ddp", "profile kineto"):
-        refusal = terminal.refuses(f"{command} wrong.toml", code=code)
-        assert "wrong.toml" in refusal.error or (fault == 8 and "[" in refusal.error)
-        assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
+        for command in ("train", "run", "verify --resume", "bench ddp", "profile kineto"):
+            terminal.refuses(f"{command} wrong.toml", code=code, says=["wrong.toml"])
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 
 @pytest.fixture
@@ -43,46 +35,23 @@ def test_a_forgotten_output_does_not_replace_the_corpus(terminal, text):
     assert text.read_bytes() == before
 
 
-def test_a_file_that_cannot_be_written_has_the_name_that_was_given(terminal, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "out/stories.txt.lmkit-partial")
-
-    monkeypatch.setattr("lmkit.data.synth.write_stories", refuse)
-    refused = terminal.refuses("data synth out/stories.txt", code="file.failed", exit_code=1)
-    assert refused.error.startswith("out/stories.txt: ")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(f"bench {bench} bench_{bench}_cpu" for bench in ("attention", "model", "ddp")),
-        *(f"bench {bench} bench_ddp_cpu" for bench in ("all-reduce", "optimizer")),
-        "bench lm-matrix lm_matrix_cpu",
-        "bench tokenizer bench_tokenizer",
-        *(f"profile {engine} quickstart" for engine in ("nsys", "kineto", "memory")),
-    ],
-)
+@pytest.mark.parametrize("command", ["bench attention bench_attention_cpu", "profile kineto quickstart"])
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_made(command, terminal):
     Path("file").touch()
     Path("artifacts").touch()  # in the way of the default folder
-    for output, obstacle in (
-        (" --output file", "file"),
-        (" --output file/below/it", "file"),
-        ("", "artifacts"),
-    ):
+    for output, obstacle in ((" --output file", "file"), (" --output file/below", "file"), ("", "artifacts")):
         refused = terminal.refuses(command + output, code="output.unwritable", says=[obstacle])
         assert "--output" in refused.hint
     assert {path.name for path in Path().iterdir()} == {"file", "artifacts"}
 
 
-@pytest.mark.parametrize("report", ["profile_report.md", "memory_report.md", "environment.json"])
-@pytest.mark.parametrize("engine", ["nsys", "kineto", "memory"])
-def test_a_profile_replaces_no_results_by_accident(engine, report, terminal):
+def test_a_profile_replaces_no_results_by_accident(terminal):
     Path("environment.json").write_text('{"lmkit": "0.2.0", "packages": {}}')  # as profiles write it
-    Path(report).touch()
-    refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
-    assert "--force" in refused.hint
-    terminal.refuses(f"profile {engine} no-such-recipe --output . --force", code="recipe.not_found")
+    Path("profile_report.md").touch()
+    for engine in ("nsys", "kineto", "memory"):
+        refused = terminal.refuses(f"profile {engine} no-such-recipe --output .", code="output.exists")
+        assert "--force" in refused.hint
+        terminal.refuses(f"profile {engine} no-such-recipe --output . --force", code="recipe.not_found")
 
 
 @pytest.fixture(scope="module")
@@ -171,37 +140,20 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(command, zoo, monkey
 @pytest.mark.parametrize(
     ("raised", "size"),
     [
-        (  # PyTorch's words on a CPU
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-            "allocate 40000000000000 bytes. Error code 12 (Cannot allocate memory)",
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000000000000 bytes.",
             "37,252.9 GiB",
         ),
-        (  # and on a GPU
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 3 GiB",
+        (
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
             "20.00 GiB",
         ),
         ("std::bad_alloc: out of memory", ""),
-        ("Unable to allocate 305. MiB for an array with shape (20000000, 2)", "305. MiB"),
         ("can't start new thread", ""),
         ("the sky falls", None),
     ],
 )
 def test_out_of_memory_says_how_much_was_asked_for(raised, size):
-    kind = MemoryError if raised.startswith("Unable") else RuntimeError  # as numpy does
-    error = limit_reached(kind(raised))
+    error = limit_reached(RuntimeError(raised))
     assert (error is None) == (size is None)
-    if error is not None and size is not None:
-        assert error.code == "memory.exhausted"
-        assert size in error.message
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_trained_tokenizer_never_replaces_its_own_source(terminal, tmp_path, linked):
-    source = tmp_path / "text.json"
-    source.write_text("Once upon a time there was a fox. " * 50)
-    output = source
-    if linked:
-        output = tmp_path / "link.json"
-        output.symlink_to(source)
-    terminal.refuses("tokenizer", "train", source, output, "--force", code="output.replaces_source")
-    assert "fox" in source.read_text()
+    assert error is None or (error.code == "memory.exhausted" and size in error.message)

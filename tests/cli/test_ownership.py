@@ -182,16 +182,3 @@ def test_a_corpus_is_no_output_of_its_own_run(run, terminal):
     words = ("run", "fish.toml", "--set", 'corpus.train=["runs/fish/corpus/train.txt"]')
     terminal.refuses(*words, code="run.reads_itself")
     assert (run / "corpus/train.txt").read_bytes() == text
-
-
-def test_force_of_a_bench_replaces_results_only(run, terminal):
-    mine = {"recipe.toml": b"# mine", "environment.json": b'{"packages": 1}'}
-    Path("proj").mkdir()
-    for name, data in mine.items():
-        Path("proj", name).write_bytes(data)
-    for folder in (Path("proj"), run):
-        before = content(folder)
-        for command in ("bench all-reduce --sizes-mb 1 --nproc 2", "profile kineto fish.toml --steps 1"):
-            words = f"{command} --force --output {folder}"
-            terminal.refuses(words, code="output.exists", says=["recipe.toml"])
-        assert content(folder) == before

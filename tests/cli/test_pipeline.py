@@ -128,13 +128,6 @@ def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, cap
     assert "no fit on 2" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "mark"), [("a.txt", "--"), ("a.jsonl", "<|endoftext|>")])
-def test_a_separator_ends_documents_of_text_files_only(name, mark, tmp_path):
-    (tmp_path / name).write_text("")
-    values = ['corpus.source="files"', f'corpus.train=["{tmp_path / name}"]', 'corpus.separator="--"']
-    assert StageRecord(tmp_path, load_recipe("quickstart", values)).mark == mark
-
-
 def test_a_file_that_is_named_twice_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("one<|endoftext|>two<|endoftext|>")

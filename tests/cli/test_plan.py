@@ -6,7 +6,6 @@ import re
 import pytest
 
 from lmkit.cli.app import run_command_line
-from lmkit.tokenizer import Tokenizer
 from lmkit.training import plan as planning
 from lmkit.training.plan import Measured
 
@@ -34,33 +33,11 @@ def test_json_has_bytes(capsys):
     assert found["bytes"]["kv_cache"] == 16 * 4096 * 2 * 16 * 8 * 64 * 2
 
 
-def test_an_unknown_gpu_is_refused(capsys):
-    assert run_command_line(["plan", "llama_1b", "--gpu", "H20"]) == 2
-    error = capsys.readouterr().err
-    assert "error[plan.unknown_gpu]: --gpu H20" in error
-    assert "hint: " in error
-
-
-@pytest.mark.parametrize("gpus", [["--all-gpus"], ["--gpu", "T4"]])
-def test_a_named_tokenizer_that_is_not_there_yet_is_told(gpus, tmp_path, capsys):
-    path = tmp_path / "tokenizer.json"
-    arguments = ["plan", "quickstart", *gpus, "--set", f"tokenizer.path={path}"]
-    assert run_command_line(arguments) == 0
-    said = f"{path} is not there yet: counted with tokenizer.vocab_size = 4,096"
-    assert said in capsys.readouterr().out
-    assert run_command_line([*arguments, "--set", "model.vocab_size=300"]) == 0
-    assert "not there yet" not in capsys.readouterr().out
-    Tokenizer.from_merges([]).save(path)
-    assert run_command_line(arguments) == 0
-    assert "not there yet" not in capsys.readouterr().out
-
-
-def test_a_check_needs_a_gpu_and_measures_on_this_machine(capsys, monkeypatch):
-    assert run_command_line(["plan", "llama_1b", "--check", "--gpu", "H100"]) == 2
-    assert "error[plan.options_exclude]: " in capsys.readouterr().err
+def test_what_cannot_be_planned_is_refused(terminal, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run_command_line(["plan", "llama_1b", "--check"]) == 2
-    assert "error[plan.no_gpu]: --check" in capsys.readouterr().err
+    terminal.refuses("plan llama_1b --gpu H20", code="plan.unknown_gpu", says=["--gpu H20"])
+    terminal.refuses("plan llama_1b --check --gpu H100", code="plan.options_exclude")
+    terminal.refuses("plan llama_1b --check", code="plan.no_gpu", says=["--check"])
 
 
 @pytest.mark.parametrize("found", [Measured(38_000_000_000, 0.25), Measured(None, None)])

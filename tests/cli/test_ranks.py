@@ -47,17 +47,6 @@ def test_missing_tokens_are_refused_before_ranks_start_with_file_key_and_command
     assert "lmkit run quickstart --set run.name=two" in refusal.hint
 
 
-def test_the_hint_does_not_send_to_a_command_that_cannot_help(terminal):
-    recipe = Path("recipe.toml")
-    recipe.write_text(RECIPE)
-    refusal = terminal.refuses("train recipe.toml", code="data.no_tokens", says=["tokens.npy"])
-    assert "lmkit data encode TEXT tokens.npy" in refusal.hint
-    recipe.write_text(RECIPE.replace('data.train="tokens.npy"', ""))
-    refusal = terminal.refuses("train recipe.toml", code="data.no_tokens")
-    assert "lmkit data encode TEXT runs/run/tokens/train.npy" in refusal.hint
-    assert "lmkit run" not in refusal.hint
-
-
 @pytest.mark.full
 def test_under_torchrun_an_error_of_all_ranks_is_said_once_and_its_summary_holds_no_traceback_of_ours(
     torchrun,
@@ -86,31 +75,18 @@ def test_a_rank_names_itself_and_tells_torchrun(tmp_path, monkeypatch):
     [
         {"WORLD_SIZE": "2"},
         {"RANK": "1"},
-        {"RANK": "0", "WORLD_SIZE": "2"},
         {"RANK": "0", "WORLD_SIZE": "two"},
-        {"RANK": "-1", "WORLD_SIZE": "2"},
-        {"RANK": "", "WORLD_SIZE": ""},
         {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"},
-        {"RANK": "1", "WORLD_SIZE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
     ],
-    ids=lambda variables: " ".join(map("=".join, variables.items())),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run quickstart",
-        "run quickstart --dry-run",
-        "run quickstart --seeds 2",
-        "train random.toml",
-        "bench all-reduce --sizes-mb 1",
-    ],
-)
-def test_half_a_place_among_ranks_is_refused(command, variables, terminal, monkeypatch):
+def test_half_a_place_among_ranks_is_refused(variables, terminal, monkeypatch):
     Path("random.toml").write_text(tiny_recipe(*RANDOM_TOKENS, "train.steps=1"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    terminal.refuses(command, code="parallel.environment", says=["environment"])
+    for command in ("run quickstart", "train random.toml", "bench all-reduce --sizes-mb 1"):
+        terminal.refuses(command, code="parallel.environment", says=["environment"])
     assert [path.name for path in Path().iterdir()] == ["random.toml"]

@@ -79,21 +79,6 @@ def test_a_bench_that_is_wrong_when_it_is_made_again_ends_with_exit_code_1(termi
     assert found["bench"] == "all_reduce"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "code"),
-    [
-        ("bench.attention.kernels = ['mine']", "bench.unknown_kernel"),
-        ("bench.attention.tiers = ['16']\noptimizer.name = 'mine'", "recipe.wrong_value"),
-    ],
-)
-def test_without_the_plugin_of_a_bench_the_error_names_the_flag(terminal, recipe, code):
-    Path("before").mkdir()
-    (Path("before") / "recipe.toml").write_text(recipe)
-    (Path("before") / "attention_sweep_results.jsonl").write_text("{}\n")
-    terminal.refuses("rerun before --output after", code=code)
-    assert "--plugin FILE" in terminal.err
-
-
 def test_what_is_no_result_is_named(terminal):
     Path("empty").mkdir()
     terminal.refuses("rerun empty", code="rerun.no_recipe", says=["empty"])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lmkit.recipe.load import load_recipe
-from lmkit.tokenizer import Tokenizer
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -79,19 +78,3 @@ def test_a_recipe_that_lies_in_no_run_folder_names_its_own(run, terminal):
     elsewhere.mkdir()
     shutil.copy(run / "recipe.toml", elsewhere)
     assert load_recipe(elsewhere / "recipe.toml").run.path == run
-
-
-def test_texts_of_a_run_begin_where_its_documents_began(run, terminal):
-    """The files of a tokenizer name a begin-of-text token that stands nowhere in token files."""
-    given = Path("given")
-    given.mkdir()
-    Tokenizer.from_merges([], ["<s>", "<end>"]).save(given / "tokenizer.json")
-    (given / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<end>"}')
-    settings = f"--set tokenizer.path={given}/tokenizer.json --set corpus.separator=<|endoftext|>"
-    terminal(f"run fish.toml {settings} --set run.name=whole")
-    data = "--set data.train=runs/whole/tokens/train.npy --set data.valid=runs/whole/tokens/valid.npy"
-    terminal(f"train fish.toml {settings} --set run.name=alone {data}")
-    for name in ("whole", "alone"):
-        assert Tokenizer.load(run.with_name(name) / "tokenizer.json").start_id == 257
-        terminal(f"export {run.with_name(name)} {name}")
-        assert json.loads((Path(name) / "tokenizer_config.json").read_text())["bos_token"] == "<end>"

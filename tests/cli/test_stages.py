@@ -255,17 +255,6 @@ def test_skip_data_needs_no_corpus(run, terminal):
     terminal.refuses("run fish.toml", code="run.other_data", says=["corpus.txt"])
 
 
-def test_a_key_that_is_newer_than_the_record_counts_with_its_default(run, terminal):
-    record = json.loads((run / "stages.json").read_text())
-    for entry in record.values():
-        entry.get("values", {}).pop("tokenizer.max_token_bytes", None)
-    (run / "stages.json").write_text(json.dumps(record))
-    assert set(states(terminal, "run fish.toml --dry-run").values()) == {"up to date"}
-    without_training(run)
-    planned = states(terminal, "run fish.toml --dry-run --set tokenizer.max_token_bytes=8")
-    assert [stage for stage, state in planned.items() if state == "up to date"] == ["corpus"]
-
-
 def test_fault_145_the_tokenizer_of_another_model_is_refused(run, terminal):
     Path("other.txt").write_text("quite other words\n" * 50)
     terminal(f"tokenizer train other.txt {run}/tokenizer.json --vocab-size 262 --force")

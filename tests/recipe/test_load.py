@@ -44,9 +44,7 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
     [
         ("[train\nsteps = 1\n", 1, 7),
         ("[train]\nsteps 1\n", 2, 7),
-        ("[run]\nname = story\n", 2, 8),
         ('[run]\nname = "story\n', 2, 14),
-        ("[train]\nsteps = \n", 2, 9),
     ],
 )
 def test_bad_syntax_names_line_and_column(write, text, line, column):
@@ -86,21 +84,15 @@ def test_unknown_key_with_did_you_mean(write, text, near):
     ("fault", "text", "path", "shown"),
     [
         (5, '[train]\nsteps = "12"\n', "train.steps", '"12"'),
-        (6, "[train]\nsteps = true\n", "train.steps", "true"),
         (6, "[train]\nsteps = 1e1\n", "train.steps", "10.0"),
         (7, "[optimizer]\nlr = nan\n", "optimizer.lr", "nan"),
-        (7, "[optimizer]\nlr = inf\n", "optimizer.lr", "inf"),
         (7, "[optimizer]\nlr = -0.1\n", "optimizer.lr", "-0.1"),
-        (7, "[model]\nrope_theta = inf\n", "model.rope_theta", "inf"),
         (11, "[model]\nd_model = 100\nnum_heads = 3\n", "model", "d_model 100"),
-        (11, "[model]\nd_model = 96\nnum_heads = 6\nnum_kv_heads = 4\n", "model", "num_kv_heads 4"),
         (27, "[tokenizer]\nvocab_size = 256\n", "tokenizer", "257"),
         (135, "[model]\nnum_layers = 100000000\n", "model.num_layers", "100000000"),
         (142, "[train]\nepochs = 1e300\n", "train.epochs", "1e+300"),
-        (142, "[run]\nthreads = 100000\n", "run.threads", "100000"),
         (170, "[train]\nbatch_size = 9223372036854775807\n", "train.batch_size", "9223372036854775807"),
         (170, "[optimizer]\neps = 1e-300\n", "optimizer.eps", "1e-30, "),
-        (170, "[model]\nnorm_eps = 1e-300\n", "model.norm_eps", "1e-30, "),
         (170, "[model]\nrope_theta = 1e300\n", "model.rope_theta", "1e+30"),
         (0, "[train]\nsteps = 2026-01-01\n", "train", "2026-01-01"),
     ],
@@ -115,27 +107,16 @@ def test_fault_170_wrong_values(write, fault, text, path, shown):
     ("override", "key", "wanted"),
     [
         ("train.steps=ten", "train.steps", "whole number"),
-        ("run.deterministic=yes", "run.deterministic", "true or false"),
         ("run.name=[3]", "run.name", "string"),
         ("corpus.train=my.txt", "corpus.train", '["my.txt"]'),
-        ("generate.prompts=[1]", "generate.prompts.0", "string"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "too few"),
-        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "too many"),
         ("bench.ddp=3", "bench.ddp", "table"),
-        ("train.steps.more=1", "train.steps", "whole number"),
         ("bench.lm_matrix.d_model=36", "bench.lm_matrix", "9 is odd"),
         ("bench.model.attention=sdp", "bench.model.attention", "did you mean sdpa?"),
         ("model.attention_pattern=SX", "model.attention_pattern", "does not match the pattern ^[SL]+$"),
-        *(
-            (f"run.name={name!r}", "run.name", "letters")
-            for name in ("../up", ".hidden", "", "a/b", " b", "x" * 101)
-        ),
-        ('run.name="a\\n"', "run.name", "letters"),
+        *((f"run.name={name!r}", "run.name", "letters") for name in ("../up", ".hidden", "", "x" * 101)),
         ("optimizer.lr=1e300", "optimizer.lr", "1e+300"),
-        ("parallel.timeout_s=1e300", "parallel.timeout_s", "1e+300"),
-        ("generate.max_new_tokens=9000000000000000000", "generate.max_new_tokens", "9000000000000000000"),
         ('generate.prompts=["\udcff"]', "generate", "UTF-8"),
-        ("model.vocab_size=9223372036854775808", "model.vocab_size", "9223372036854775808"),
     ],
 )
 def test_wrong_values_on_the_command_line(override, key, wanted):
@@ -158,14 +139,11 @@ def test_every_mistake_is_reported_at_once(write):
         "did you mean bf16?",
         "optimizer.lr",
         "did you mean corpus?",
-        "did you mean name?",
         "model.use_flsh",
-        "parallel.weights",  # a check across tables, together with mistakes in other tables
-        "parallel.reduce_dtype",
-        "flat, overlap, bucketed, torch_ddp, zero1",
-        "parallel.options.x",
     ):
         assert expected in message
+    for across_tables in ("parallel.weights", "parallel.reduce_dtype", "parallel.options.x"):
+        assert across_tables in message
 
 
 @pytest.mark.parametrize(
@@ -174,8 +152,6 @@ def test_every_mistake_is_reported_at_once(write):
         (["run.device=cpu", "train.precision=fp16"], "train.precision"),
         (['data.sampling="packed"', "model.attention=flash_cuda"], "data.sampling"),
         (["model.d_model=12", "data.source=random"], "model.vocab_size"),
-        (["parallel.weights=bf16"], "parallel.weights"),
-        (["parallel.gather=collective"], "parallel.gather"),
         (["parallel.options.depth=2"], "parallel.options.depth"),
         (["parallel.strategy=torch_ddp", "parallel.options.static_graph=1"], "parallel.options.static_graph"),
         (["corpus.size_mb=1", "tokenizer.vocab_size=2048", "model.vocab_size=1000"], "model.vocab_size"),
@@ -258,8 +234,6 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
     [
         ("train.steps", "recipe.wrong_override", "--set train.steps"),
         ("steps=1", "recipe.wrong_override", "--set steps=1"),
-        ("train..steps=1", "recipe.wrong_override", "--set train..steps=1"),
-        ("trian.steps=1", "recipe.unknown_key", "did you mean train?"),
         ("train.step=1", "recipe.unknown_key", "did you mean steps?"),
     ],
 )
@@ -277,17 +251,10 @@ def test_overrides_are_toml_and_bare_words_are_strings():
     assert recipe.run.folder == Path("a=b")
 
 
-@pytest.mark.parametrize("text", ["42", "007", "1e3", "0x1f", "true", "nan", "2024-01-01", "'42'", '"42"'])
+@pytest.mark.parametrize("text", ["42", "007", "nan", "2024-01-01", "'42'"])
 def test_a_key_that_takes_text_takes_what_looks_like_a_number(text):
     said = text.strip("'\"")
-    for key in (
-        "run.name",
-        "run.folder",
-        "tokenizer.path",
-        "corpus.field",
-        "wandb.project",
-        "train.init_from",
-    ):
+    for key in ("run.name", "run.folder", "tokenizer.path", "train.init_from"):
         table, _, name = key.partition(".")
         assert str(getattr(getattr(load_recipe(None, [f"{key}={text}"]), table), name)) == said
     assert load_recipe(None, flags={"run.name": said}).run.name == said
@@ -344,7 +311,6 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
     ("written", "override", "key", "value"),
     [
         ("", "model.attention=vectorized_torch", "model.attention", "vectorized"),
-        ("", "model.attention=scaled_dot_prod_attention", "model.attention", "reference"),
         ("", "model.use_flash=true", "model.attention", "flash_triton"),
         ("[model]\nuse_flash = false", "model.attention=sdpa", "model.attention", "sdpa"),
         ("[model]\nattention = 'sdpa'", "model.use_flash=false", "model.attention", "vectorized"),
@@ -352,15 +318,10 @@ def test_a_preset_fills_what_the_file_leaves_out_and_on_the_command_line_replace
         ("", "parallel.strategy=Naive DDP", "parallel.strategy", "naive"),
         ("", "checkpoint.checkpointing_interval=7", "checkpoint.interval", 7),
         ("[optimizer]\nlearning_rate = 1e-3", "optimizer.lr=2e-3", "optimizer.lr", 2e-3),
-        ("[optimizer]\nlr = 1e-3", "optimizer.learning_rate=2e-3", "optimizer.lr", 2e-3),
         ("", "bench.attention.kernels=['vectorized_torch+compile']", "", ("vectorized+compile",)),
-        ("", "bench.attention.grid_kernels=['flash_attention_triton']", "", ("flash_triton",)),
-        ("", "bench.attention.baseline=scaled_dot_prod_attention", "", "reference"),
-        ("", "bench.model.attention=vectorized_torch", "", "vectorized"),
         ("", "bench.lm_matrix.kernels=['scaled_dot_prod_attention', 'sdpa']", "", ("reference", "sdpa")),
         ("", "bench.lm_matrix.strategies=['Local No DDP']", "", ("one rank",)),
         ("", "bench.ddp.variants=['pytorch', 'zero1 bf16']", "", ("torch_ddp", "zero1 bf16")),
-        ("", "bench.optimizer.variants=['pytorch']", "", ("torch_ddp",)),
     ],
 )
 def test_aliases_of_keys_and_values(write, written, override, key, value):

@@ -38,11 +38,3 @@ def test_a_key_is_shown_with_value_choices_and_meaning():
     assert "# not set. " in unset
     assert any(line.startswith('prompts = ["a\\nb", "# c"]') for line in lines)
     assert any(line.startswith("# Tables that this recipe does not have: [bench.") for line in lines[-3:])
-
-
-def test_long_arrays_are_broken_between_items(tmp_path):
-    given = load_recipe(None, flags={"generate.prompts": [f"prompt number {i}" for i in range(9)]})
-    text = annotated_toml(given)
-    assert max(map(len, text.splitlines())) <= 100
-    (tmp_path / "shown.toml").write_text(text)
-    assert load_recipe(tmp_path / "shown.toml") == given

@@ -2,11 +2,9 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import signal
-import stat
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from programs import run_program
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import atomic_path, remove_partials, scratch_folder, sha256_file, write_atomic
+from lmkit.storage import atomic_path, remove_partials, scratch_folder, write_atomic
 from lmkit.storage.atomic import atomic_folder
 
 
@@ -41,23 +39,6 @@ def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_th
     write_atomic(path, b"content")
     file, folder = path.stat().st_ino, path.parent.stat().st_ino
     assert events == [("synced", file), ("named", file), ("synced", folder)]
-
-
-def test_a_share_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch):
-    """As some network shares answer; a disk that fails answers otherwise."""
-    fsync, answer = os.fsync, errno.EINVAL
-
-    def refuse_folders(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(answer, os.strerror(answer))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse_folders)
-    write_atomic(tmp_path / "file", "content")
-    assert (tmp_path / "file").read_text() == "content"
-    answer = errno.EIO
-    with pytest.raises(OSError, match="Input/output"):
-        write_atomic(tmp_path / "file", "content")
 
 
 def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path):
@@ -144,25 +125,6 @@ def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tm
         assert not path.exists() if ending == "failed" else path.read_text() == "first"
     assert path.read_text() == "second"
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
-def test_the_digest_is_that_of_all_bytes(size, tmp_path):
-    data = os.urandom(size)
-    (tmp_path / "file").write_bytes(data)
-    assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
-
-
-def test_what_another_program_named_partial_stays(tmp_path):
-    for name in ("text.txt.partial", "other.partial"):
-        (tmp_path / name).write_text("precious")
-    write_atomic(tmp_path / "text.txt", "new")
-    assert remove_partials(tmp_path) == []
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "text.txt": "new",
-        "text.txt.partial": "precious",
-        "other.partial": "precious",
-    }
 
 
 def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path):
