@@ -108,8 +108,8 @@ def memory(
 ) -> Any:
     """Peak memory of training steps by phase, category and source line.
 
-    Writes a picture and, on a GPU, a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions or kernels: a
-    table of the forward pass and the whole step for every combination.
+    Writes a picture and, on a GPU, a snapshot for pytorch.org/memory_viz. With a list of contexts, precisions
+    or kernels: a table of the forward pass and the whole step for every combination.
 
     Args:
         contexts: Table: context lengths, 128,512,2048.

@@ -129,57 +129,42 @@ class TransformerBlock(core.TransformerBlock):
             x, delta = x + delta, None
         if keep == "input":
             return again(lambda x: self.forward(x, cos_sin, firsts, operations=operations), x)
-        if keep != "all":
-            return self._forward_and_again(x, cos_sin, firsts, operations, keep)
-        x, normed = self.normed(self.ln1, x, delta, operations)
-        qkv = joined_product(normed, *self.attn.joined_layers())
-        heads = self.attn.rotated(qkv, cos_sin, operations, joined=cache is None)
-        delta = self.attn.output_proj(self.attn.attend_heads(heads, firsts, cache))
-        x, normed = self.normed(self.ln2, x, delta, operations)
-        return x, self.ffn.contract(joined_product(normed, *self.ffn.joined_layers()), operations)
-
-    def normed(
-        self, norm: core.RMSNorm, x: Tensor, delta: Tensor | None, operations: Operations
-    ) -> tuple[Tensor, Tensor]:
-        """Return x + delta and its norm."""
-        return operations.add_rms_norm(x, delta, norm.weight, norm.eps)
-
-    def _forward_and_again(
-        self, x: Tensor, cos_sin: Tensor, firsts: Firsts, operations: Operations, keep: Keep
-    ) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, in parts. Each part keeps its inputs and is computed again in the backward pass.
-
-        A part is computed again up to the last tensor that it had saved: the matrix product at its end is not.
-        """
         attn, ffn = self.attn, self.ffn
 
-        def project(x: Tensor) -> Tensor:
-            return joined_product(self.normed(self.ln1, x, None, operations)[1], *attn.joined_layers())
+        def product(
+            norm: core.RMSNorm, part: SelfAttention | SwiGLU, x: Tensor, delta: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            """Return x + delta, and q|k|v or gate|up of its norm."""
+            x, normed = operations.add_rms_norm(x, delta, norm.weight, norm.eps)
+            return x, joined_product(normed, *part.joined_layers())
 
-        def expand(x: Tensor) -> Tensor:
-            return joined_product(self.normed(self.ln2, x, None, operations)[1], *ffn.joined_layers())
+        def after_attention(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+            x, expanded = product(self.ln2, ffn, x, attn.output_proj(out))
+            return x, ffn.contract(expanded, operations)
 
-        def contract(expanded: Tensor) -> Tensor:
-            return ffn.contract(expanded, operations)
+        if keep == "all":
+            x, qkv = product(self.ln1, attn, x, delta)
+            heads = attn.rotated(qkv, cos_sin, operations, joined=cache is None)
+            return after_attention(x, attn.attend_heads(heads, firsts, cache))
 
-        def all_after_attention(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-            x, normed = self.normed(self.ln2, x, attn.output_proj(out), operations)
-            return x, contract(joined_product(normed, *ffn.joined_layers()))
-
-        def heads(x: Tensor) -> tuple[Tensor, ...]:
-            return attn.rotated(project(x), cos_sin, operations)
+        # Each part keeps its inputs and is computed again in the backward pass, up to the last tensor that it had
+        # saved: the matrix product at its end is not.
+        def heads_of(x: Tensor) -> tuple[Tensor, ...]:
+            return attn.rotated(product(self.ln1, attn, x)[1], cos_sin, operations)
 
         if keep == "attention":
-            out = attend_again(heads, lambda heads: attn.attend_heads(heads, firsts), x)
+            out = attend_again(heads_of, lambda heads: attn.attend_heads(heads, firsts), x)
         elif torch.compiler.is_compiling():
             # Outside, the compiler would keep rotated heads beside the projection.
-            out = attn.attend_heads(again_but_products(heads, x), firsts)
+            out = attn.attend_heads(again_but_products(heads_of, x), firsts)
         else:
-            out = attn.attend_heads(attn.rotated(again(project, x), cos_sin, operations), firsts)
+            qkv = again(lambda x: product(self.ln1, attn, x)[1], x)
+            out = attn.attend_heads(attn.rotated(qkv, cos_sin, operations), firsts)
         if keep != "products":
-            return again(all_after_attention, x, out)
+            return again(after_attention, x, out)
         x = x + attn.output_proj(out)
-        return x, again(contract, again_but_products(expand, x))
+        expanded = again_but_products(lambda x: product(self.ln2, ffn, x)[1], x)
+        return x, again(lambda expanded: ffn.contract(expanded, operations), expanded)
 
 
 class Layers(core.Layers):

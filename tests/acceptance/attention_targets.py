@@ -1,11 +1,10 @@
-"""The targets of the attention kernels, and what rows of measurements say of them: tables and a picture."""
+"""The targets of the attention kernels, and what rows of measurements say of them."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmkit.measure.plots import line_panels
 from lmkit.measure.tables import Column, markdown_table
 
 Row = dict[str, Any]
@@ -315,26 +314,3 @@ def _shape(row: Row) -> str:
     heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}:{row['kv_heads']}"
     extra = ("" if row["causal"] else ", full") + ("" if row["data"] == "normal" else f", {row['data']}")
     return f"{row['batch']} x {row['num_keys']}, {heads} heads, D={row['head_dim']}{extra}"
-
-
-def forward_picture(rows: Rows) -> bytes:
-    """PNG: forward rates of the core cases over the length, ours beside PyTorch's backends, a panel per head_dim."""
-    names = {OURS: "lmkit", CUDNN: "PyTorch cuDNN", FLASH: "PyTorch flash"}
-    shown = [
-        {**row, "name": name, "mask": "causal" if causal else "full"}
-        for head_dim in (64, 128)
-        for causal in (True, False)
-        for kernel, name in names.items()
-        for row in _chosen(rows, direction="forward", head_dim=head_dim, causal=causal, kernel=kernel)
-        if row["set"].startswith("core")
-    ]
-    return line_panels(
-        shown,
-        "num_keys",
-        Column("tflops", "TFLOP/s"),
-        panel=lambda row: f"head_dim {row['head_dim']}",
-        group="name",
-        kind="mask",
-        title="Attention forward, bf16 (16k tokens, heads x head_dim = 2048)",
-        x_label="sequence length (tokens)",
-    )

@@ -3,7 +3,7 @@
     nox -s acceptance
     pytest tests/acceptance/test_attention.py -s
 
-prints a table of target, measured figure and verdict, and writes the rows, the tables and a picture into the folder
+prints a table of target, measured figure and verdict, and writes the rows and the tables into the folder
 that LMKIT_ACCEPTANCE names (default: artifacts/acceptance). The tests of the targets themselves need no GPU.
 """
 
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +29,6 @@ from attention_targets import (
     Rows,
     Target,
     against_targets,
-    forward_picture,
     tables,
 )
 from torch import Tensor
@@ -40,7 +39,6 @@ from lmkit.bench.attention_sweep import Sweep
 from lmkit.bench.attention_variants import Case
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
-from lmkit.measure.plots import decorate
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import row_files, terminal_table
 
@@ -225,7 +223,6 @@ def store(rows: Rows, environment: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = row_files("acceptance", rows) | {
         "acceptance.md": tables(rows),
-        "forward.png": decorate("forward.png", partial(forward_picture, rows)) or b"",
     }
     files["environment.json"] = json.dumps(environment, indent=1)
     for name, content in files.items():
