@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure.tables import Rows
 from lmkit.measure.timing import Work
 from lmkit.registry import ATTENTION
 
@@ -29,7 +28,7 @@ TIERS: dict[str, int] = {
     "XXL": 2048,
     **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
 }
-ABLATIONS = {"flash_triton:no_skip": "no_skip", "flash_triton:atomic": "atomic"}
+ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
 FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
@@ -37,7 +36,7 @@ FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix product
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `part` is "tiers", "grid" or "memory limit"; `tier` its name, such as "XXL" or "128:64"."""
+    """One shape. `part` is "tiers" or "grid"; `tier` its name, such as "XXL" or "128:64"."""
 
     part: str
     tier: str
@@ -76,11 +75,6 @@ def _is_tier(text: str) -> str:
 
 
 Tier = Annotated[str, AfterValidator(_is_tier)]
-
-
-def square_tiers(rows: Rows) -> Rows:
-    """Return the rows of tiers with as many queries as keys."""
-    return [row for row in rows if row["part"] == "tiers" and row["num_queries"] == row["num_keys"]]
 
 
 def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
@@ -139,7 +133,7 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
         attention_function(kernel)  # refuses if a package is not installed
         from lmkit.bench import attention_ablations
 
-        function = getattr(attention_ablations, ABLATIONS[plain])
+        function = getattr(attention_ablations, plain.partition(":")[2])
     else:
         tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
         function = ATTENTION.load(kernel)  # without the check of its first call: the gate makes a row of it

@@ -79,12 +79,6 @@ def report(
             "[default: `reports` in that folder, or in artifacts/benches; `report.html` in the run folder]"
         ),
     ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Write nothing; exit code 1 if a document does not say what the rows say."
-        ),
-    ] = False,
     html: Annotated[
         bool, typer.Option("--html", help="Write one page about a run, which a browser opens.")
     ] = False,
@@ -96,10 +90,10 @@ def report(
     Attention, data parallelism, optimizer sharding and profiling have a document each, if there are results. With
     --html: one page about a run, with its curves, texts, recipe and environment.
     """
-    if (beside and not html) or (html and (folder is None or check)):
+    if (beside and not html) or (html and folder is None):
         raise UsageError(
             "report.options_exclude",
-            "--html takes a run folder and not --check; --beside belongs to --html",
+            "--html takes a run folder; --beside belongs to --html",
             hint="for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other",
         )
     if html:
@@ -110,7 +104,7 @@ def report(
     from lmkit.bench.report import write_reports
     from lmkit.profile.summary import SUMMARIES
 
-    return write_reports(folder, output, check=check, force=force, profiles=SUMMARIES)
+    return write_reports(folder, output, force=force, profiles=SUMMARIES)
 
 
 OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")

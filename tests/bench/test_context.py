@@ -1,18 +1,18 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lmkit.bench.context import RankGaveUp, failure_is_a_row, time_what_fits
+from lmkit.bench.context import RankGaveUp, failure_is_a_row
+from lmkit.bench.trainings import time_what_fits
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.ranks import RankLost
+from lmkit.parallel.ranks import RankLost, Ranks
 
-GUARD = partial(failure_is_a_row, device="cpu")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
@@ -59,31 +59,24 @@ def test_what_ends_every_variant_is_raised(error):
         raise error
 
 
-def test_variants_that_do_not_fit_together_give_way_from_the_largest():
+@pytest.mark.parametrize("fault", [FULL, KeyError("k")])
+def test_a_variant_gives_way_the_largest_if_they_do_not_fit_together_else_the_one_in_turn(fault):
     rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
     timed = []
 
     def time_together(left: Any, turn: Any) -> dict[str, str]:
         timed.append(list(left))
-        if len(left) > 1:
-            raise FULL
-        return dict.fromkeys(left, "timed")
-
-    assert time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together) == {"a": "timed"}
-    assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
-
-
-def test_a_variant_that_fails_in_its_turn_is_left_out():
-    rows = {name: {"status": "ok"} for name in "abc"}
-
-    def time_together(left: Any, turn: Any) -> dict[str, str]:
         for name in left:
             turn(name)
-            if name == "b":
-                raise KeyError("k")
+            if len(left) > 1 and (fault is FULL or name == "a"):
+                raise fault
         return dict.fromkeys(left, "timed")
 
-    found = time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together)
-    assert found == {"a": "timed", "c": "timed"}
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "failed", "ok"]
+    context: Any = SimpleNamespace(ranks=Ranks())
+    found = time_what_fits(dict.fromkeys(rows), rows, context, time_together)
+    statuses = [rows[name]["status"] for name in "abc"]
+    if fault is FULL:
+        assert (found, statuses) == ({"a": "timed"}, ["ok", "out of memory", "out of memory"])
+        assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
+    else:
+        assert (found, statuses) == ({"b": "timed", "c": "timed"}, ["failed", "ok", "ok"])
