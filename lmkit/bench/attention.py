@@ -12,8 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from lmkit.bench.attention_sweep import Sweep
-from lmkit.bench.attention_variants import Case, Tier, check_kernel, default_kernels, parse_tier, precision_of
+from lmkit.bench.attention_sweep import (
+    Case,
+    Sweep,
+    Tier,
+    check_kernel,
+    default_kernels,
+    parse_tier,
+    precision_of,
+)
 from lmkit.bench.context import Context
 from lmkit.bench.harness import grouped
 from lmkit.bench.trainings import SPREAD

@@ -36,8 +36,7 @@ from torch import Tensor
 
 from lmkit.attention import attention_function
 from lmkit.bench.attention import Options
-from lmkit.bench.attention_sweep import Sweep
-from lmkit.bench.attention_variants import Case
+from lmkit.bench.attention_sweep import Case, Sweep
 from lmkit.bench.context import Context, Journal
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits

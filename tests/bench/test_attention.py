@@ -13,7 +13,7 @@ from raising import raises
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate, attention_sweep
 from lmkit.bench.attention import Options, build_cases
-from lmkit.bench.attention_variants import Case, default_kernels, parse_tier
+from lmkit.bench.attention_sweep import Case, default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory

@@ -1,7 +1,6 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from torch.distributed import DistBackendError
 
 from lmkit.bench.context import RankGaveUp, failure_is_a_row
-from lmkit.bench.trainings import time_what_fits
 from lmkit.errors import LmkitError, UsageError
-from lmkit.parallel.ranks import RankLost, Ranks
+from lmkit.parallel.ranks import RankLost
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
@@ -57,26 +55,3 @@ def test_an_error_is_a_row(error, status, detail):
 def test_what_ends_every_variant_is_raised(error):
     with pytest.raises(type(error)), failure_is_a_row({}, "cpu"):
         raise error
-
-
-@pytest.mark.parametrize("fault", [FULL, KeyError("k")])
-def test_a_variant_gives_way_the_largest_if_they_do_not_fit_together_else_the_one_in_turn(fault):
-    rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
-    timed = []
-
-    def time_together(left: Any, turn: Any) -> dict[str, str]:
-        timed.append(list(left))
-        for name in left:
-            turn(name)
-            if len(left) > 1 and (fault is FULL or name == "a"):
-                raise fault
-        return dict.fromkeys(left, "timed")
-
-    context: Any = SimpleNamespace(ranks=Ranks())
-    found = time_what_fits(dict.fromkeys(rows), rows, context, time_together)
-    statuses = [rows[name]["status"] for name in "abc"]
-    if fault is FULL:
-        assert (found, statuses) == ({"a": "timed"}, ["ok", "out of memory", "out of memory"])
-        assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
-    else:
-        assert (found, statuses) == ({"b": "timed", "c": "timed"}, ["failed", "ok", "ok"])

@@ -121,30 +121,9 @@ def test_fault_85_one_of_two_ranks_out_of_memory_is_a_row_and_the_others_complet
 
 
 @pytest.mark.usefixtures("_planted_kernels")
-def test_wrong_kernels_are_not_trained(run_bench):
-    result = run_bench("lm_matrix", kernels=["scaled", "sdpa"], strategies=["none", "flat"], **SMALL)
-    assert [row["status"] for row in result.rows] == ["wrong result", "wrong result", "ok", "ok"]
-    assert not any("median_ms" in row for row in result.rows[:2])
-    assert result.table.startswith("scaled none; scaled flat: wrong result: step 1: ")
-    report = result.files["lm_matrix_report.md"]
-    assert report.index("scaled none; scaled flat: wrong result") < report.index("- Highest tokens/s: ")
-    assert "lm_matrix_convergence.png" in result.files
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize(
-    ("kernel", "when"),
-    [
-        ("wrong_without_gradients", "step 1: "),
-        *((kernel, "after timing: ") for kernel in ("nan_later", "backward_halves_later")),
-    ],
-)
-def test_kernels_that_are_wrong_where_only_they_are_timed_or_evaluated(run_bench, kernel, when):
-    keys = {**SMALL, "num_layers": 2, "timed_epochs": 16}
-    (row,) = run_bench("lm_matrix", kernels=[kernel], **keys).rows
-    assert row["status"] == "wrong result"
-    assert row["detail"].startswith(when)
-    assert not {"median_ms", "valid_loss"} & row.keys()
+def test_a_kernel_that_is_wrong_where_only_it_is_evaluated_is_wrong(run_bench):
+    (row,) = run_bench("lm_matrix", kernels=["wrong_without_gradients"], **SMALL).rows
+    assert (row["status"], "step 1: " in row["detail"]) == ("wrong result", True)
 
 
 @pytest.mark.full

@@ -27,33 +27,15 @@ def _uncompiled(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
 
 
-@pytest.mark.usefixtures("_planted_kernels")
-def test_a_wrong_kernel_is_wrong(run_bench):
-    result = run_bench("step", **{**EAGER, "attention": "scaled"})
-    ours, plain = result.rows
-    assert ours["status"] == "wrong result"
-    assert "step 1: the gradient of " in ours["detail"]
-    assert "median_ms" not in ours
-    assert plain["status"] == "ok"
-    assert "first_is" not in plain  # over what is wrong
-    assert result.table.startswith("tiny lmkit: wrong result: ")
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize("kernel", ["nan_later", "backward_halves_later"])
-def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel):
-    keys = {**EAGER, "variants": ("plain_eager", "lmkit"), "steps_per_sample": 4}
-    result = run_bench("step", **{**keys, "attention": kernel, "precision": "bf16"})
-    plain, ours = result.rows
-    assert (plain["status"], ours["status"]) == ("ok", "wrong result")
-    assert ours["detail"].startswith("after timing: ")
-    assert not {"median_ms", "class_ms", "last_loss", "first_is"} & ours.keys()
-
-
-def test_a_rival_whose_loss_is_not_finite_after_timing_is_wrong(run_bench, monkeypatch):
+@pytest.mark.parametrize(("factor", "right"), [(0.0, 0), (math.nan, 0), (math.nan, 11)])
+def test_a_rival_that_does_not_learn_or_is_not_finite_after_timing_is_wrong(
+    run_bench, monkeypatch, factor, right
+):
     real, steps = RivalStep.run, []
     monkeypatch.setattr(
-        RivalStep, "run", lambda rival: real(rival) * (1 if steps.append(1) or len(steps) < 12 else math.nan)
+        RivalStep,
+        "run",
+        lambda rival: real(rival) * (1 if steps.append(1) or len(steps) <= right else factor),
     )
     ours, theirs = run_bench("step", **EAGER).rows
     assert (ours["status"], theirs["status"]) == ("ok", "wrong result")
@@ -103,18 +85,8 @@ def test_compiled_variants_run(run_bench, monkeypatch):
     assert modules == [*ours[0], "NanoGPT", "Plain", *ours[1]]
 
 
-@pytest.mark.parametrize("factor", [0.0, math.nan])
-def test_a_variant_that_does_not_learn_is_not_timed(run_bench, monkeypatch, factor):
-    real = RivalStep.run
-    monkeypatch.setattr(RivalStep, "run", lambda rival: real(rival) * factor)
-    ours, theirs = run_bench("step", **EAGER).rows
-    assert (ours["status"], theirs["status"]) == ("ok", "wrong result")
-    assert "median_ms" not in theirs
-    assert ours["median_ms"] > 0
-
-
-def batch(generator_seed=0):
-    generator = torch.Generator().manual_seed(generator_seed)
+def batch():
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(256, (2, 2, 32), generator=generator)  # ids and targets, (rows, seq)
 
 

@@ -136,14 +136,6 @@ def test_a_training_that_knows_its_batches_by_heart_is_right_after_timing(precis
     assert after_timing(training, budget_of(precision), forward=True) == {}
 
 
-def test_a_process_without_room_has_no_reference(monkeypatch):
-    def full(training):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(training_gate, "follow", full)
-    assert "out of memory" in reference(recipe_of(), Ranks())
-
-
 def test_a_kernel_that_refuses_the_device_is_refused_and_not_wrong():
     with raises(UsageError, "attention.unsupported", "flash_triton"):
         fault_of(recipe_of(attention="flash_triton"))
