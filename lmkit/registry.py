@@ -341,7 +341,7 @@ class BenchFacts(Facts):
     """A benchmark: `bench(context) -> rows`, see `lmkit.bench.harness`.
 
     Its module defines the table `Options`, from which the recipe's [bench.NAME] and the flags of `lmkit bench NAME`
-    are made. It may define `check(recipe)`, `summarize(rows)` and `pictures(rows)`.
+    are made. It may define `check(recipe)` and `pictures(rows)`, and declare columns (`bench.summary.summary_of`).
 
     Attributes:
         help: one line for `lmkit bench --help`.

@@ -8,24 +8,22 @@ with, and its row says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from lmkit.bench.attention_sweep import Sweep
-from lmkit.bench.attention_variants import (
+from lmkit.bench.attention_sweep import (
     Case,
+    Sweep,
     Tier,
     check_kernel,
     default_kernels,
     parse_tier,
     precision_of,
-    square_tiers,
 )
 from lmkit.bench.context import Context
 from lmkit.bench.harness import grouped
-from lmkit.bench.summary import Summary
+from lmkit.bench.trainings import SPREAD
 from lmkit.measure.plots import grouped_bars, heat_map, line_panels
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.recipe.keys import Empties, FlagNames
@@ -108,7 +106,7 @@ def build_cases(options: Options) -> list[Case]:
     row_keys=("kernel", "direction", "num_queries", "num_keys"),
 )
 def attention(context: Context) -> Rows:
-    """Return a row per case, variant and direction, and the longest sequences that fit.
+    """Return a row per case, variant and direction.
 
     Raises:
         UsageError: an unknown kernel.
@@ -124,7 +122,7 @@ def attention(context: Context) -> Rows:
     for name in (*kernels, *grid_kernels):
         check_kernel(name)
     limits = context.limits([precision_of(name, options.dtype) for name in (*kernels, *grid_kernels)])
-    sweep = Sweep(options, limits, device=context.device, seed=context.recipe.run.seed)
+    sweep = Sweep(context, limits)
     cases = build_cases(options)
     rows: Rows = []
     for case in context.each("attention", cases):
@@ -134,118 +132,78 @@ def attention(context: Context) -> Rows:
             found += sweep.measure(case, of_case, ("fwd+bwd", "backward"))
         rows += found
         context.keep(found)
-    rows += sweep.longest_that_fit(rows)
     return rows
 
 
+TITLE, EACH = "Attention", "direction"
+ABOUT = ("batch", "heads", "kv_heads", "causal", "dtype", "layout", "data")
 TIME = Column("median_ms", "ms", ".3g", instead="status", axis="time, ms")
 COLUMNS = (
     Column("tier", "tier"),
     Column("head_dim", "D", "d"),
-    Column("mask", "mask"),
     Column("direction", "direction"),
     Column("kernel", "kernel"),
     TIME,
-    Column("spread", "spread", ".0%"),
-    Column("tflops", "TFLOP/s", ".3g"),
-    Column("share_of_matmul", "% peak", ".1%"),
-    Column("peak_gb", "GB", ".3g"),
-    Column("speedup", "speedup", ".2f"),
+    SPREAD,
+    Column("tflops", "TFLOP/s", ".3g", better="higher"),
+    Column("share_of_matmul", "% peak", ".1%", note="of the matmul TFLOP/s measured in the same run"),
+    Column("peak_gb", "GB", ".3g", note="10^9 bytes, peak on top of the inputs, output included"),
+    Column("speedup", "speedup", ".2f", note="baseline / variant, median of paired rounds"),
+    Column("causal", "causal", wide=True),
+    Column("versus_sdpa", "x PyTorch", ".3f", wide=True),
+    Column("versus_sdpa_low", "95% from", ".3f", wide=True),
+    Column("versus_sdpa_high", "to", ".3f", wide=True),
+    Column("best_sdpa", "that is", wide=True),
 )
-VERSUS_SDPA = (
-    Column("versus_sdpa", "x PyTorch", ".3f"),
-    Column("versus_sdpa_low", "95% from", ".3f"),
-    Column("versus_sdpa_high", "to", ".3f"),
-    Column("best_sdpa", "that is"),
-)
-SHAPE = ("batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "layout", "data")
-"""The fields on which times depend, besides the lengths."""
+NOTES = ("D: head_dim; tier: tokens, or queries:keys",)
 
 
-def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: ours against PyTorch's best, the fastest at the longest tier, where memory ends."""
-    first, masks = rows[0], ["causal" if row["causal"] else "full" for row in rows]
-    if mixed := len(set(masks)) > 1:
-        rows = [row | {"mask": mask} for row, mask in zip(rows, masks, strict=True)]
-    columns = [column for column in COLUMNS if mixed or column.key != "mask"]
+def shown(rows: Rows) -> Rows:
+    """Return the rows of tiers."""
+    return [row for row in rows if row.get("part") != "grid"]
+
+
+def tables(rows: Rows) -> dict[str, str]:
+    """Return the table of the grid."""
     grid = [row for row in rows if row.get("part") == "grid"]
-    fields = ("batch", "heads", "kv_heads", "dtype", "layout", "data")
-    about = [f"{key} {first[key]}" for key in fields if len({row.get(key) for row in rows}) == 1]
-    baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
-    notes = [
-        "D: head_dim; tier: tokens, or queries:keys; spread: (p90 - p10) / median; GB (10^9): peak on top of the "
-        "inputs, output included; '% peak': of the matmul TFLOP/s measured in the same run",
-        *([f"speedup: {baseline} / variant, median of paired rounds"] if baseline else []),
-    ]
-    return Summary(
-        "Attention",
-        columns,
-        [row for row in rows if row.get("part") != "grid"],
-        about=", ".join(about if mixed else [*about, masks[0]]),
-        findings=findings(rows),
-        tables={"Head dimension x length": markdown_table(grid, columns)} if grid else {},
-        notes=notes,
-        wide=VERSUS_SDPA,
-    )
+    return {"Head dimension x length": markdown_table(grid, COLUMNS)} if grid else {}
 
 
 def findings(rows: Rows) -> list[str]:
-    """Return the sentences that the rows support."""
+    """Compare our fastest kernel with PyTorch's best, for each direction."""
     found = []
-    timed = [row for row in rows if row.get("part") == "tiers" and row.get("tflops")]
-    own = {name for name in ATTENTION.names if name != "sdpa"}
-    for direction, members in grouped(timed, lambda row: str(row["direction"])).items():
-        if compared := [row for row in members if row["kernel"] in own and row.get("versus_sdpa")]:
-            top = max(compared, key=lambda row: row["tflops"])
-            ratios = [row["versus_sdpa"] for row in compared if row["kernel"] == top["kernel"]]
-            several = len(ratios) > 1
-            times = f"{min(ratios):.2f} to {max(ratios):.2f}" if several else f"{ratios[0]:.2f}"
-            cases = f"{len(ratios)} cases" if several else "one case"
-            found.append(
-                f"{direction}: {top['kernel']} is {times} times as fast as the best PyTorch backend in {cases}; its "
-                f"highest rate is {top['tflops']:.3g} TFLOP/s, {top['share_of_matmul']:.0%} of the matrix product's "
-                "in the same run."
-            )
-        best = min(members, key=lambda row: (-row["num_queries"] * row["num_keys"], row["median_ms"]))
-        shapes = {tuple(map(row.get, SHAPE)) for row in members if row["tier"] == best["tier"]}
-        if len(shapes) == 1:
-            found.append(
-                f"{direction} at {best['tier']}: {best['kernel']} is fastest, {best['median_ms']:.4g} ms, "
-                f"{best['tflops']:.3g} TFLOP/s."
-            )
-    for kernel, mine in grouped(square_tiers(rows), lambda row: str(row["kernel"])).items():
-        if ended := [row["num_keys"] for row in mine if row["status"] == "out of memory"]:
-            limits = [row for row in rows if row.get("part") == "memory limit" and row["kernel"] == kernel]
-            fits = [row["num_keys"] for row in limits or mine if row["status"] in ("ok", "longest that fits")]
-            before = [length for length in fits if length < min(ended)]
-            longest = f"; the longest that fits is {max(before)}" if before else ""
-            found.append(f"{kernel} runs out of memory at {min(ended)} tokens{longest}.")
-    return found or ["No tier was measured."]
+    compared = [row for row in rows if row.get("versus_sdpa") and row.get("tflops")]
+    for direction, members in grouped(compared, lambda row: str(row["direction"])).items():
+        top = max(members, key=lambda row: row["tflops"])
+        ratios = [row["versus_sdpa"] for row in members if row["kernel"] == top["kernel"]]
+        found.append(
+            f"{direction}: {top['kernel']} is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the best "
+            f"PyTorch backend (cases: {len(ratios)}); its highest rate is {top['tflops']:.3g} TFLOP/s, "
+            f"{top['share_of_matmul']:.0%} of the matrix product's in the same run."
+        )
+    return found
 
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw forward and backward bars, scaling, and the grid (or the square tiers, as one line)."""
-    grid = [row for row in rows if row["part"] == "grid"]
-    square = [row for row in square_tiers(rows) if row["direction"] == "forward"]
+    tiers = [row for row in rows if row["part"] == "tiers"]
+    square = [row for row in tiers if row["num_queries"] == row["num_keys"] and row["direction"] == "forward"]
+    grid = [row for row in rows if row["part"] == "grid" and row["direction"] == "forward"]
+    axis: dict[str, Any] = {
+        "x_label": "sequence length (tokens; queries:keys where they differ)",
+        "log_y": True,
+    }
     files = {
-        "attention_sweep_forward.png": _bars(rows, "forward"),
-        "attention_sweep_heatmap.png": _heat_map(grid or square, "forward"),
-        "attention_sweep_scaling.png": line_panels(
-            square,
-            "num_keys",
-            TIME,
-            group="kernel",
-            title=_title(square, "forward"),
-            x_label="sequence length (tokens)",
-            log_y=True,
+        "heatmap": _heat_map(grid or square),
+        "scaling": line_panels(
+            square, "num_keys", TIME, group="kernel", title=_title(square, "forward"), **axis
         ),
     }
-    with_backward = any(row["direction"] == "backward" for row in rows)
-    if with_backward:
-        files["attention_sweep_backward.png"] = _bars(rows, "backward")
-    if with_backward and grid:
-        files["attention_sweep_heatmap_backward.png"] = _heat_map(grid, "backward")
-    return files
+    for direction in ("forward", "backward"):
+        if chosen := [row for row in tiers if row["direction"] == direction]:
+            title = _title(chosen, direction) + " (median, whiskers p10 to p90)"
+            files[direction] = grouped_bars(chosen, TIME, group="tier", series="kernel", title=title, **axis)
+    return {f"attention_sweep_{name}.png": picture for name, picture in files.items()}
 
 
 def _title(rows: Rows, what: str) -> str:
@@ -253,31 +211,11 @@ def _title(rows: Rows, what: str) -> str:
     return f"Attention {what}{shape}"
 
 
-def _tier(row: Mapping[str, Any]) -> str:
-    named = row["tier"].isalnum() and not row["tier"].isdecimal()
-    return f"{row['tier']}\n{row['num_keys']}" if named else str(row["tier"])
-
-
-def _bars(rows: Rows, direction: str) -> bytes:
-    chosen = [row for row in rows if row["part"] == "tiers" and row["direction"] == direction]
-    return grouped_bars(
-        chosen,
-        TIME,
-        group=_tier,
-        series="kernel",
-        title=_title(chosen, direction) + " (median, whiskers p10 to p90)",
-        x_label="sequence length (tokens; queries:keys where they differ)",
-        log_y=True,
-    )
-
-
-def _heat_map(rows: Rows, direction: str) -> bytes:
-    """Draw our best kernel's speedup over the baseline; its TFLOP/s if there is no baseline."""
-    rows = [row for row in rows if row["direction"] == direction]
+def _heat_map(rows: Rows) -> bytes:
+    """Draw our last kernel's speedup over the baseline; TFLOP/s if there is no other kernel."""
     timed = {row["kernel"] for row in rows if row.get("median_ms")}
-    ours = [name for name in ATTENTION.names if name in timed and name != "sdpa"]
     baseline = next((row["kernel"] for row in rows if row.get("speedup") == 1.0), None)
-    kernel = ours[-1] if ours else baseline
+    kernel = next((name for name in reversed(ATTENTION.names) if name in timed and name != "sdpa"), baseline)
     as_ratio = baseline is not None and kernel != baseline
     lengths, head_dims = (sorted({row[key] for row in rows}) for key in ("num_keys", "head_dim"))
     key = "speedup" if as_ratio else "tflops"
@@ -286,7 +224,7 @@ def _heat_map(rows: Rows, direction: str) -> bytes:
         [str(length) for length in lengths],
         [str(head_dim) for head_dim in head_dims],
         [[found.get((head_dim, length)) for length in lengths] for head_dim in head_dims],
-        title=_title(rows, f"{direction}, {kernel}"),
+        title=_title(rows, f"forward, {kernel}"),
         x_label="sequence length (tokens)",
         y_label="head_dim",
         value_label=f"times as fast as {baseline}" if as_ratio else "TFLOP/s",

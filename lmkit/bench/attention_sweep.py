@@ -1,51 +1,220 @@
-"""Check and time the kernels of `lmkit bench attention`, case by case: `Sweep`."""
+"""The names of `lmkit bench attention` ("XXL", "flash_triton:tf32"), and its cases: checked, then timed (`Sweep`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lmkit.bench.attention_variants import (
-    COMPILED,
-    Case,
-    build_variant,
-    implementation_of,
-    kernel_of,
-    matmul_precision,
-    precision_of,
-    square_tiers,
-    timed_call,
-)
-from lmkit.bench.context import failure_is_a_row, not_enough_memory, time_what_fits, wrong_result
-from lmkit.bench.harness import add_figures, grouped, ratio_fields, time_fields
+from pydantic import AfterValidator
+
+from lmkit.bench.context import Context, failure_is_a_row, not_enough_memory, wrong_result
+from lmkit.bench.harness import add_figures, ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
+from lmkit.bench.trainings import Variant, measure
+from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import Timing, clock_for, time_variants
+from lmkit.measure.timing import Timing, Work, clock_for, time_variants
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Arithmetic, Gate, Inputs
 
+TIERS: dict[str, int] = {
+    "Small": 128,
+    "Medium": 256,
+    "Large": 512,
+    "XL": 1024,
+    "XXL": 2048,
+    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
+}
+ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
+"""Functions of `lmkit.bench.attention_ablations`."""
+COMPILED = "+compile"
+FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape. `part` is "tiers" or "grid"; `tier` its name, such as "XXL" or "128:64"."""
+
+    part: str
+    tier: str
+    num_queries: int
+    num_keys: int
+    head_dim: int
+
+    def flops(self, options: Options, direction: str) -> float:
+        """Return 2 FLOPs per multiply-add; causal counts the visible triangle (FlashAttention-2)."""
+        area = float(self.num_queries) * self.num_keys
+        if options.causal:
+            square = min(self.num_queries, self.num_keys)
+            area = square * square / 2.0 + max(0, self.num_queries - self.num_keys) * self.num_keys
+        return FLOPS[direction] * 4.0 * options.batch * options.heads * area * self.head_dim
+
+
+def parse_tier(text: str) -> tuple[int, int]:
+    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64".
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text in TIERS:
+        return TIERS[text], TIERS[text]
+    queries, colon, keys = text.partition(":")
+    if queries.isdecimal() and int(queries) > 0 and (not colon or (keys.isdecimal() and int(keys) > 0)):
+        return int(queries), int(keys if colon else queries)
+    raise ValueError(
+        f'"{text}" is not a tier; use {", ".join(TIERS)}, a length, or queries:keys such as 128:64'
+    )
+
+
+def _is_tier(text: str) -> str:
+    parse_tier(text)
+    return text
+
+
+Tier = Annotated[str, AfterValidator(_is_tier)]
+
+
+def default_kernels(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return what is measured by default: every kernel that runs on the device."""
+    found: list[str] = []
+    for name in ATTENTION.names:
+        facts = ATTENTION.facts(name)
+        if not facts.missing and ("cuda" if on_gpu else "cpu") in facts.devices:
+            found += ["sdpa:cudnn", "sdpa:flash"] if name == "sdpa" and on_gpu else [name]
+            found += [name + COMPILED] if name == "vectorized" else []
+    return tuple(found)
+
+
+def check_kernel(name: str) -> None:
+    """Raise UsageError unless `build_variant` knows the name."""
+    known = [*ATTENTION.names, *ABLATIONS]
+    known += [
+        f"{kernel}:{variant}" for kernel in ATTENTION.names for variant in ATTENTION.facts(kernel).variants
+    ]
+    plain = name.removesuffix(COMPILED)
+    if plain not in known:
+        raise UsageError(
+            "bench.unknown_kernel",
+            f"bench.attention.kernels: there is no {name!r}{did_you_mean(plain, known)}",
+            hint=f"there are {', '.join(dict.fromkeys(known))}, each with an optional {COMPILED}, "
+            "and those of --plugin FILE",
+        )
+
+
+def kernel_of(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the kernel of a variant, and the arguments that the variant adds to its calls."""
+    plain = name.removesuffix(COMPILED)
+    kernel, _, variant = plain.partition(":")
+    if plain in ABLATIONS:
+        return kernel, {"implementation": "portable"}
+    return kernel, ATTENTION.facts(kernel).variants.get(variant, {})
+
+
+def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
+    """Return the attention function of a variant.
+
+    Args:
+        dtype: kernels with their own matrix products need to be told "tf32".
+
+    Raises:
+        UsageError: the kernel needs a package that is not installed.
+    """
+    import torch
+
+    from lmkit.attention import attention_function
+
+    plain = name.removesuffix(COMPILED)
+    kernel, arguments = kernel_of(name)
+    function: Callable[..., Tensor]
+    if plain in ABLATIONS:
+        attention_function(kernel)  # refuses if a package is not installed
+        from lmkit.bench import attention_ablations
+
+        function = getattr(attention_ablations, plain.partition(":")[2])
+    else:
+        tf32 = ATTENTION.facts(kernel).variants.get("tf32", {}) if dtype == "tf32" else {}
+        function = ATTENTION.load(kernel)  # without the check of its first call: the gate makes a row of it
+        if tf32 or arguments:
+            function = partial(function, **{**tf32, **arguments})
+    return torch.compile(function, dynamic=False) if name.endswith(COMPILED) else function
+
+
+def precision_of(name: str, dtype: str) -> str:
+    """Return the label of a row: the bench's dtype, or tf32 for a variant that multiplies float32 so."""
+    return "tf32" if dtype == "fp32" and name.removesuffix(COMPILED).endswith(":tf32") else dtype
+
+
+def implementation_of(name: str, inputs: Inputs) -> str | None:
+    """Return the name of the implementation that a kernel runs; None for kernels with only one."""
+    kernel, arguments = kernel_of(name)
+    function = ATTENTION.facts(kernel).implementation
+    if function is None:
+        return None
+    forced: str | None = arguments.get("implementation")
+    return forced or ATTENTION.function_of(kernel, function)(inputs.q, inputs.k, inputs.v)
+
+
+def timed_call(function: Callable[..., Tensor], inputs: Inputs, direction: str) -> tuple[Work | None, Work]:
+    """Return (untimed preparation of each call or None, the call) of a direction: forward, fwd+bwd or backward."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    outputs: list[Tensor] = []
+
+    def forward_alone() -> object:
+        with torch.no_grad():
+            return function(inputs.q, inputs.k, inputs.v, causal=inputs.causal)
+
+    def forward() -> None:
+        outputs.clear()  # a sample that was taken again left one
+        outputs.append(function(*leaves, causal=inputs.causal))
+
+    def backward() -> object:
+        return torch.autograd.grad(outputs.pop(), leaves, inputs.dout)
+
+    def both() -> object:
+        forward()
+        return backward()
+
+    if direction == "forward":
+        return None, forward_alone
+    return (forward, backward) if direction == "backward" else (None, both)
+
+
+@contextmanager
+def matmul_precision(dtype: str) -> Iterator[None]:
+    """Multiply float32 as `dtype` says inside the block."""
+    import torch
+
+    # Not `matmul.fp32_precision`: torch refuses to compile where that and the older switch disagree.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 SCORE_COPIES = 3  # scores, masked copy, probabilities: what a kernel that keeps scores holds at once
-MEMORY_STEP = 1024  # tokens; how finely the longest sequence that fits is searched
 
 
 class Sweep:
     """The state that the cases of a run share: options, limits, kernels checked in full, times of calls."""
 
-    def __init__(self, options: Options, limits: Limits, *, device: torch.device, seed: int) -> None:
-        self._options = options
-        self._limits = limits
-        self._device = device
-        self._seed = seed
+    def __init__(self, context: Context, limits: Limits) -> None:
+        self._context, self._limits = context, limits
+        self._options: Options = context.options
+        self._device, self._seed = context.device, context.recipe.run.seed
         self._checked: dict[tuple[str, int, bool], list[str]] = {}  # (kernel, head_dim, backward) -> faults
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
         self._too_large: set[tuple[str, Case]] = set()  # forward passes that did not fit
@@ -54,7 +223,7 @@ class Sweep:
         """Return a row per direction and kernel of one shape.
 
         Args:
-            directions: "forward", or "fwd+bwd" and "backward", which share their inputs.
+            directions: "forward", or "fwd+bwd" and "backward", which share inputs and checks.
         """
         import torch
 
@@ -62,87 +231,87 @@ class Sweep:
 
         # Every shape is compiled anew: torch.compile would fall back to eager after 8 recompilations, silently.
         torch.compiler.reset()
-        backward = "forward" not in directions
+        options, backward = self._options, "forward" not in directions
         inputs_row: dict[str, Any] = {"status": "ok", "detail": ""}
-        inputs: Inputs | None = None
-        gate: Gate | None = None
-        functions: dict[str, Callable[..., Tensor]] = {}
-        rows = {name: self._row(case, name) for name in kernels}
-        with matmul_precision(self._options.dtype):
+        made: list[Inputs] = []
+        gates: list[Gate] = []  # one, made for the first kernel; gone while kernels are timed
+        function_of = cache(partial(build_variant, dtype=options.dtype))
+
+        def checked(check: Callable[[Gate], dict[str, Any]], seed: int) -> dict[str, Any]:
+            found: dict[str, Any] = {"status": "ok", "detail": ""}
+            with failure_is_a_row(found, self._device):
+                if not gates:
+                    gates.append(Gate(made[0], seed))
+                found |= check(gates[0])
+            written = gates[0].restore() if gates else ""
+            return found | (wrong_result(f"writes into its inputs: {written}") if written else {})
+
+        def make(name: str, direction: str) -> tuple[str, Work | None, Work]:
+            return name, *timed_call(function_of(name), made[0], direction)
+
+        @cache
+        def judge(name: str) -> dict[str, Any]:
+            found = checked(partial(self._check, name, function_of(name), case=case), self._seed)
+            if found["status"] == "out of memory" and not backward:
+                self._too_large.add((name, case))
+            return found
+
+        @cache
+        def check_again(name: str) -> dict[str, Any]:
+            if not gates:  # other numbers at the same addresses: a stored result is now a wrong one
+                made[0].copy_(self._inputs(case, backward=backward, seed=self._seed + 1))
+            found = checked(partial(self._check_again, name, function_of(name)), self._seed + 1)
+            return {} if found["status"] == "ok" else found
+
+        def take(runs: Mapping[str, Any], prepare: Mapping[str, Any], turn: Any) -> dict[str, Timing]:
+            gates.clear()
+            return time_variants(
+                runs,
+                prepare=prepare,
+                device=self._device,
+                repeats=options.iters,
+                warmup=options.warmup,
+                cold_cache=options.cold_cache,
+                min_sample_ms=0.2,  # 400 times what CUDA events resolve
+                max_seconds=options.max_seconds * len(directions),
+                share_seconds=True,
+                seed=self._seed,
+                turn=turn,
+            )
+
+        with matmul_precision(options.dtype):
             with failure_is_a_row(inputs_row, self._device):
-                inputs = self._inputs(case, backward=backward)
-            for name, row in rows.items():
-                if inputs is None:
-                    row |= inputs_row | {"detail": f"inputs: {inputs_row['detail']}"}
-                elif refusal := self._refusal(name, case, directions[0]):
-                    row |= refusal
-                else:
-                    with failure_is_a_row(row, self._device):
-                        gate = gate or Gate(inputs)
-                        function = build_variant(name, self._options.dtype)
-                        row |= self._check(name, function, gate, case)
-                    row |= self._written(gate)
-                    if row["status"] == "ok":
-                        functions[name] = function
-            gate = None  # free its tensors before memory is measured
-            of_directions = [
-                {name: row | {"direction": direction} for name, row in rows.items()}
+                made.append(self._inputs(case, backward=backward))
+            inputs_row["detail"] = f"inputs: {inputs_row['detail']}"
+            variants = {
+                f"{direction} {name}": Variant(
+                    row=self._row(case, name, direction)
+                    | ((self._refusal(name, case, direction) or {}) if made else inputs_row),
+                    make=partial(make, name, direction),
+                    judge=lambda built: judge(built[0]),
+                    prepare=(lambda built: built[1]()) if direction == "backward" else None,
+                    run=lambda built: built[2](),
+                    check=lambda built: check_again(built[0]),
+                )
                 for direction in directions
-            ]
-            if functions:
-                assert inputs is not None
-                timings = [
-                    self._time(functions, inputs, direction, timed)
-                    for direction, timed in zip(directions, of_directions, strict=True)
-                ]
-                again = self._check_again(functions, inputs, case)
-                for direction, timed, of_rows in zip(directions, timings, of_directions, strict=True):
-                    for name in again:
-                        of_rows[name] |= again[name]
-                    right = {name: timing for name, timing in timed.items() if name not in again}
-                    self._add_times(right, case, direction, of_rows)
-            found = [row for of_rows in of_directions for row in of_rows.values()]
-        if not backward:
-            self._too_large |= {
-                (name, case) for name, row in rows.items() if row["status"] == "out of memory"
+                for name in kernels
             }
+            timings = measure(variants, self._context, take=take)
+        made.clear()
+        gates.clear()
         release_memory(self._device)
-        return found
+        rows = {key: variant.row for key, variant in variants.items()}
+        for direction in directions:
+            self._add_times(
+                {name: timings.get(f"{direction} {name}") for name in kernels}, case, direction, rows
+            )
+        return list(rows.values())
 
-    def _written(self, gate: Gate | None) -> dict[str, Any]:
-        """Return status and detail of a kernel that wrote into its inputs, which are restored; else {}."""
-        written = gate.restore() if gate is not None else ""
-        return wrong_result(f"writes into its inputs: {written}") if written else {}
-
-    def _check_again(
-        self, functions: Mapping[str, Callable[..., Tensor]], inputs: Inputs, case: Case
-    ) -> dict[str, dict[str, Any]]:
-        """Return status and detail of kernels that were right before they were timed, and are not any more.
-
-        The inputs get other numbers, at the same addresses: a stored result is now a wrong one.
-        """
-        from lmkit.bench.attention_gate import Gate
-
-        again: dict[str, dict[str, Any]] = {name: {"status": "ok"} for name in functions}
-        gate: Gate | None = None
-        for name, function in functions.items():
-            with failure_is_a_row(again[name], self._device):
-                if gate is None:
-                    inputs.copy_(self._inputs(case, backward=inputs.dout is not None, seed=self._seed + 1))
-                    gate = Gate(inputs, self._seed + 1)
-                arithmetic = self._arithmetic(name)
-                faults = gate.faults_at_spots(gate.probe.run(function), arithmetic)
-                faults += gate.faults_against_pytorch(inputs.run(function), arithmetic)
-                if faults:
-                    again[name] |= wrong_result(f"after timing, on other inputs: {'; '.join(faults)}")
-            again[name] |= self._written(gate)
-        return {name: row for name, row in again.items() if row["status"] != "ok"}
-
-    def _row(self, case: Case, name: str) -> dict[str, Any]:
+    def _row(self, case: Case, name: str, direction: str) -> dict[str, Any]:
         options = self._options
         return {
             **asdict(case),
-            "direction": "forward",
+            "direction": direction,
             "kernel": name,
             "precision": precision_of(name, options.dtype),
             **{key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype")},
@@ -159,10 +328,10 @@ class Sweep:
         seed = self._seed if seed is None else seed
         return make_inputs(self._options, *shape, device=self._device, seed=seed, backward=backward)
 
-    def _check(self, name: str, function: Callable[..., Tensor], gate: Gate, case: Case) -> dict[str, Any]:
+    def _check(self, name: str, function: Callable[..., Tensor], gate: Gate, *, case: Case) -> dict[str, Any]:
         """Return status, errors, time of the first call and peak memory of a variant."""
         arithmetic = self._arithmetic(name)
-        faults, first_call = self._faults_when_short(name, function, case, gate, arithmetic)
+        faults, first_call = self._faults_when_short(name, function, case, gate)
         probed, seconds = self._timed_run(function, gate.probe)
         faults += gate.faults_at_spots(probed, arithmetic)
         fields: dict[str, Any] = {UNCHECKED: f"{kernel_of(name)[0]} does not say which keys a query sees"}
@@ -179,6 +348,13 @@ class Sweep:
             "implementation": implementation_of(name, gate.inputs),
         }
 
+    def _check_again(self, name: str, function: Callable[..., Tensor], gate: Gate) -> dict[str, Any]:
+        """Return status and detail of a kernel that was right before it was timed, and is not any more, else {}."""
+        arithmetic = self._arithmetic(name)
+        faults = gate.faults_at_spots(gate.probe.run(function), arithmetic)
+        faults += gate.faults_against_pytorch(gate.inputs.run(function), arithmetic)
+        return wrong_result(f"after timing, on other inputs: {'; '.join(faults)}") if faults else {}
+
     def _arithmetic(self, name: str) -> Arithmetic | None:
         """Return where a variant rounds; None for attention that does not see all keys, which PyTorch's does."""
         from lmkit.bench.attention_gate import arithmetic_of
@@ -187,12 +363,7 @@ class Sweep:
         return arithmetic_of(precision, keeps_scores=facts.keeps_scores) if facts.sees_all else None
 
     def _faults_when_short(
-        self,
-        name: str,
-        function: Callable[..., Tensor],
-        case: Case,
-        gate: Gate,
-        arithmetic: Arithmetic | None,
+        self, name: str, function: Callable[..., Tensor], case: Case, gate: Gate
     ) -> tuple[list[str], float]:
         """Check every row of a shorter case against float64, once per kernel and head_dim; also return its seconds.
 
@@ -211,7 +382,7 @@ class Sweep:
         queries, keys = (min(length, FULL_CHECK_LENGTH) for length in (case.num_queries, case.num_keys))
         short = Gate(self._inputs(replace(case, num_queries=queries, num_keys=keys), backward=backward))
         probed, seconds = self._timed_run(function, short.probe)
-        faults = short.faults_at_spots(probed, arithmetic)
+        faults = short.faults_at_spots(probed, self._arithmetic(name))
         self._checked[key] = [f"at {queries}:{keys}, {fault}" for fault in faults]
         return list(self._checked[key]), seconds
 
@@ -243,50 +414,22 @@ class Sweep:
             return None
         return not_enough_memory(f"needs {needed / GB:.1f} GB, {free / GB:.1f} GB free")
 
-    def _time(
-        self,
-        functions: Mapping[str, Callable[..., Tensor]],
-        inputs: Inputs,
-        direction: str,
-        rows: dict[str, dict[str, Any]],
-    ) -> dict[str, Timing]:
-        """Return the times of one direction; rows say which kernels have none."""
-        options = self._options
-
-        def time_together(
-            left: Mapping[str, Callable[..., Tensor]], turn: Callable[[str], object]
-        ) -> dict[str, Timing]:
-            calls = {name: timed_call(function, inputs, direction) for name, function in left.items()}
-            return time_variants(
-                {name: call for name, (_, call) in calls.items()},
-                prepare={name: before for name, (before, _) in calls.items() if before is not None},
-                device=self._device,
-                repeats=options.iters,
-                warmup=options.warmup,
-                cold_cache=options.cold_cache,
-                min_sample_ms=0.2,  # 400 times what CUDA events resolve
-                max_seconds=options.max_seconds,
-                share_seconds=True,
-                seed=self._seed,
-                turn=turn,
-            )
-
-        guard = partial(failure_is_a_row, device=self._device)
-        return time_what_fits(dict(functions), rows, guard, time_together)
-
     def _add_times(
-        self, timings: Mapping[str, Timing], case: Case, direction: str, rows: dict[str, dict[str, Any]]
+        self,
+        timings: Mapping[str, Timing | None],
+        case: Case,
+        direction: str,
+        rows: Mapping[str, dict[str, Any]],
     ) -> None:
-        """Add times to the rows of one direction."""
-        options = self._options
-        flops = case.flops(options, direction)
-        believed = {
-            name: timing
-            for name, timing in timings.items()
-            if add_figures(rows[name], self._limits, partial(self._time_fields, name, timing, flops))
-        }
+        """Add times and comparisons to the rows of one direction."""
+        flops = case.flops(self._options, direction)
+        believed: dict[str, Timing] = {}
+        for name, timing in timings.items():
+            row = rows[f"{direction} {name}"]
+            if timing and add_figures(row, self._limits, partial(self._time_fields, name, timing, flops)):
+                believed[name] = timing
         for name, timing in believed.items():
-            rows[name] |= self._ratios(name, believed)
+            rows[f"{direction} {name}"] |= self._ratios(name, believed)
             # Predict from the fastest sample: a busy moment says nothing about the next length.
             self._calls[name, case.head_dim, direction] = (flops, min(timing.samples_ms))
 
@@ -317,37 +460,3 @@ class Sweep:
             fields["best_sdpa"] = best
             fields |= ratio_fields(timing.versus(rivals[best]), "versus_sdpa", "versus_sdpa_verdict")
         return fields
-
-    def longest_that_fit(self, rows: Rows) -> Rows:
-        """Return, for each kernel that ran out of GPU memory in a square tier, the longest forward pass that fits."""
-        if self._device.type != "cuda":
-            return []
-        found: Rows = []
-        for name, mine in grouped(square_tiers(rows), lambda row: str(row["kernel"])).items():
-            forward = [row for row in mine if row["direction"] == "forward"]
-            too_long = min(
-                (row["num_keys"] for row in forward if row["status"] == "out of memory"), default=0
-            )
-            fits = max((row["num_keys"] for row in forward if row["status"] == "ok"), default=0)
-            if fits and too_long and not name.endswith(COMPILED):
-                found.append(self._longest_between(name, fits, too_long))
-        return found
-
-    def _longest_between(self, name: str, fits: int, too_long: int) -> dict[str, Any]:
-        function = build_variant(name, self._options.dtype)
-        peak_gb = None
-        while too_long - fits > MEMORY_STEP:
-            length = (fits + too_long) // 2 // MEMORY_STEP * MEMORY_STEP
-            trial: dict[str, Any] = {"status": "ok"}
-            with failure_is_a_row(trial, self._device):
-                inputs = self._inputs(Case("", "", length, length, self._options.head_dim), backward=False)
-                with track_peak(self._device) as peak:
-                    inputs.run(function)
-                fits, peak_gb = length, peak.extra_bytes / GB
-            if trial["status"] != "ok":
-                too_long = length
-            inputs = None  # type: ignore[assignment]
-            release_memory(self._device)
-        case = Case("memory limit", str(fits), fits, fits, self._options.head_dim)
-        reached = {"status": "longest that fits", "detail": f"{too_long} tokens do not", "peak_gb": peak_gb}
-        return self._row(case, name) | reached

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,6 @@ from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
 from lmkit.measure.timing import global_state_kept
 from lmkit.recipe.tables import ModelConfig, TrainConfig
-from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
@@ -49,10 +48,6 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json_lines(rows))  # one write: lines of several processes do not mix
-
-    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep only these rows. Use it if rows gain samples each round, from one process at a time."""
-        write_atomic(self.path, json_lines(rows))
 
     def rows(self) -> Rows:
         """Return the rows so far."""
@@ -90,7 +85,6 @@ class Context:
     Attributes:
         options: its table, [bench.NAME] of the recipe.
         ranks: this process's rank and device.
-        environment: written to `environment.json`.
     """
 
     recipe: Recipe
@@ -98,7 +92,6 @@ class Context:
     ranks: Ranks
     report: Progress
     journal: Journal
-    environment: dict[str, Any] = field(default_factory=dict)
     _limits: Limits | None = None
 
     @property
@@ -141,15 +134,16 @@ class Context:
         self._limits = measure_limits(self.device, dict.fromkeys(dtypes))
         return self._limits
 
+    def known_limits(self, dtypes: Sequence[str]) -> Limits | None:
+        """Return the limits on the first rank, measured once: the others wait for it at the first collective."""
+        return (self._limits or self.limits(dtypes)) if self.ranks.is_first else None
+
     def facts(self) -> dict[str, Any]:
         """Return what `environment.json` says besides the machine, when the bench has ended."""
-        return self.environment | ({"limits": self._limits.as_dict()} if self._limits is not None else {})
+        return {"limits": self._limits.as_dict()} if self._limits is not None else {}
 
 
-Key = TypeVar("Key")
 Item = TypeVar("Item")
-Made = TypeVar("Made")
-Result = TypeVar("Result")
 REFUSALS = ("No available kernel", "No viable backend", "No working C++ compiler")
 """Texts in errors of PyTorch that refuse a pinned backend, on a GPU and on a CPU, or to compile."""
 PATIENCE_S = 2.0
@@ -241,41 +235,3 @@ def not_enough_memory(reason: BaseException | str) -> dict[str, Any]:
 def wrong_result(why: str) -> dict[str, Any]:
     """Return the status and detail of a variant that computes something else than it should."""
     return {"status": "wrong result", "detail": why}
-
-
-def time_what_fits(
-    built: dict[Key, Made],
-    rows: Mapping[Key, dict[str, Any]],
-    guard: Callable[[dict[str, Any]], AbstractContextManager[None]],
-    time_together: Callable[[Mapping[Key, Made], Callable[[Key], object]], dict[Key, Result]],
-) -> dict[Key, Result]:
-    """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
-
-    If they do not fit together, the largest is the one that fails. Collective.
-
-    Args:
-        built: variants; those that fail are removed.
-        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
-        guard: makes a row of an error: `failure_is_a_row`, or `failure_on_any_rank_is_a_row`.
-        time_together: times variants, and calls a function with the name of each as its turn comes.
-    """
-    while built:
-        trouble: dict[str, Any] = {"status": "ok"}
-        turns: list[Key] = []
-        samples: dict[Key, Result] = {}
-
-        def turn(name: Key) -> None:
-            turns.append(name)  # noqa: B023 (called in this pass of the loop)
-            trouble.update(rows[name])  # noqa: B023
-
-        with guard(trouble):
-            samples = time_together(built, turn)
-        if trouble["status"] == "ok":
-            return samples
-        sizes = {name: rows[name].get("peak_gb") or rows[name].get("peak_bytes") or 0.0 for name in built}
-        is_full = trouble["status"] == "out of memory" and any(sizes.values())
-        gone = turns[-1] if turns and not is_full else max(sizes, key=lambda name: sizes[name])
-        del built[gone]
-        together = f"in turns with {len(built)} others: " if trouble["status"] == "out of memory" else ""
-        rows[gone] |= {"status": trouble["status"], "detail": together + trouble["detail"]}
-    return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ from lmkit.recipe.tables import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PositiveFloat,
     PositiveInt,
     Table,
     TrainConfig,
@@ -27,7 +27,7 @@ from lmkit.registry import STRATEGIES
 if TYPE_CHECKING:
     import torch
 
-    from lmkit.bench.training_gate import Budget, Reference
+    from lmkit.bench.training_gate import Reference
     from lmkit.parallel.ranks import Ranks
     from lmkit.training.setup import TrainingStep
 
@@ -37,17 +37,13 @@ TORCH_ZERO = "torch_ddp + ZeRO"
 TORCH_BUCKET_MB = 25.0  # PyTorch's default
 COMPILED = " compiled"
 """Ends the name of a variant whose blocks torch.compile compiles."""
+_DDP = {"strategy": "torch_ddp", "bucket_mb": TORCH_BUCKET_MB}
 NAMED: dict[str, dict[str, Any]] = {
     SOLO[0]: {"strategy": "none"},
     SOLO[1]: {"strategy": "zero1", "weights": "bf16"},
-    **{
-        name: {"strategy": "torch_ddp", "bucket_mb": TORCH_BUCKET_MB, "options": options}
-        for name, options in (
-            ("torch_ddp default", {"gradient_as_bucket_view": False}),
-            ("torch_ddp static", {"static_graph": True}),
-            (TORCH_ZERO, {}),
-        )
-    },
+    "torch_ddp default": {**_DDP, "options": {"gradient_as_bucket_view": False}},
+    "torch_ddp static": {**_DDP, "options": {"static_graph": True}},
+    TORCH_ZERO: {**_DDP, "options": {}},
 }
 """Variant whose name is not a strategy with options -> its keys of [parallel]."""
 OPTION = re.compile(
@@ -73,25 +69,12 @@ class RanksOptions(Table):
     """Interleaved samples of each variant; fewer than 6 give no interval."""
     steps_per_sample: PositiveInt = 4
     """Timed training steps of a sample; half as many untimed steps precede them."""
+    max_seconds: PositiveFloat = 600.0
+    """Seconds of timing for variants that take turns; whole rounds only."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """The recipe whose step is measured, its model with vocabulary, and what the bench says in place of [train]."""
-
-    recipe: Recipe
-    model: ModelConfig
-    rows: int
-    precision: str
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one rank."""
-        return self.rows * self.model.context_length
-
-
-def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
-    """Return the recipe's model with its vocabulary.
+def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
+    """Return the recipe whose step is measured: its model with a vocabulary, and the rows of one rank as its batch.
 
     Raises:
         UsageError: there is no [model], or nothing says how large the vocabulary is.
@@ -99,7 +82,21 @@ def case_of(recipe: Any, options: RanksOptions, bench: str) -> Case:
     from lmkit.tokenizer.vocabulary import required_model
 
     model = required_model(recipe, command=f"bench {bench}")
-    return Case(recipe, model, options.rows, options.precision)
+    train = (recipe.train or TrainConfig()).changed(
+        batch_size=options.rows,
+        accumulation=1,
+        precision=options.precision,
+        cuda_graph="off",  # only some variants could be captured
+    )
+    case: Recipe = recipe.changed(model=model, train=train)
+    return case
+
+
+def tables_of(case: Recipe) -> tuple[ModelConfig, TrainConfig]:
+    """Return [model] and [train] of a case."""
+    assert case.model is not None
+    assert case.train is not None
+    return case.model, case.train
 
 
 def is_sharded(name: str) -> bool:
@@ -201,95 +198,75 @@ def expected_link_bytes(
     return (gradients + second_half + third) * (world_size - 1) / world_size * parameter_bytes
 
 
-def unfit(name: str, case: Case) -> str:
+def unfit(name: str, case: Recipe) -> str:
     """Return why a variant cannot make the recipe's update, or ""."""
-    optimizer = case.recipe.optimizer
-    if name == TORCH_ZERO and optimizer.name != "adamw":
+    if name == TORCH_ZERO and case.optimizer.name != "adamw":
         return "updates with PyTorch's AdamW, which is not the recipe's [optimizer]"
-    parallel, train = parallel_of(name, case.recipe.parallel), TrainConfig().changed(precision=case.precision)
-    tables = {"optimizer": optimizer, "parallel": parallel, "train": train}
+    train = TrainConfig().changed(precision=tables_of(case)[1].precision)
+    tables = {"optimizer": case.optimizer, "parallel": parallel_of(name, case.parallel), "train": train}
     return "; ".join(conflicts(tables, resolved=True))
 
 
-def _recipe_of(case: Case, world_size: int) -> Recipe:
-    train = (case.recipe.train or TrainConfig()).changed(
-        batch_size=case.rows * world_size,
-        accumulation=1,
-        precision=case.precision,
-        cuda_graph="off",  # only some variants could be captured
-    )
-    return case.recipe.changed(model=case.model, train=train)
+def reference_of(names: Sequence[str], case: Recipe, ranks: Ranks) -> Reference:
+    """Return the steps of one process on the batch of all ranks, if a variant needs them. Collective."""
+    from lmkit.bench.training_gate import reference
+
+    if not any(synchronizes(name) and not unfit(name, case) for name in names):
+        return ""
+    return reference(_on_all_ranks(case, ranks), ranks)
 
 
-class Gates:
-    """Check variants that synchronize before they are timed; see `training_gate`.
+def variant_of(
+    name: str, row: dict[str, Any], case: Recipe, ranks: Ranks, seen: Reference, more: First
+) -> Variant:
+    """Return a variant whose memory is measured while it is made; it is checked if its ranks synchronize.
 
-    Make it before the variants: it trains in one process. Collective.
+    Args:
+        seen: of `reference_of`.
+        more: returns what is measured of a right training: of its name, itself, and the peak of making it.
     """
+    from lmkit.bench.training_gate import ROUNDED, STEPS, after_timing, budget_of, judge
 
-    def __init__(self, names: Sequence[str], case: Case, ranks: Ranks) -> None:
-        from lmkit.bench.training_gate import agreed, reference
+    peak = PeakMemory()
+    budget = ROUNDED if is_rounded(name) else budget_of(tables_of(case)[1].precision)
 
-        self._case, self._ranks = case, ranks
-        self._seen: Reference = ""
-        if any(synchronizes(name) and not unfit(name, case) for name in names):
-            self._seen = agreed(reference(_recipe_of(case, ranks.world_size), ranks.device), ranks)
+    def make() -> TrainingStep:
+        release_freed(ranks)
+        with track_peak(ranks.device) as of_making:
+            training = make_training(name, case, ranks)
+        vars(peak).update(vars(of_making))
+        return training
 
-    def variant(self, name: str, row: dict[str, Any], more: First) -> Variant:
-        """Return a variant whose memory is measured while it is made.
+    def first_steps(training: TrainingStep) -> dict[str, Any]:
+        if synchronizes(name):
+            return judge(training, seen, budget)[0]
+        for _ in range(STEPS):
+            training.run()
+        return {"status": "ok"}
 
-        Args:
-            more: returns what is measured of a right training: of its name, itself, and the peak of making it.
-        """
-        peak = PeakMemory()
-
-        def make() -> TrainingStep:
-            release_freed(self._ranks)
-            with track_peak(self._ranks.device) as of_making:
-                training = make_training(name, self._case, self._ranks)
-            vars(peak).update(vars(of_making))
-            return training
-
-        return Variant(
-            row=row,
-            make=make,
-            judge=partial(self.judge, name),
-            more=lambda training: more(name, training, peak),
-            check=partial(self.after_timing, name),
-        )
-
-    def judge(self, name: str, training: TrainingStep) -> dict[str, Any]:
-        """Make the first steps of a variant; return fields of its row, the same on all ranks. Collective."""
-        from lmkit.bench.training_gate import STEPS, judge
-
-        if not synchronizes(name):
-            for _ in range(STEPS):
-                training.run()
-            return {"status": "ok"}
-        return judge(training, self._seen, self._budget(name))[0]
-
-    def after_timing(self, name: str, training: TrainingStep) -> dict[str, Any]:
-        """Return status and detail of a variant that was timed and is wrong by now, else {}. Collective."""
-        from lmkit.bench.training_gate import after_timing
-
-        return after_timing(training, self._budget(name))
-
-    def _budget(self, name: str) -> Budget:
-        from lmkit.bench.training_gate import ROUNDED, budget_of
-
-        return ROUNDED if is_rounded(name) else budget_of(self._case.precision)
+    return Variant(
+        row=row,
+        make=make,
+        judge=first_steps,
+        more=lambda training: more(name, training, peak),
+        check=lambda training: after_timing(training, budget),
+    )
 
 
-def make_training(name: str, case: Case, ranks: Ranks) -> TrainingStep:
+def _on_all_ranks(case: Recipe, ranks: Ranks) -> Recipe:
+    return case.changed(train={"batch_size": tables_of(case)[1].batch_size * ranks.world_size})
+
+
+def make_training(name: str, case: Recipe, ranks: Ranks) -> TrainingStep:
     """Make the training loop of a variant: the step that `lmkit train` runs, on random tokens."""
     from lmkit.parallel.ranks import Ranks as Place
     from lmkit.training.setup import TrainingStep
 
+    recipe = _on_all_ranks(case, ranks)
     ranks = Place(device=ranks.device) if name in SOLO else ranks
-    recipe = _recipe_of(case, ranks.world_size)
     if name.endswith(COMPILED):
         recipe = recipe.changed(model={"compile": "block"})
-    if (case.precision, name) == ("bf16", TORCH_ZERO):  # it keeps no masters of bf16 weights
+    if (tables_of(case)[1].precision, name) == ("bf16", TORCH_ZERO):  # it keeps no masters of bf16 weights
         recipe = recipe.changed(train={"precision": "bf16-autocast"})
     training = TrainingStep(
         recipe,

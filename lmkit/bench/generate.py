@@ -6,31 +6,18 @@ step reads at least all weights but the embedding, and the filled part of the ca
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lmkit.bench.context import Context
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
-from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import (
-    SPREAD,
-    VERDICT,
-    Variant,
-    compare_with_first,
-    comparison,
-    comparison_column,
-    host_ms,
-    measure_figures,
-    with_verdicts,
-)
+from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_ms, measure_figures
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
-from lmkit.measure.plots import grouped_bars
-from lmkit.measure.statistics import median_interval
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import cache_bytes, clock_for
 from lmkit.model.accounting import least_bytes
@@ -45,7 +32,6 @@ if TYPE_CHECKING:
     Writer: TypeAlias = "OwnWriter | TransformersWriter"
 
 FEW = 5  # samples of quantities that are not compared between variants
-PROMPTS = 25  # samples of the time to read a prompt
 FIRST_STEPS = 3  # untimed; they compile
 
 
@@ -78,36 +64,24 @@ class Options(Table):
     """Timed steps of a sample; half as many untimed steps precede them."""
     max_seconds: PositiveFloat = 60.0
     """Seconds of timing per case; whole rounds only."""
-    queue: Count = 0
-    """Texts in a queue that lmkit also writes; 0: no queue. Each has a prompt of 1 to `context` tokens and gets
-    `context` more, so the cache holds `context` tokens of a text on average."""
 
 
 class OwnWriter:
-    """The decoder that `lmkit generate` runs; methods as of `TransformersWriter`."""
+    """The decoder that `lmkit generate` runs; methods as of `TransformersWriter`.
+
+    Args:
+        options: `kernels` and `weights` of `Decoder`.
+    """
 
     def __init__(
-        self,
-        model: TransformerLM,
-        batch_size: int,
-        context: int,
-        temperature: float,
-        *,
-        kernels: bool | None = None,
-        weights: Literal["same", "fp8"] = "same",
+        self, model: TransformerLM, batch_size: int, context: int, temperature: float, **options: Any
     ) -> None:
         from lmkit.core.sampling import Sampling
         from lmkit.generation import Decoder
 
-        self.decoder: Decoder = Decoder(
-            model,
-            batch_size,
-            sampling=Sampling(temperature),
-            most=1 << 40,
-            kernels=kernels,
-            weights=weights,
-        )
-        self.context, self.temperature, self.kernels, self.weights = context, temperature, kernels, weights
+        sampling = Sampling(temperature)
+        self.decoder: Decoder = Decoder(model, batch_size, sampling=sampling, most=1 << 40, **options)
+        self.context = context
         for cache in (self.decoder.cache.keys, self.decoder.cache.values):
             cache.normal_()
         rows = range(batch_size)
@@ -119,69 +93,22 @@ class OwnWriter:
     def step(self) -> None:
         self.decoder.step(min(self.decoder.capacity, 2 * self.context))
 
-    def read_prompt(self) -> None:
-        self.decoder.start([0], [[1] * self.context], seeds=[0])
-
     def first_token(self) -> None:
-        self.read_prompt()
+        self.decoder.start([0], [[1] * self.context], seeds=[0])
         self.decoder.step(self.context)
         self.decoder.newest().read()
 
-    def queue_seconds(self, texts: int) -> float:
-        """Return the seconds that `generate` takes for a queue of texts, without loading the model."""
-        from lmkit.generation import GenerateConfig, generate
-        from lmkit.tokenizer import Tokenizer
-
-        lengths = [1 + number * 7919 % self.context for number in range(texts)]  # spread evenly
-        options = GenerateConfig(
-            max_new_tokens=self.context,
-            temperature=self.temperature,
-            batch_size=self.decoder.rows,
-            stop_at_end=False,
-            weights=self.weights,
-        )
-        began = time.perf_counter()
-        generate(
-            self.decoder.model,
-            Tokenizer.from_merges([]),
-            ["a" * length for length in lengths],
-            options,
-            kernels=self.kernels,
-        )
-        return time.perf_counter() - began
-
 
 def check(recipe: Any) -> None:
-    """Refuse a cache that the timed steps would overflow, and a missing rival, before anything is measured."""
-    from importlib.util import find_spec
-
-    from lmkit.kernels.decode.rows import MOST_ROWS
-
+    """Refuse a cache that the timed steps would overflow, before anything is measured."""
     options = recipe.bench_table("generate")
-    largest = max(options.contexts)
     # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
     steps = max(2 * options.steps_per_sample, FIRST_STEPS + 2 * FEW)
-    room = max(largest + steps, 2 * largest if options.queue else 0)
-    if room > options.capacity:
+    if (room := max(options.contexts) + steps) > options.capacity:
         raise UsageError(
             "bench.capacity",
             f"bench.generate.capacity: {options.capacity} tokens; contexts and what is written need {room}",
             hint="raise capacity, or lower contexts or steps_per_sample",
-        )
-    if "lmkit_fp8" in options.variants and max(options.batch_sizes) > MOST_ROWS:
-        raise UsageError(
-            "bench.batch_size",
-            f"bench.generate.batch_sizes: lmkit_fp8 writes at most {MOST_ROWS} texts at once",
-            hint="measure larger batches without it",
-        )
-    if (
-        any(name.startswith("transformers") for name in options.variants)
-        and find_spec("transformers") is None
-    ):
-        raise UsageError(
-            "bench.missing_rival",
-            "bench.generate.variants: transformers is not installed",
-            hint='pip install "transformers>=5,<6", or --variants lmkit',
         )
 
 
@@ -241,24 +168,15 @@ def _measure(
         return writers[variant]
 
     def more(writer: Writer) -> dict[str, Any]:
-        row: dict[str, Any] = {}
         writer.context = filled
         writer.refill()
         for _ in range(FIRST_STEPS):
             writer.step()
-        for _ in range(FEW):  # untimed; they compile
-            writer.read_prompt()
+        writer.first_token()
         clock = clock_for(device, "wall")
-        prompts_ms = [clock.sample_ms(writer.read_prompt, 1, before=()) for _ in range(PROMPTS)]
-        row["prefill_ms"] = median(prompts_ms)
-        row["prefill_low_ms"], row["prefill_high_ms"] = median_interval(prompts_ms)
-        row["first_ms"] = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
-        if device.type == "cuda":
-            row["host_ms"] = host_ms(writer.step, device)
-        if options.queue and isinstance(writer, OwnWriter):
-            writer.queue_seconds(2 * batch_size)  # records
-            row["queue_tokens_per_s"] = options.queue * filled / writer.queue_seconds(options.queue)
-        return row
+        first_ms = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
+        on_gpu = {"host_ms": host_ms(writer.step, device)} if device.type == "cuda" else {}
+        return {"first_ms": first_ms, **on_gpu}
 
     variants = {
         variant: Variant(
@@ -281,13 +199,10 @@ def _measure(
         fields |= {"tokens_per_s": batch_size / seconds, "least_bytes": least}
         if share <= 1 or least > cache_bytes(device):  # the memory's speed does not limit a cache
             fields["share"] = share
-        if (queued := rows[variant].get("queue_tokens_per_s")) is not None:
-            fields["queue_share"] = queued * seconds / batch_size
         return fields
 
     turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-    _, believed = measure_figures(variants, context, limits, figures, **turns)
-    compare_with_first(rows, believed, options.variants[0])
+    measure_figures(variants, context, limits, figures, **turns)
     return list(rows.values())
 
 
@@ -298,6 +213,8 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     torch.manual_seed(context.recipe.run.seed)
     if variant.startswith("transformers"):
+        if find_spec("transformers") is None:
+            raise UsageError("bench.missing_rival", "transformers is not installed", hint="--variants lmkit")
         from lmkit.bench.generate_rivals import TransformersWriter
 
         return TransformersWriter(
@@ -306,95 +223,25 @@ def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, cont
     from lmkit.model.transformer import TransformerLM
 
     model = TransformerLM(config, device=device, dtype=dtype).eval()
-    return OwnWriter(
-        model,
-        batch_size,
-        filled,
-        options.temperature,
-        kernels=False if variant == "lmkit_torch" else None,
-        weights="fp8" if variant == "lmkit_fp8" else "same",
-    )
+    ways: dict[str, dict[str, Any]] = {"lmkit_torch": {"kernels": False}, "lmkit_fp8": {"weights": "fp8"}}
+    return OwnWriter(model, batch_size, filled, options.temperature, **ways.get(variant, {}))
 
 
-# Rows in words
-
-THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f")
-SHARE = Column(
-    "share",
-    "bandwidth",
-    ".0%",
-    note="the least bytes of a step (weights and filled cache) / its time, as a share of this run's copy bandwidth",
-    axis="share of the copy bandwidth",
-)
+TITLE, EACH = "Generation", "size"
+ABOUT = ("precision", "kv_heads")
+_LEAST = "the least bytes of a step (weights, filled cache) / its time, as a share of the copy bandwidth"
+_FIRST = "reading one prompt as long as the context and writing its first token"
 COLUMNS = (
     Column("size", "size"),
     Column("batch_size", "texts", "d"),
     Column("context", "context", "d"),
     Column("variant", "variant"),
     Column("median_ms", "ms/token", ".3f", instead="status"),
-    THROUGHPUT,
-    SHARE,
-    Column(
-        "first_ms",
-        "first ms",
-        ".1f",
-        note="reading one prompt as long as the context and writing its first token",
-    ),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("share", "bandwidth", ".0%", note=_LEAST, axis="share of the copy bandwidth", better="higher"),
+    Column("first_ms", "first ms", ".1f", note=_FIRST),
     Column("host_ms", "host ms", ".3f", note="until a step returns to the host"),
-    Column(
-        "queue_share",
-        "queue",
-        ".0%",
-        note="tokens/s of a queue of prompts, reading included, as a share of the tokens/s of steps alone",
-    ),
-)
-WIDE = (
-    Column("kv_heads", "key heads", "d"),
-    Column("prefill_ms", "prefill ms", ".2f"),
-    Column("queue_tokens_per_s", "queue tokens/s", ",.0f"),
+    Column("kv_heads", "key heads", "d", wide=True),
     SPREAD,
-    VERDICT,
+    *COMPARISON,
 )
-
-
-def summarize(rows: Rows) -> Summary:
-    """Say how much faster the first variant is than each rival."""
-    first = rows[0]
-    return Summary(
-        "Generation",
-        (*COLUMNS, comparison_column(rows, ".2f")),
-        with_verdicts(rows),
-        about=f"{first['precision']}, {first['kv_heads']} key heads"
-        if len({r["size"] for r in rows}) == 1
-        else "",
-        findings=[
-            f"{row['size']}, {row['batch_size']} texts, context {row['context']}: {comparison(row, 2)}"
-            for row in rows
-            if row.get("first_is") is not None
-        ],
-        wide=WIDE,
-    )
-
-
-def pictures(rows: Rows) -> dict[str, bytes]:
-    """Draw the share of the bandwidth and the tokens per second of each case."""
-    most = {row["size"]: max(r["kv_heads"] for r in rows if r["size"] == row["size"]) for row in rows}
-
-    def case(row: dict[str, Any]) -> str:
-        heads = "" if row["kv_heads"] == most[row["size"]] else f", {row['kv_heads']} key heads"
-        return f"{row['size']}{heads}, {row['batch_size']} x {row['context']}"
-
-    shown = [row | {"case": case(row)} for row in rows]
-    where: dict[str, Any] = {
-        "group": "case",
-        "series": "variant",
-        "x_label": "model, texts x tokens in the cache",
-    }
-    titles = {
-        "share": (SHARE, "Share of the memory's bandwidth in a decode step"),
-        "throughput": (THROUGHPUT, "Tokens written per second"),
-    }
-    return {
-        f"generate_{name}.png": grouped_bars(shown, column, title=title, **where)
-        for name, (column, title) in titles.items()
-    }

@@ -70,13 +70,9 @@ class TransformersWriter:
         self.tokens.copy_(logits.argmax(dim=-1, keepdim=True))
 
     @torch.inference_mode()
-    def read_prompt(self) -> None:
-        """Read one prompt as long as the context; leave the logits of the next token in `logits`."""
-        self.prompt_cache.reset()
-        prompt = self.tokens.new_zeros(1, self.context)
-        self.logits = self.model(prompt, **{CACHE: self.prompt_cache}, logits_to_keep=1).logits
-
     def first_token(self) -> None:
         """Read one prompt as long as the context and write a token."""
-        self.read_prompt()
-        self.logits[:, -1].argmax(dim=-1).tolist()
+        self.prompt_cache.reset()
+        prompt = self.tokens.new_zeros(1, self.context)
+        logits = self.model(prompt, **{CACHE: self.prompt_cache}, logits_to_keep=1).logits
+        logits[:, -1].argmax(dim=-1).tolist()

@@ -12,8 +12,9 @@ A bench is one file of this package that registers a function `bench(context) ->
         ...
 
 From these come `lmkit bench copy --sizes 1,2`, the recipe's [bench.copy], the folder, the journal and the report. A
-file may also define `check(recipe)`, `summarize(rows) -> Summary` and `pictures(rows)`, and `in_worlds(recipe, nproc,
-start)`, which calls `start(recipe, nproc) -> (rows, environment)` for every world size and joins what they return.
+file may also declare its columns (`summary.summary_of`) and define `check(recipe)`, `pictures(rows)`, and
+`in_worlds(recipe, nproc, start)`, which calls `start(recipe, nproc) -> (rows, environment)` for every world size and
+joins what they return.
 
 Importing this module is cheap: torch loads when a bench runs.
 """
@@ -31,30 +32,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.context import (
-    Context,
-    Journal,
-    RankGaveUp,
-    storable,
-    wrong_result,
-)
-from lmkit.bench.summary import MEASURED, WRONG, Summary, report_text, summarized, terminal_text
+from lmkit.bench.context import Context, Journal, RankGaveUp, not_enough_memory, storable, wrong_result
+from lmkit.bench.summary import MEASURED, WRONG, Summary, picture_of, report_text, summary_of, terminal_text
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import Limits, model_flops_utilization
+from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.plots import decorate
 from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
-from lmkit.measure.tables import Column, Rows, row_files, wrote
+from lmkit.measure.tables import Rows, row_files, wrote
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 
 if TYPE_CHECKING:
-    import torch
-
     from lmkit.recipe.schema import Recipe
     from lmkit.recipe.tables import ModelConfig
 
@@ -241,21 +234,17 @@ def result_files(
     name: str, rows: Rows, environment: Mapping[str, Any]
 ) -> tuple[Summary, dict[str, bytes | str]]:
     """Return the summary of a bench's rows, and name -> content of their files: rows, pictures, report."""
-    prefix = BENCHES.facts(name).prefix(name)
-    module = bench_module(name)
-    summarize = getattr(module, "summarize", lambda rows: _all_keys(name, rows))
-    summary = summarized(summarize, rows)
-    pictures: dict[str, bytes] = {}
-    if hasattr(module, "pictures"):
-        pictures = decorate(f"pictures of bench {name}", lambda: module.pictures(rows)) or {}
-    shown = {picture: file for file, picture in reversed(pictures.items())}  # some have several names
-    report = report_text(summary, environment, tuple(reversed(shown.values())))
+    prefix, module = BENCHES.facts(name).prefix(name), bench_module(name)
+    summary = summary_of(module, rows)
+
+    def draw() -> dict[str, bytes]:
+        if hasattr(module, "pictures"):
+            return module.pictures(rows)
+        return {f"{prefix}{key}.png": picture for key, picture in picture_of(summary).items()}
+
+    pictures = decorate(f"pictures of bench {name}", draw) or {}
+    report = report_text(summary, environment, tuple(pictures))
     return summary, {**row_files(f"{prefix}results", rows), **pictures, f"{prefix}report.md": report}
-
-
-def _all_keys(name: str, rows: Rows) -> Summary:
-    keys = {key: None for row in rows for key, value in row.items() if not isinstance(value, list | dict)}
-    return Summary(name, [Column(key, key, ".4g") for key in keys], rows)
 
 
 # What benches share
@@ -313,16 +302,15 @@ def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], d
     return row["status"] not in WRONG
 
 
-def too_large_for_host(config: ModelConfig, context: Context) -> str:
-    """Return why a model does not fit on a CPU, or "". Bytes are added up, because Linux kills instead of raising."""
+def too_large_for_host(config: ModelConfig, context: Context) -> dict[str, Any]:
+    """Return status and detail of a model that does not fit on a CPU, else {}. Linux kills instead of raising."""
     from lmkit.model.memory import training_memory
 
-    if context.device.type == "cuda":
-        return ""
     needed, free = training_memory(config).total, available_memory()
-    if free is None or needed < 0.8 * free:
-        return ""
-    return f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
+    if context.device.type == "cuda" or free is None or needed < 0.8 * free:
+        return {}
+    why = f"weights, gradients and optimizer need {needed / GB:.1f} GB, {free / GB:.1f} GB free"
+    return not_enough_memory(why)
 
 
 def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:
@@ -341,19 +329,3 @@ def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[st
 def ratio_fields(ratio: PairedRatio, name: str = "speedup", verdict: str = "verdict") -> dict[str, Any]:
     """Return the fields of a row that say how a variant compares with another."""
     return {name: ratio.speedup, f"{name}_low": ratio.low, f"{name}_high": ratio.high, verdict: ratio.verdict}
-
-
-def mfu_fields(
-    flops_per_s: float, device: torch.device, precision: str, limits: Limits | None
-) -> dict[str, Any]:
-    """Return the MFU of one device and the peak that it is a share of; {} on ranks that measured no limits."""
-    if limits is None:
-        return {}
-    mfu = model_flops_utilization(flops_per_s, device, precision, limits)
-    return {"mfu": mfu.share, "mfu_basis": mfu.basis}
-
-
-def mfu_notes(rows: Rows) -> list[str]:
-    """Return sentences that name the peaks of which the MFU is a share."""
-    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
-    return [f"MFU: share of the {basis}" for basis in bases]

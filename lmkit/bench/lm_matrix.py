@@ -2,7 +2,7 @@
 
 All strategies of a kernel are alive at once and take turns, one epoch each per round, so that epochs of a round form
 pairs. Every training starts from the same weights and sees the same batches, so loss curves can be compared, too.
-"one rank" is the same training on one GPU with the whole batch; the other ranks wait meanwhile.
+"one rank" is the same training on one GPU with the whole batch, on each rank alone.
 
 A training that does not fit in memory, or fails, becomes a row. If it does so on one of several ranks, the harness
 starts the ranks again, without that cell.
@@ -20,10 +20,10 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import SOLO
-from lmkit.bench.harness import grouped, mfu_notes, ratio_fields
+from lmkit.bench.harness import grouped, ratio_fields
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import Memory, Variant, measure_figures, release_freed, speed_fields
-from lmkit.errors import UsageError, reason
+from lmkit.bench.trainings import SPREAD, Memory, Variant, measure_figures, release_freed, speed_fields
+from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.statistics import paired_ratio
@@ -43,7 +43,7 @@ from lmkit.recipe.tables import (
 )
 from lmkit.recipe.values import AttentionName, RegisteredName
 from lmkit.registry import ATTENTION, BENCHES, STRATEGIES
-from lmkit.storage.inputs import refuse_irregular
+from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
-    from lmkit.training.setup import TrainingStep
 
 ONE_RANK = SOLO[0]
 EVAL_BATCHES = 20
@@ -105,8 +104,6 @@ class Options(Table):
     """As in [train]."""
     steps_per_epoch: PositiveInt = 5
     """Steps of an epoch. One sample times one epoch."""
-    untimed_steps: Count = 0
-    """Untimed steps before each epoch: GPUs that were idle during "one rank" are faster for a while."""
     warmup_epochs: Count = 1
     """Untimed epochs before the first sample."""
     timed_epochs: PositiveInt = 6
@@ -125,15 +122,17 @@ class Options(Table):
 
 
 def check(recipe: Any) -> None:
-    """Refuse a vocabulary without room for the tokens, before ranks start."""
-    options = recipe.bench_table("lm_matrix")
-    needed = NUM_BYTES
-    if options.tokens is not None and options.tokens.suffix == ".npy":
+    """Refuse a missing text, and a vocabulary without room for the tokens, before ranks start."""
+    options, needed = recipe.bench_table("lm_matrix"), NUM_BYTES
+    if (path := options.tokens) is not None and path.suffix == ".npy":
         from lmkit.data.token_files import open_tokens
 
-        needed = open_tokens(options.tokens).meta.vocab_size
+        needed = open_tokens(path).meta.vocab_size
+    elif path is not None and not path.is_file():
+        hint = "name a token file (.npy) or a text"
+        raise UsageError("bench.no_text", f"bench.lm_matrix.tokens: {path}: no such file", hint=hint)
     if options.vocab_size < needed:
-        ids = f"{needed} ids of {options.tokens or 'bytes'}"
+        ids = f"{needed} ids of {path or 'bytes'}"
         message = f"bench.lm_matrix.vocab_size: {options.vocab_size} is less than the {ids}"
         raise UsageError("bench.small_vocabulary", message, hint=f"--vocab-size {needed} or more")
 
@@ -159,32 +158,43 @@ def lm_matrix(context: Context) -> Rows:
 
     options = context.options
     tokens = tokens_of(options, context.recipe.run.seed)
-    check_batches(options, tokens, context.ranks)
-    # Rank 0 measures while the others wait for it at the first collective.
-    limits = context.limits([options.precision]) if context.ranks.is_first else None
-    training_part, held_out = parted(tokens)
+    border = int(len(tokens) * (1 - HELD_OUT))
+    parts = tokens[:border], tokens[border:]
+    check_batches(options, min(map(len, parts)), context.ranks)
+    limits = context.known_limits([options.precision])
     references: dict[bool, Reference] = {}
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
     for kernel in context.each("kernels", options.kernels):
-        missing = [strategy for strategy in options.strategies if (kernel, strategy) not in known]
-        if missing and (not references or not ATTENTION.facts(kernel).sees_all):
-            references = _references(kernel, context, training_part)
-        rows = (
-            _train_kernel(kernel, missing, context, training_part, held_out, references, limits)
-            if missing
-            else []
-        )
-        torch.compiler.reset()
-        release_memory(context.device)
-        context.keep(rows)
-        known |= {(kernel, row["strategy"]): row for row in rows}
+        if missing := [strategy for strategy in options.strategies if (kernel, strategy) not in known]:
+            if not references or not ATTENTION.facts(kernel).sees_all:
+                references = _references(kernel, context, parts[0])
+            rows = _train_kernel(kernel, missing, context, parts, references, limits)
+            torch.compiler.reset()
+            release_memory(context.device)
+            context.keep(rows)
+            known |= {(kernel, row["strategy"]): row for row in rows}
+    for kernel in options.kernels:
+        _add_ratios({strategy: known[kernel, strategy] for strategy in options.strategies})
     return [known[kernel, strategy] for kernel in options.kernels for strategy in options.strategies]
+
+
+def _add_ratios(rows: Mapping[str, dict[str, Any]]) -> None:
+    """Compare the strategies of a kernel with the first, with one rank, and with `none`."""
+    right = {name: row for name, row in rows.items() if row["status"] == "ok"}
+    first, one, bare = (right.get(name) for name in (next(iter(rows)), ONE_RANK, "none"))
+    for row in right.values():
+        if first is not None and row is not first:
+            row |= ratio_fields(paired_ratio(row["samples_ms"], first["samples_ms"]))
+        if one is not None and row["ranks"] > 1:
+            row["scaling"] = paired_ratio(row["samples_ms"], one["samples_ms"]).speedup / row["ranks"]
+        if bare is not None and row["ranks"] > 1:
+            row["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
 
 
 def _references(kernel: str, context: Context, tokens: np.ndarray) -> dict[bool, Reference]:
     """Return the steps of PyTorch's operations in one process: of the whole batch (True), and of this rank's rows,
     on which `none` trains."""
-    from lmkit.bench.training_gate import agreed, of_pytorch, reference
+    from lmkit.bench.training_gate import of_pytorch, reference
     from lmkit.parallel.ranks import Ranks
 
     options, ranks = context.options, context.ranks
@@ -192,28 +202,26 @@ def _references(kernel: str, context: Context, tokens: np.ndarray) -> dict[bool,
     for whole in (True, False):
         place = Ranks(device=ranks.device) if whole else ranks
         if whole or (ranks.world_size > 1 and "none" in options.strategies):
-            recipe = of_pytorch(_recipe(context, _config(kernel, options)))
-            found[whole] = agreed(reference(recipe, ranks.device, batches_of(context, tokens, place)), ranks)
+            recipe = of_pytorch(_recipe(kernel, context))
+            found[whole] = reference(recipe, ranks, batches_of(context, tokens, place))
     return found
 
 
-def _config(kernel: str, options: Options) -> ModelConfig:
+def _recipe(kernel: str, context: Context) -> Recipe:
+    options = context.options
     shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
     switches = ("tie_embeddings", "activation_checkpointing", "compile")
-    return ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
-
-
-def _recipe(context: Context, config: ModelConfig) -> Recipe:
-    table = {key: getattr(context.options, key) for key in ("lr", "precision", "cuda_graph")}
-    return context.recipe_of(config, **table)
+    model = ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
+    return context.recipe_of(
+        model, **{key: getattr(options, key) for key in ("lr", "precision", "cuda_graph")}
+    )
 
 
 def _train_kernel(
     kernel: str,
     strategies: Sequence[str],
     context: Context,
-    tokens: np.ndarray,
-    held_out: np.ndarray,
+    parts: tuple[np.ndarray, np.ndarray],
     references: Mapping[bool, Reference],
     limits: Limits | None,
 ) -> Rows:
@@ -221,7 +229,8 @@ def _train_kernel(
     from lmkit.model.accounting import count_parameters, flops_per_token
 
     options, ranks = context.options, context.ranks
-    config = _config(kernel, options)
+    recipe = _recipe(kernel, context)
+    assert recipe.model is not None
     claim_workspaces(ranks.device)
     memory = Memory(ranks.device)
     rows: dict[str, dict[str, Any]] = {
@@ -232,7 +241,7 @@ def _train_kernel(
             "ranks": 1 if strategy == ONE_RANK else ranks.world_size,
             "precision": options.precision,
             "compile": options.compile,
-            "parameters": count_parameters(config).total,
+            "parameters": count_parameters(recipe.model).total,
             "status": "ok",
             "detail": "",
         }
@@ -241,19 +250,21 @@ def _train_kernel(
     variants = {
         strategy: Variant(
             row=row,
-            make=partial(Cell, strategy, context, _recipe(context, config), tokens, memory),
+            make=partial(Cell, strategy, context, recipe, parts[0], memory),
             judge=lambda cell: cell.judge(references),
             more=lambda cell: cell.warm_up(),
-            check=lambda cell, row=row: cell.end(row, held_out),  # type: ignore[misc]
+            check=lambda cell, row=row: cell.end(row, parts[1]),  # type: ignore[misc]
         )
         for strategy, row in rows.items()
     }
-    clock = SteadyStateClock(ranks.device, options.steps_per_epoch, options.untimed_steps)
+    clock = SteadyStateClock(ranks.device, options.steps_per_epoch, untimed=0)
+
+    flops = flops_per_token(recipe.model, options.context_length)
 
     def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
         work = {
             "tokens": options.batch_size * options.context_length,
-            "flops": flops_per_token(config, options.context_length),
+            "flops": flops,
             "precision": options.precision,
             "ranks": rows[strategy]["ranks"],
         }
@@ -261,21 +272,12 @@ def _train_kernel(
         epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
         return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 
-    turns = {"rounds": options.timed_epochs, "clock": clock}
-    _, believed = measure_figures(variants, context, limits, figures, **turns)
-    baseline = believed.get(options.strategies[0])
-    for strategy, samples_ms in believed.items():
-        if baseline is not None and samples_ms is not baseline:
-            rows[strategy] |= ratio_fields(paired_ratio(samples_ms, baseline))
+    measure_figures(variants, context, limits, figures, rounds=options.timed_epochs, clock=clock)
     return list(rows.values())
 
 
 class Cell:
-    """A cell of the matrix: train one kernel with one strategy.
-
-    Attributes:
-        step: None on ranks that wait for the training of one rank.
-    """
+    """A cell of the matrix: train one kernel with one strategy."""
 
     def __init__(
         self, strategy: str, context: Context, recipe: Recipe, tokens: np.ndarray, memory: Memory
@@ -285,11 +287,8 @@ class Cell:
 
         self._strategy, self._options, self._memory = strategy, context.options, memory
         self._ranks = ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
-        self._all_ranks = context.ranks.world_size
+        self._rows = self._options.batch_size // context.ranks.world_size
         self._losses: list[Any] = []
-        self.step: TrainingStep | None = None
-        if strategy == ONE_RANK and not context.ranks.is_first:
-            return
         release_freed(ranks)
         memory.begin(strategy)
         parallel = ParallelConfig(
@@ -301,8 +300,6 @@ class Cell:
         """Make the first steps; return the fields of `training_gate.judge`."""
         from lmkit.bench.training_gate import budget_of, judge
 
-        if self.step is None:
-            return {}
         theirs = references[self._ranks.world_size == 1 or self._strategy != "none"]
         found, losses = judge(self.step, theirs, budget_of(self._options.precision), forward=True)
         self._losses += losses
@@ -310,23 +307,17 @@ class Cell:
 
     def warm_up(self) -> dict[str, Any]:
         """Make the untimed epochs (at least a step), in which a CUDA graph may be captured; return the peak."""
-        if self.step is None:
-            return {}
         release_freed(self._ranks)
 
         def run() -> None:
-            for _ in range(max(1, self._steps_of(self._options.warmup_epochs))):
+            for _ in range(max(1, self._options.warmup_epochs * self._options.steps_per_epoch)):
                 self.run()
 
         return {"peak_gb": self._memory.peak_gb(self._strategy, self.step, run)}
 
-    def _steps_of(self, epochs: int) -> int:
-        return int(epochs * (self._options.untimed_steps + self._options.steps_per_epoch))
-
     def run(self) -> None:
         """Make one step."""
-        if self.step is not None:
-            self._losses.append(self.step.run())
+        self._losses.append(self.step.run())
 
     def end(self, row: dict[str, Any], held_out: np.ndarray) -> dict[str, Any]:
         """Add losses, averaged over the ranks, to the row; return status and detail if it is wrong by now, else {}.
@@ -337,8 +328,6 @@ class Cell:
         from lmkit.parallel.collectives import sum_over_ranks
         from lmkit.training.evaluation import HeldOut, evaluate
 
-        if self.step is None:
-            return {}
         options, ranks, graph = self._options, self._ranks, self.step.step.graph
         if wrong := after_timing(self.step, budget_of(options.precision), forward=True):
             return wrong
@@ -346,11 +335,12 @@ class Cell:
         self.step.wait_for_weights()
         losses = sum_over_ranks(torch.tensor(list(map(float, self._losses)), dtype=torch.float64), ranks)
         # If another cell failed while it was timed, the others have made more steps.
-        planned = STEPS + max(1, self._steps_of(options.warmup_epochs)) + self._steps_of(options.timed_epochs)
+        epochs = (options.warmup_epochs, options.timed_epochs)
+        planned = STEPS + sum(max(1, number * options.steps_per_epoch) for number in epochs)
         valid_loss = None
         if len(losses) == planned:
             # The same batches for all cells.
-            data = HeldOut(held_out, None, options.context_length, options.batch_size // self._all_ranks)
+            data = HeldOut(held_out, None, options.context_length, self._rows)
             precision = self.step.step.precision
             found = evaluate(self.step.model, data, ranks, precision=precision, max_batches=EVAL_BATCHES)
             valid_loss = None if found is None else found.loss
@@ -375,48 +365,28 @@ def tokens_of(options: Options, seed: int) -> np.ndarray:
     from lmkit.data.synth import generate_stories
     from lmkit.data.token_files import open_tokens
 
-    if options.tokens is not None and options.tokens.suffix == ".npy":
+    if options.tokens is None:
+        text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
+        return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    if options.tokens.suffix == ".npy":
         return open_tokens(options.tokens).tokens
-    if options.tokens is not None:
-        return _bytes_of(options.tokens)
-    text = b"\n".join(story.encode() for story in islice(generate_stories(seed), STORIES))
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    return np.frombuffer(read_input(options.tokens), dtype=np.uint8)
 
 
-def _bytes_of(path: Path) -> np.ndarray:
-    """Return a text's bytes, memory-mapped."""
-    import numpy as np
-
-    try:
-        refuse_irregular(path)
-        return np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:  # numpy refuses empty files with a ValueError
-        why = reason(error) if isinstance(error, OSError) else "an empty file"
-        hint = "name a token file (.npy) or a text"
-        raise UsageError("bench.no_text", f"bench.lm_matrix.tokens: {path}: {why}", hint=hint) from error
-
-
-def parted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens to train on and those that are held out."""
-    border = int(len(tokens) * (1 - HELD_OUT))
-    return tokens[:border], tokens[border:]
-
-
-def check_batches(options: Options, tokens: np.ndarray, ranks: Ranks) -> None:
-    """Refuse a batch that the ranks do not divide, and a context longer than the text."""
+def check_batches(options: Options, shortest: int, ranks: Ranks) -> None:
+    """Refuse a batch that the ranks do not divide, and a context longer than the shortest part of the text."""
     if options.batch_size % ranks.world_size:
         raise UsageError(
             "bench.batch_size",
-            f"bench.lm_matrix.batch_size: {options.batch_size} sequences are not divisible by "
-            f"{ranks.world_size} ranks",
+            f"bench.lm_matrix.batch_size: {options.batch_size} is not divisible by {ranks.world_size} ranks",
             hint=f"give a multiple of {ranks.world_size}",
         )
-    if (shortest := min(map(len, parted(tokens)))) <= options.context_length:
+    if shortest <= options.context_length:
         raise UsageError(
             "bench.context_length",
             f"bench.lm_matrix.context_length: {options.context_length} + 1 tokens are more than the held-out text "
             f"has, {shortest}",
-            hint="give a shorter context" + ("" if options.tokens is None else ", or a longer token file"),
+            hint="give a shorter context, or a longer text",
         )
 
 
@@ -434,115 +404,54 @@ def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatch
     )
 
 
-HEADLINE = (ONE_RANK, "naive", "bucketed")
-"""The strategies of the headline picture."""
+TITLE = "lm-matrix: attention kernels x gradient strategies"
+ABOUT = ("precision", "compile")
 TIME = Column("median_ms", "ms per step", ".2f", instead="status", axis="time of a step (ms)")
 MEMORY = Column("peak_gb", "GB", ".3f", axis="peak memory (GB = 10^9 bytes)")
-THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second, all ranks")
+THROUGHPUT = Column("tokens_per_s", "tokens/s", ",.0f", axis="tokens per second, all ranks", better="higher")
 COLUMNS = (
     Column("kernel", "kernel"),
     Column("strategy", "strategy"),
     TIME,
-    Column("spread", "spread", ".0%"),
+    SPREAD,
     THROUGHPUT,
     Column("mfu", "MFU", ".1%"),
     MEMORY,
-    Column("speedup", "speedup", ".3f"),
-    Column("valid_loss", "valid loss", ".4f"),
+    Column("speedup", "speedup", ".3f", note="over the first strategy with the same kernel, paired epochs"),
+    Column("valid_loss", "valid loss", ".4f", note="after all epochs, on held-out text"),
+    Column("ranks", "ranks", wide=True),
+    Column("speedup_low", "95% from", ".3f", wide=True),
+    Column("speedup_high", "to", ".3f", wide=True),
+    Column("scaling", "scaling", ".1%", wide=True, note=f"speed / ranks / speed of {ONE_RANK}, same batch"),
+    Column("overhead", "memory over none", "+.1%", wide=True),
+    Column("graph", "CUDA graph", wide=True),
+    Column("epoch_s", "s per epoch", ".3f", wide=True),
+    Column("final_loss", "last loss", ".4f", wide=True),
 )
-WIDE = (
-    Column("speedup_low", "95% from", ".3f"),
-    Column("speedup_high", "to", ".3f"),
-    Column("scaling", "scaling", ".1%"),
-    Column("overhead", "memory over none", "+.1%"),
-    Column("captured", "graph"),
-    Column("epoch_s", "s per epoch", ".3f"),
-    Column("final_loss", "last loss", ".4f"),
-)
+NOTES = ("GB (10^9): peak of one rank, weights and optimizer included",)
 
 
-def summarize(rows: Rows) -> Summary:
-    """Say what the rows support: the fastest cell, the best strategy against naive, convergence."""
-    rows = with_ratios(rows)
-    first = rows[0]
-    has = {key for row in rows for key, value in row.items() if value is not None}
-    notes = [*mfu_notes(rows), "GB (10^9): peak of one rank, weights and optimizer included"]
-    if "speedup" in has:
-        notes.append(f"speedup: over {first['strategy']} with the same kernel, paired epochs")
-    if "scaling" in has:
-        notes.append(
-            f"scaling: the speed of all ranks / ranks x that of {ONE_RANK}, with the same batch of all ranks"
-        )
-    if "captured" in has:
-        why = {row["graph"].partition(", ")[2] for row in rows if row.get("captured") == "no"}
-        reasons = f"; no: {'; '.join(sorted(why))}" if why else ""
-        notes.append(f"graph: whether a CUDA graph launched the steps{reasons}")
-    if "valid_loss" in has:
-        notes.append("valid loss: after all epochs, on held-out text")
-    return Summary(
-        "lm-matrix: attention kernels x gradient strategies",
-        COLUMNS,
-        rows,
-        about=f"{_ranks(rows)}, {first.get('precision', '')}, compile {first.get('compile', 'none')}",
-        findings=findings(rows),
-        notes=notes,
-        wide=WIDE,
-    )
-
-
-def with_ratios(rows: Rows) -> Rows:
-    """Add scaling (against one rank), memory overhead (against `none`), both within each kernel, and whether a CUDA
-    graph launched the steps."""
-    found = {(row["kernel"], row["strategy"]): row for row in rows if row["status"] == "ok"}
-    told = []
-    for row in rows:
-        alone, bare = (found.get((row["kernel"], name)) for name in (ONE_RANK, "none"))
-        more: dict[str, Any] = {}
-        if row["status"] == "ok" and row["ranks"] > 1:
-            if alone is not None:
-                more["scaling"] = paired_ratio(row["samples_ms"], alone["samples_ms"]).speedup / row["ranks"]
-            if bare is not None:
-                more["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
-        if row.get("graph"):
-            more["captured"] = "yes" if row["graph"].startswith("CUDA graph: on") else "no"
-        told.append(row | more)
-    return told
-
-
-def _ranks(rows: Rows) -> str:
-    ranks = max(row["ranks"] for row in rows)
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+def competes(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a training: on several ranks `none` trains a separate model on each."""
+    return row["ranks"] == 1 or row["strategy"] != "none"
 
 
 def findings(rows: Rows) -> list[str]:
-    """Return the sentences that the rows support."""
-    ran = [row for row in rows if row["status"] == "ok"]
-    # On several ranks `none` trains a separate model on each rank: a bound for the others' speed, not a training.
-    trained = [row for row in ran if row["ranks"] == 1 or row["strategy"] != "none"]
-    if not trained:
-        only_none = (
-            "Only `none` ran, which on several ranks trains no model: nothing can be compared with it."
-        )
-        return [only_none if ran else "Nothing ran."]
-    best = max(trained, key=lambda row: row["tokens_per_s"])
-    found = [f"Fastest: {best['kernel']} with {best['strategy']}, {best['tokens_per_s']:,.0f} tokens/s."]
-    for kernel, of_kernel in grouped(trained, lambda row: str(row["kernel"])).items():
-        by_name = {row["strategy"]: row for row in of_kernel}
-        together = [row for row in of_kernel if row["ranks"] > 1]
-        if not together:
-            continue
-        fastest = by_name.get("bucketed") or min(together, key=lambda row: row["median_ms"])
-        for other in (by_name.get("naive"), by_name.get(ONE_RANK)):
-            if other is not None and other is not fastest:
-                ratio = paired_ratio(fastest["samples_ms"], other["samples_ms"])
-                found.append(f"{kernel}: {fastest['strategy']} against {other['strategy']} {ratio}.")
+    """Say for each kernel what synchronization costs, and how far loss curves are apart."""
+    trained = [row for row in rows if row["status"] == "ok" and competes(row)]
+    found = []
+    for kernel, members in grouped(trained, lambda row: str(row["kernel"])).items():
+        by_name = {row["strategy"]: row for row in members}
+        together = [row for row in members if row["ranks"] > 1]
+        for other in ("naive", ONE_RANK) if together else ():
+            fastest = by_name.get("bucketed") or min(together, key=lambda row: row["median_ms"])
+            if other in by_name and by_name[other] is not fastest:
+                ratio = paired_ratio(fastest["samples_ms"], by_name[other]["samples_ms"])
+                found.append(f"{kernel}: {fastest['strategy']} against {other} {ratio}.")
     if len(trained) > 1:
         first = trained[0]
-        apart = max(
-            abs(mine - theirs) / abs(theirs)
-            for row in trained
-            for mine, theirs in zip(row["losses"], first["losses"], strict=True)
-        )
+        pairs = [pair for row in trained for pair in zip(row["losses"], first["losses"], strict=True)]
+        apart = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
         found.append(
             f"Convergence: the loss curves of {len(trained)} trainings differ by at most {apart:.2g} of the loss, "
             f"which falls from {first['first_loss']:.3f} to {first['final_loss']:.3f}."
@@ -552,47 +461,33 @@ def findings(rows: Rows) -> list[str]:
 
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw the matrix by time, memory and throughput, the loss curves, and bars and a table per kernel."""
-    by_kernel: dict[str, Any] = {"group": "kernel", "x_label": "attention kernel"}
-    files = {
-        f"lm_matrix_{name}.png": grouped_bars(
-            rows, column, series="strategy", title=f"{title} ({_ranks(rows)})", **by_kernel
+    ranks = f"{max(row['ranks'] for row in rows)} ranks"
+
+    def bars(rows: Rows, column: Column, title: str, group: str = "kernel") -> bytes:
+        series = "strategy" if group == "kernel" else None
+        return grouped_bars(
+            rows, column, group=group, series=series, title=f"{title} ({ranks})", x_label=group
         )
-        for name, column, title in (
-            ("time", TIME, "Time per training step"),
-            ("memory", MEMORY, "Peak memory of one rank"),
-            ("throughput", THROUGHPUT, "Training throughput"),
-        )
-    }
-    rows = with_ratios(rows)
-    headline = [row for row in rows if row["strategy"] in HEADLINE]
+
+    of_time = bars(rows, TIME, "Time per training step")
+    files = {"time": of_time, "memory": bars(rows, MEMORY, "Peak memory of one rank")}
+    files["throughput"] = bars(rows, THROUGHPUT, "Training throughput")
+    headline = [row for row in rows if row["strategy"] in (ONE_RANK, "naive", "bucketed")]
     if len({row["strategy"] for row in headline}) > 1:
-        files["lm_matrix_headline.png"] = grouped_bars(
-            headline,
-            THROUGHPUT,
-            series=lambda row: row["strategy"] + ("" if row["ranks"] == 1 else f", {row['ranks']} ranks"),
-            title=f"One rank, naive, bucketed and overlapped ({_ranks(rows)}; whiskers p10 to p90)",
-            **by_kernel,
-        )
-    files["lm_matrix_convergence.png"] = loss_curve(
-        {
-            f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
-            for row in rows
-            if row["status"] == "ok"
-        },
-        title="Convergence, same start and batches",
-        x_label="optimizer step",
-    )
-    columns = Summary("", (), rows).filled((*COLUMNS[1:], *WIDE))
+        files["headline"] = bars(headline, THROUGHPUT, "One rank, naive, bucketed and overlapped")
+    curves = {
+        f"{row['kernel']}, {row['strategy']}": list(enumerate(row["losses"], 1))
+        for row in rows
+        if row["status"] == "ok"
+    }
+    title = "Convergence, same start and batches"
+    files["convergence"] = loss_curve(curves, title=title, x_label="optimizer step")
+    found = {f"lm_matrix_{name}.png": picture for name, picture in files.items()}
+    columns = Summary("", COLUMNS[1:], rows).filled()
     for kernel, chosen in grouped(rows, lambda row: str(row["kernel"])).items():
-        files[f"{kernel}_lm_matrix_throughput.png"] = grouped_bars(
-            chosen,
-            THROUGHPUT,
-            group="strategy",
-            title=f"{kernel}: training throughput ({_ranks(rows)}; whiskers p10 to p90)",
-            x_label="gradient strategy",
-        )
+        title = f"{kernel}: training throughput"
+        found[f"{kernel}_lm_matrix_throughput.png"] = bars(chosen, THROUGHPUT, title, group="strategy")
         cells = [[column.text(row) for column in columns] for row in chosen]
-        files[f"lm_matrix_table_{kernel}.png"] = table_picture(
-            [column.header for column in columns], cells, title=f"lm-matrix: {kernel}"
-        )
-    return files
+        headers = [column.header for column in columns]
+        found[f"lm_matrix_table_{kernel}.png"] = table_picture(headers, cells, title=f"lm-matrix: {kernel}")
+    return found

@@ -8,24 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context
-from lmkit.bench.ddp import with_units
+from lmkit.bench.ddp import measure
 from lmkit.bench.ddp_variants import (
     SOLO,
     TORCH_ZERO,
-    Gates,
     RanksOptions,
     case_of,
-    is_own,
     is_sharded,
     parallel_of,
-    unfit,
+    reference_of,
 )
-from lmkit.bench.harness import mfu_notes
-from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import measure_figures, speed_fields
+from lmkit.bench.trainings import SPREAD
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory, claim_workspaces, track_peak
-from lmkit.measure.plots import grouped_bars
 from lmkit.measure.tables import Column, Rows
 from lmkit.registry import BENCHES, STRATEGIES
 
@@ -76,43 +71,22 @@ def optimizer(context: Context) -> Rows:
     model and optimizer were made, before the optimizer's step, after it, and at the peak. Times are the slowest
     rank's, in ms.
     """
-    from lmkit.model.accounting import flops_per_token
-
-    options, ranks = context.options, context.ranks
+    options = context.options
     case = case_of(context.recipe, options, "optimizer")
-    dtype = options.precision.removesuffix("-autocast")
-    limits = context.limits([dtype]) if ranks.is_first else None
-    claim_workspaces(ranks.device)
     names = options.variants or default_variants()
-    gates = Gates(names, case, ranks)
-    flops = flops_per_token(case.model, case.model.context_length)
-    work: dict[str, Any] = {
-        "tokens": ranks.world_size * case.tokens_per_step,
-        "flops": flops,
-        "precision": dtype,
-        "ranks": ranks.world_size,
-    }
+    claim_workspaces(context.device)
+    seen = reference_of(names, case, context.ranks)
     known = {row["variant"]: row for row in context.journal.rows()}  # where the ranks have started again
     rows: Rows = []
-
-    def figures(name: str, samples_ms: list[float]) -> dict[str, Any]:
-        told = {"precision": case.precision, "flops_per_token": flops}
-        return told | speed_fields(samples_ms, context, limits, name="step_ms", **work)
-
     for name in context.each("optimizer", names):
         if name in known:
             rows.append(known[name])
             continue
-        row = {"case": case.recipe.run.name, "variant": name, "world_size": ranks.world_size}
-        row |= {"state_bytes": None, "status": "ok"}
-        if why := unfit(name, case):
-            row |= {"status": "unsupported", "detail": why}
-        variants = {name: gates.variant(name, row, _memory_fields)}
-        measure_figures(variants, context, limits, figures, rounds=options.rounds)
-        if row["status"] != "ok":
-            row["state_bytes"] = None
-        rows.append(row)
-        context.keep([row])
+        (row,) = measure(case, (name,), context, part="", seen=seen, more=_memory_fields)
+        del row["part"]
+        state = row.get("state_bytes") if row["status"] == "ok" else None
+        rows.append(row | {"precision": options.precision, "state_bytes": state})
+        context.keep(rows[-1:])
     whole = next((row["state_bytes"] for row in rows if not is_sharded(row["variant"])), None)
     for row in rows:
         row["state_share"] = row["state_bytes"] / whole if whole and row["state_bytes"] is not None else None
@@ -155,68 +129,22 @@ def _memory_fields(name: str, built: TrainingStep, making: PeakMemory) -> dict[s
     return {"parameters": parameters, "state_bytes": state_bytes(built.optimizer), **points}
 
 
-# Rows in words
-
-STATE = Column("state_mb", "state MB", ",.1f", axis="MB (10^6 bytes)")
+TITLE = "Optimizer state sharding"
+ABOUT = ("case", "world_size", "precision")
 COLUMNS = (
     Column("variant", "variant"),
     Column("step_ms", "ms/step", ".2f", instead="status"),
-    Column("spread", "spread", ".1%"),
+    SPREAD,
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("mfu", "MFU", ".1%"),
-    STATE,
+    Column("state_bytes", "state MB", ",.1f", scale=1e6, axis="MB (10^6 bytes)", better="lower"),
     Column("state_share", "of whole", ".1%"),
-    Column("init_mb", "init MB", ",.0f"),
-    Column("before_step_mb", "before MB", ",.0f"),
-    Column("after_step_mb", "after MB", ",.0f"),
+    Column("init_bytes", "init MB", ",.0f", scale=1e6),
+    Column("before_step_bytes", "before MB", ",.0f", scale=1e6),
+    Column("after_step_bytes", "after MB", ",.0f", scale=1e6),
+    Column("peak_bytes", "peak MB", ",.0f", scale=1e6, wide=True),
 )
-
-
-def summarize(rows: Rows) -> Summary:
-    """Say what share of the state and of the peak memory each variant holds."""
-    shown = []
-    for row in rows:
-        keys = [key for key, value in row.items() if key.endswith("_bytes") and value is not None]
-        shown.append(with_units(row) | {key.replace("_bytes", "_mb"): row[key] / 1e6 for key in keys})
-    return Summary(
-        "Optimizer state sharding",
-        COLUMNS,
-        shown,
-        about=f"{rows[0]['case']}, {rows[0]['world_size']} ranks",
-        findings=findings(rows),
-        notes=(
-            "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after (GPUs): what the "
-            "allocator holds when all is built, before and after an optimizer step; spread: (p90 - p10) / median",
-            *mfu_notes(rows),
-        ),
-        wide=(Column("peak_mb", "peak MB", ",.0f"),),
-    )
-
-
-def findings(rows: Rows) -> list[str]:
-    """Return a sentence for each of our sharded variants."""
-    found = []
-    whole = next((row for row in rows if not is_sharded(row["variant"])), None)
-    for row in rows:
-        if row["state_bytes"] is None or not is_sharded(row["variant"]) or not is_own(row["variant"]):
-            continue
-        said = f"{row['variant']}: {row['state_bytes'] / 1e6:,.1f} MB of state on a rank"
-        if row.get("state_share") is not None:
-            said += (
-                f", {row['state_share']:.2%} of the whole (at least {1 / row['world_size']:.2%} plus padding)"
-            )
-        if whole and whole.get("peak_bytes") and row.get("peak_bytes"):
-            saved = row["peak_bytes"] / whole["peak_bytes"] - 1
-            said += (
-                f"; a step peaks at {row['peak_bytes'] / 1e9:.2f} GB, {saved:+.1%} of {whole['variant']}'s"
-            )
-        found.append(f"{said}.")
-    return found
-
-
-def pictures(rows: Rows) -> dict[str, bytes]:
-    """Draw the state of each rank."""
-    shown = [row | {"state_mb": row["state_bytes"] / 1e6} for row in rows if row["state_bytes"] is not None]
-    title = f"Optimizer state on each of {rows[0]['world_size']} ranks"
-    picture = grouped_bars(shown, STATE, group="variant", title=title, x_label="variant")
-    return {"optimizer_state.png": picture}
+NOTES = (
+    "state: what the optimizer holds on this rank, MB (10^6 bytes); init, before, after (GPUs): what the allocator "
+    "holds when all is built, before and after an optimizer step",
+)

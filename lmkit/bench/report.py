@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmkit.bench.harness import bench_module, grouped
-from lmkit.bench.summary import Summary, bullets, document, report_body, summarized
+from lmkit.bench.summary import Summary, bullets, document, report_body, summary_of
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.measure.plots import decorate, grouped_bars, heat_map, timeline
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.tables import Rows
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
 from lmkit.storage import write_atomic
@@ -117,15 +114,10 @@ def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
 
 def _row_files(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders.sort(key=_natural)
-        for name in sorted(names, key=_natural):
+        folders.sort()
+        for name in sorted(names):
             if name.endswith(".jsonl") or name == "profile_summary.json":
                 yield Path(parent) / name
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort numbers in names by value: step_512 before step_2048."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _read(path: Path, root: Path) -> Iterator[Results]:
@@ -140,50 +132,38 @@ def _read(path: Path, root: Path) -> Iterator[Results]:
 # The documents
 
 
-@dataclass(frozen=True)
-class WriteUp:
-    """One document of `lmkit report`.
-
-    Attributes:
-        sections: kind of rows -> the function of its module that summarizes them.
-    """
-
-    title: str
-    introduction: str
-    sections: Mapping[str, str]
-
-
 WRITE_UPS = {
-    "attention.md": WriteUp(
+    "attention": (
         "FlashAttention",
         "Naive attention stores a length x length matrix of scores: its memory and most of its time grow with the "
         "square of the length. FlashAttention computes the same result tile by tile with a running softmax: memory "
         "grows linearly. The limit is the rate of a large matrix product, measured in the same run.",
-        {"attention": "summarize"},
+        ("attention",),
     ),
-    "data_parallelism.md": WriteUp(
+    "data_parallelism": (
         "Data parallelism",
         "Every rank computes the gradients of its rows of the batch; before the optimizer step they are averaged "
         "over the ranks. Strategies differ in how many calls they make and when: after the backward pass or during "
         "it. An all-reduce of n bytes over W ranks makes each rank send at least 2 (W-1)/W n bytes.",
-        {"ddp": "summarize", "all_reduce": "summarize"},
+        ("ddp", "all_reduce"),
     ),
-    "optimizer_sharding.md": WriteUp(
+    "optimizer_sharding": (
         "Optimizer state sharding (ZeRO-1)",
         "AdamW keeps two fp32 numbers per parameter, the same on every rank. ZeRO-1 gives each of W ranks 1/W of "
         "them: gradients are reduce-scattered, each rank updates its shard, and the new weights are gathered. That "
         "moves the bytes of one all-reduce and divides the optimizer's time by W.",
-        {"optimizer": "summarize", "ddp": "summarize_sharding"},
+        ("optimizer",),
     ),
-    "profiling.md": WriteUp(
+    "profiling": (
         "Profiling",
         "First whole passes of models, timed from outside; then, inside a step, how long the CPU dispatches work to "
         "the GPU, how long it waits, and how long the GPU is busy; last, what fills the memory at its peak. If the "
         "GPU is not always busy and the CPU never waits, larger batches, compilation or CUDA graphs help more than "
         "faster kernels.",
-        {"model": "summarize", "lm_matrix": "summarize", "profile": "summarize", "memory": "summarize"},
+        ("model", "lm_matrix", "profile", "memory"),
     ),
 }
+"""Name of a document -> its title, introduction, and the kinds of rows that it summarizes."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +171,7 @@ class Reported:
     """The result of `lmkit report`.
 
     Attributes:
-        written: paths of the documents; none with `--check`.
+        written: paths of the documents.
         without_results: documents that no row is about.
     """
 
@@ -211,7 +191,6 @@ def write_reports(
     folder: Path | None,
     output: Path | None,
     *,
-    check: bool = False,
     force: bool = False,
     profiles: Mapping[str, Summarize],
 ) -> Reported:
@@ -220,93 +199,61 @@ def write_reports(
     Args:
         folder: by default artifacts/benches and artifacts/profiles, as far as they exist.
         output: by default `reports` in the folder, or in artifacts/benches.
-        check: write nothing, and compare the files with what would be written.
         force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
 
     Raises:
         UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
-        LmkitError: a result is damaged, or (`check`) a document is stale.
+        LmkitError: a result is damaged.
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
     found = find_results(root, parts)
-    searched = " and ".join(str(root / part) for part in parts)
     target = output or root / parts[0] / "reports"
-    for name, write_up in () if check else WRITE_UPS.items():
-        path = target / name
-        is_ours = path.is_file() and read_input(path).startswith(f"# {write_up.title}\n".encode())
+    paths = {name: target / f"{name}.md" for name in WRITE_UPS}
+    for name, path in paths.items():
+        is_ours = path.is_file() and read_input(path).startswith(f"# {WRITE_UPS[name][0]}\n".encode())
         refuse_existing(path, force=force or is_ours)
-        refuse_existing(target / _picture_of(path.stem), force=force or is_ours)
-    written, missing, stale = [], [], []
-    for name, write_up in WRITE_UPS.items():
-        chosen = [results for results in found if results.kind in write_up.sections]
-        stem = name.removesuffix(".md")
-        text = _write_up(write_up, stem, chosen, profiles, root.resolve(), target.resolve())
-        path = target / name
-        if text is None:
-            missing.append(name)
-        elif not check:
-            write_atomic(path, text)
-            if picture := decorate(_picture_of(path.stem), PICTURES[path.stem]):
-                write_atomic(target / _picture_of(path.stem), picture)
-            written.append(str(path))
-        elif not path.is_file() or read_input(path) != text.encode():
-            stale.append(str(path))
-    if stale:
-        words = [] if folder is None else [str(folder)]
-        words += [] if output is None else ["--output", str(output)]
-        raise LmkitError(
-            "report.stale",
-            f"{', '.join(stale)}: does not say what the rows below {searched} say",
-            hint=f"write it again: {shlex.join(['lmkit', 'report', *words])}",
-        )
+    written, missing = [], []
+    for name, (title, introduction, kinds) in WRITE_UPS.items():
+        chosen = [results for kind in kinds for results in found if results.kind == kind]
+        if not chosen:
+            missing.append(paths[name].name)
+            continue
+        short: list[str] = []
+        figures: list[str] = []
+        for results in chosen:
+            figures += _section(results, profiles, root.resolve(), target.resolve(), short)
+        how = (Path(__file__).parent / "explained" / f"{name}.md").read_text("utf-8")
+        parts_ = (bullets(short), "## How it works", how, "## Figures", *figures)
+        write_atomic(paths[name], document(f"# {title}", introduction, *parts_))
+        written.append(str(paths[name]))
+    searched = " and ".join(str(root / part) for part in parts)
     sources = tuple(results.path.as_posix() for results in found)
     return Reported(searched, sources, tuple(written), tuple(missing))
 
 
-def _write_up(
-    write_up: WriteUp,
-    stem: str,
-    found: Sequence[Results],
-    profiles: Mapping[str, Summarize],
-    root: Path,
-    output: Path,
-) -> str | None:
-    """Return the document; None if there are no rows for it."""
-    short: list[str] = []
-    parts: list[str] = []
-    for kind, function in write_up.sections.items():
-        for results in found:
-            if results.kind != kind:
-                continue
-            summarize = profiles[kind] if kind in profiles else getattr(bench_module(kind), function)
-            summary = _or_damaged(root / results.path, partial(summarized, summarize, results.rows))
-            if not summary.rows:
-                continue
-            alone = results.path.stem.endswith(("_results", "_summary", "_peaks"))
-            title = (results.path.parent if alone else results.path.with_suffix("")).as_posix()
-            source = Path(os.path.relpath(root / results.path, output)).as_posix()
-            if said := [*summary.wrong, *summary.findings]:
-                short.append(f"**{title}**: {said[0]}")
-            parts += [
-                f"## {summary.title}: {title}",
-                f"Rows with raw samples: [{results.path.as_posix()}]({source}).",
-            ]
-            facts = root / results.path.parent / ENVIRONMENT
-            parts += _or_damaged(facts, partial(report_body, summary, results.environment, level=3))
-            parts += [
-                f"![{name[:-4].replace('_', ' ')}]({Path(source).parent.as_posix()}/{name})"
-                for name in results.pictures
-            ]
-    if not parts:
-        return None
-    explained = ["## How it works", f"![{write_up.title}]({_picture_of(stem)})", page(stem)]
-    figures = ["## Figures", *parts]
-    return document(f"# {write_up.title}", write_up.introduction, bullets(short), *explained, *figures)
-
-
-def _picture_of(stem: str) -> str:
-    return f"{stem}_explained.png"
+def _section(
+    results: Results, profiles: Mapping[str, Summarize], root: Path, output: Path, short: list[str]
+) -> list[str]:
+    """Return the paragraphs on one file of rows; add its first sentence to `short`."""
+    kind, path = results.kind, results.path
+    summarize = profiles[kind] if kind in profiles else partial(summary_of, bench_module(kind))
+    summary = _or_damaged(root / path, partial(summarize, results.rows))
+    alone = path.stem.endswith(("_results", "_summary", "_peaks"))
+    title = (path.parent if alone else path.with_suffix("")).as_posix()
+    source = Path(os.path.relpath(root / path, output)).as_posix()
+    if said := [*summary.wrong, *summary.findings]:
+        short.append(f"**{title}**: {said[0]}")
+    facts = root / path.parent / ENVIRONMENT
+    return [
+        f"## {summary.title}: {title}",
+        f"Rows with raw samples: [{path.as_posix()}]({source}).",
+        *_or_damaged(facts, partial(report_body, summary, results.environment, level=3)),
+        *(
+            f"![{name[:-4].replace('_', ' ')}]({Path(source).parent.as_posix()}/{name})"
+            for name in results.pictures
+        ),
+    ]
 
 
 def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
@@ -323,82 +270,3 @@ def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
             f"{where}: not what `lmkit bench` writes ({type(error).__name__}: {error})",
             hint="run the command that wrote the file again",
         ) from None
-
-
-# How the algorithms of the write-ups work
-
-TILES = 8
-RANKS = (1, 2, 4, 8)
-
-
-def page(name: str) -> str:
-    """Return the page of a write-up (`attention`), Markdown below a heading of the second level."""
-    return (Path(__file__).parent / "explained" / f"{name}.md").read_text("utf-8")
-
-
-def tiles() -> bytes:
-    """Draw the tiles of causal attention, with the order in which they are visited."""
-    order = [[float(key + 1) if key <= query else None for key in range(TILES)] for query in range(TILES)]
-    return heat_map(
-        [str(key) for key in range(TILES)],
-        [str(query) for query in range(TILES)],
-        order,
-        title="Causal FlashAttention: visits of tiles; grey tiles are skipped, those on the diagonal masked",
-        x_label="tile of keys",
-        y_label="tile of queries",
-        value_label="visit of its row",
-        spec=".0f",
-    )
-
-
-def overlap() -> bytes:
-    """Draw a step of `naive` and of `bucketed`: three layers, whose backward passes take two units each."""
-    return timeline(
-        {
-            "naive: compute": [(0, 3), (3, 9), (12.6, 13.6)],
-            "naive: all-reduces": [(9 + 0.4 * call, 9.35 + 0.4 * call) for call in range(9)],
-            "bucketed: compute": [(0, 3), (3, 9), (9.8, 10.8)],
-            "bucketed: all-reduces": [(5, 5.8), (7, 7.8), (9, 9.8)],
-        },
-        title="A step: forward 0 to 3, backward 3 to 9, gradients averaged, optimizer",
-        x_label="time (any unit)",
-    )
-
-
-def bytes_per_parameter() -> bytes:
-    """Draw what a rank holds of each fp32 parameter under ZeRO-1."""
-    return grouped_bars(
-        [
-            {"ranks": f"{ranks} rank{'s' if ranks > 1 else ''}", "part": part, "bytes": size}
-            for ranks in RANKS
-            for part, size in (("weight", 4.0), ("gradient", 4.0), ("AdamW's moments", 8.0 / ranks))
-        ],
-        Column("bytes", "bytes"),
-        group="ranks",
-        series="part",
-        title="ZeRO-1: bytes per fp32 parameter on each rank",
-        x_label="",
-    )
-
-
-def queue() -> bytes:
-    """Draw a GPU that is the limit, and one that waits for its CPU."""
-    return timeline(
-        {
-            "large kernels: CPU": [(0.6 * call, 0.6 * call + 0.5) for call in range(6)],
-            "large kernels: GPU": [(0.5 + 1.5 * call, 1.95 + 1.5 * call) for call in range(6)],
-            "small kernels: CPU": [(1.1 * call, 1.1 * call + 1.0) for call in range(8)],
-            "small kernels: GPU": [(1.0 + 1.1 * call, 1.3 + 1.1 * call) for call in range(8)],
-        },
-        title="The GPU is the limit (above); the CPU is the limit (below)",
-        x_label="time (any unit)",
-    )
-
-
-PICTURES: dict[str, Callable[[], bytes]] = {
-    "attention": tiles,
-    "data_parallelism": overlap,
-    "optimizer_sharding": bytes_per_parameter,
-    "profiling": queue,
-}
-"""Write-up -> its picture, `<write-up>_explained.png` beside it."""

@@ -1,6 +1,7 @@
 """Rows in words: the table and the sentences of a terminal, a report, or a document of `lmkit report`.
 
-Rows that are wrong come first, whatever a bench says of the others.
+Table, sentences and picture follow from the columns that a bench declares (`summary_of`, `picture_of`). Rows that are
+wrong come first.
 """
 
 from __future__ import annotations
@@ -11,14 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmkit.measure.limits import limits_sentence
-from lmkit.measure.tables import (
-    TERMINAL_WIDTH,
-    Column,
-    Rows,
-    markdown_table,
-    picture_lines,
-    terminal_table,
-)
+from lmkit.measure.plots import grouped_bars
+from lmkit.measure.statistics import FEWEST_PAIRS
+from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, picture_lines, terminal_table
 
 WRONG = ("wrong result", "impossible rate")
 """Values of `status` in rows of variants that compute something else, or whose figures cannot be true."""
@@ -34,14 +30,14 @@ class Summary:
     """The table and the sentences of a terminal, a report or a document of `lmkit report`.
 
     Attributes:
-        columns: columns of the table; a column without any value is left out.
+        columns: columns of the table; a column without any value is left out. Those before the one that shows a
+            status name a row.
         rows: rows of the table.
         about: one line on the case: sizes, dtype.
         findings: sentences that the rows support, the most important first.
         tables: heading -> further Markdown for reports.
         notes: what the table does not say; the columns' own notes come after them.
-        wide: further columns for reports; a terminal has no room for them.
-        wrong: a sentence on each kind of wrong row; `summarized` fills it.
+        wrong: a sentence on each kind of wrong row.
     """
 
     title: str
@@ -51,7 +47,6 @@ class Summary:
     findings: Sequence[str] = ()
     tables: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    wide: Sequence[Column] = ()
     wrong: Sequence[str] = ()
 
     @property
@@ -59,10 +54,21 @@ class Summary:
         """Whether any row has a measurement."""
         return any(row.get("status") in MEASURED for row in self.rows)
 
-    def filled(self, columns: Sequence[Column]) -> list[Column]:
+    @property
+    def names(self) -> Sequence[Column]:
+        """The columns that name a row."""
+        shown = ["status" in (column.key, column.instead) for column in self.columns]
+        return self.columns[: shown.index(True)] if True in shown else ()
+
+    def filled(self, *, wide: bool = True) -> list[Column]:
         """Return the columns for which some row has something to show."""
         keys = {key for row in self.rows for key, value in row.items() if value is not None}
-        return [column for column in columns if column.key in keys or column.instead in keys]
+        shown = (column for column in self.columns if wide or not column.wide)
+        return [column for column in shown if column.key in keys or column.instead in keys]
+
+    def name(self, row: Mapping[str, Any]) -> str:
+        """Return the name of a row."""
+        return " ".join(column.text(row) for column in self.names if row.get(column.key) is not None)
 
     def explained(self, shown: Sequence[Column]) -> list[str]:
         """Return the notes below a table of these columns."""
@@ -70,14 +76,11 @@ class Summary:
         return [*self.notes, *([meanings] if meanings else [])]
 
     def named(self, rows: Rows, reason: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
-        """Return reason -> the rows that have it, named by their first columns."""
-        shown = ["status" in (column.key, column.instead) for column in self.columns]
-        names = self.columns[: shown.index(True)] if True in shown else ()
+        """Return reason -> the names of the rows that have it."""
         found: dict[str, list[str]] = {}
         for row in rows:
             if why := reason(row):
-                told = (column.text(row) for column in names if row.get(column.key) is not None)
-                found.setdefault(why, []).append(" ".join(told))
+                found.setdefault(why, []).append(self.name(row))
         return found
 
     @property
@@ -86,19 +89,89 @@ class Summary:
         return self.named(self.rows, lambda row: None if row.get("status") in WRONG else _reason(row))
 
 
-def summarized(summarize: Callable[[Rows], Summary], rows: Rows) -> Summary:
-    """Return a bench's summary of its rows, with what is wrong or was not checked in any of them."""
-    summary = summarize(rows)
+def summary_of(bench: Any, rows: Rows) -> Summary:
+    """Return the summary of a bench's rows, with what is wrong or was not checked in any of them.
+
+    Args:
+        bench: a module. It may declare COLUMNS, TITLE, NOTES, ABOUT (keys that are told once if all rows have the
+            same value), EACH (a key: the best rows are named for each of its values), and define functions of the
+            rows: `shown` (those of the table), `findings` and `tables`; `competes(row)`: whether a row can be best.
+    """
+    every = {key: None for row in rows for key, value in row.items() if not isinstance(value, list | dict)}
+    columns = getattr(bench, "COLUMNS", [Column(key, key, ".4g") for key in every])
+    title = getattr(bench, "TITLE", bench.__name__.rpartition(".")[2])
+    shown = bench.shown(rows) if hasattr(bench, "shown") else rows
+    summary = Summary(title, columns, shown)
+    about = {key: list({row.get(key) for row in rows} - {None}) for key in getattr(bench, "ABOUT", ())}
+    findings = bench.findings(shown) if hasattr(bench, "findings") else ()
+    competes = getattr(bench, "competes", lambda row: True)
+    bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
+    few = any(len(row.get("samples_ms") or [0] * FEWEST_PAIRS) < FEWEST_PAIRS for row in rows)
     wrong = summary.named(rows, lambda row: _reason(row) if row.get("status") in WRONG else None)
     unchecked = summary.named(rows, lambda row: row.get(UNCHECKED))
     return replace(
         summary,
-        wrong=[f"{'; '.join(names)}: {reason}." for reason, names in wrong.items()],
+        about=", ".join(f"{key.replace('_', ' ')} {of[0]}" for key, of in about.items() if len(of) == 1),
+        findings=[*_best(summary, getattr(bench, "EACH", ""), competes), *findings, *_comparisons(summary)],
+        tables=bench.tables(rows) if hasattr(bench, "tables") else {},
         notes=[
-            *summary.notes,
+            *getattr(bench, "NOTES", ()),
+            *(f"MFU: share of the {basis}" for basis in bases),
+            *(
+                [f"fewer than {FEWEST_PAIRS} samples give no interval: differences may be chance"]
+                if few
+                else []
+            ),
             *(f"not checked: {'; '.join(names)}: {why}" for why, names in unchecked.items()),
         ],
+        wrong=[f"{'; '.join(names)}: {reason}." for reason, names in wrong.items()],
     )
+
+
+def _best(summary: Summary, each: str, competes: Callable[[Mapping[str, Any]], bool]) -> list[str]:
+    """Return the sentences on the best rows, by every column that says which values are better."""
+    found = []
+    for column in summary.columns:
+        groups: dict[Any, Rows] = {}
+        for row in summary.rows if column.better else ():
+            if row.get(column.key) is not None and competes(row):
+                groups.setdefault(row.get(each), []).append(row)
+        for rows in groups.values():
+            highest = column.better == "higher"
+            best = (max if highest else min)(rows, key=lambda row: row[column.key])
+            limit = "Highest" if highest else "Lowest"
+            found.append(f"{limit} {column.header}: {column.text(best)}, {summary.name(best)}.")
+    return found
+
+
+def _comparisons(summary: Summary) -> list[str]:
+    """Return the sentences on rows that are compared with the first variant (`trainings.measure_figures`)."""
+    return [
+        f"{summary.name(row)}: {row['versus']} is {row['first_is']:.3f}x as fast (95%: {row['first_is_low']:.3f} to "
+        f"{row['first_is_high']:.3f}; {row['verdict']})."
+        for row in summary.rows
+        if row.get("first_is") is not None
+    ]
+
+
+def picture_of(summary: Summary) -> dict[str, bytes]:
+    """Draw the first column that says which values are better; return its key -> PNG, or {} without such a column."""
+    column = next((column for column in summary.columns if column.better), None)
+    rows = [row for row in summary.rows if row.get("part") in (None, summary.rows[0].get("part"))]
+    names = [name for name in summary.names if len({name.text(row) for row in rows}) > 1]
+    if column is None or not names:
+        return {}
+    *groups, last = names
+    key, scale = column.key, column.scale
+    picture = grouped_bars(
+        [row | ({key: row[key] / scale} if row.get(key) is not None else {}) for row in rows],
+        column,
+        group=lambda row: ", ".join(name.text(row) for name in groups or names),
+        series=last.key if groups else None,
+        title=summary.title + (f": {summary.about}" if summary.about else ""),
+        x_label=", ".join(name.header for name in groups or names),
+    )
+    return {key: picture}
 
 
 def _reason(row: Mapping[str, Any]) -> str | None:
@@ -111,7 +184,7 @@ def _reason(row: Mapping[str, Any]) -> str | None:
 def terminal_text(summary: Summary) -> str:
     """Return what is wrong, the table, the reasons of rows without a measurement, and the notes; at most 100
     characters wide."""
-    shown = summary.filled(summary.columns)
+    shown = summary.filled(wide=False)
     below = (*_first(list(summary.not_measured)), *summary.explained(shown))
     above, under = (
         "".join(f"{textwrap.fill(line, TERMINAL_WIDTH)}\n" for line in lines)
@@ -139,7 +212,7 @@ def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2
         parts.append(f"{limits_sentence(limits)}.")
     if found := [*summary.wrong, *summary.findings]:
         parts += [f"{heading} What was found", bullets(found)]
-    if columns := summary.filled((*summary.columns, *summary.wide)):
+    if columns := summary.filled():
         parts += [
             f"{heading} Results",
             markdown_table(summary.rows, columns),

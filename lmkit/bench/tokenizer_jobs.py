@@ -2,58 +2,32 @@
 
 JOB is a `Job` as JSON; the result is one JSON object on stdout. Only the job is timed: text file to merges, or text
 file to a file of ids; not starting Python, importing, or loading a tokenizer. Every tokenizer gets the text in the
-way that suits it best. This file imports little: the memory of the process is part of the result.
+way that suits it best.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import importlib
 import json
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
-from lmkit.storage.inputs import open_input, read_input
+from lmkit.bench.tokenizer import Job
+from lmkit.data.token_files import open_tokens
+from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import END_OF_TEXT, PATTERN, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
-IDS_AT_ONCE = 1 << 20
 Timed = Callable[[], Any]
 """The timed part of a job; everything that it needs is prepared."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job: one task for one tokenizer.
-
-    Attributes:
-        task: "train" or "encode".
-        variant: a tokenizer of `VARIANTS`.
-        tokenizer: file of the tokenizer to encode with.
-        output: file for the ids.
-    """
-
-    task: str
-    variant: str
-    text: str
-    workers: int
-    vocab_size: int = 0
-    tokenizer: str = ""
-    output: str = ""
-
-    def as_argument(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
 
 def closed_text(path: str) -> bytes:
@@ -92,17 +66,6 @@ def train_huggingface(job: Job) -> Timed:
     return lambda: tokenizer.train([job.text], trainer)
 
 
-def train_rustbpe(job: Job) -> Timed:
-    os.environ["RAYON_NUM_THREADS"] = str(job.workers)
-    rustbpe = importlib.import_module("rustbpe")  # by name: it has no types, and is rarely installed
-
-    def train() -> None:
-        documents = iter(_documents(read_input(job.text)))  # it knows no special tokens
-        rustbpe.Tokenizer().train_from_iterator(documents, job.vocab_size - 1, pattern=PATTERN)
-
-    return train
-
-
 # Encoding
 
 
@@ -131,10 +94,7 @@ def encode_huggingface(job: Job) -> Timed:
 
 
 def encode_tiktoken(job: Job) -> Timed:
-    """Encode with tiktoken. Two threads are slower than one, so more workers are processes."""
-    if job.workers == 1:
-        encoding = tiktoken_encoding(Tokenizer.load(job.tokenizer))
-        return lambda: _encode_part(encoding, closed_text(job.text), job.output)
+    """Encode with tiktoken. Two threads are slower than one, so workers are processes."""
     context = multiprocessing.get_context("spawn")
     begin = context.Barrier(job.workers + 1)
     parts = [(job, number, begin) for number in range(job.workers)]
@@ -152,37 +112,26 @@ def encode_tiktoken(job: Job) -> Timed:
 
 
 def _encode_in_process(job: Job, number: int, begin: Any) -> None:
-    encoding = tiktoken_encoding(Tokenizer.load(job.tokenizer))
+    import tiktoken
+
+    tokenizer = Tokenizer.load(job.tokenizer)
+    special = tokenizer.special_ids
+    ranks = {token: key for key, token in tokenizer.vocab.items() if key not in special.values()}
+    encoding = tiktoken.Encoding("bench", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
     begin.wait()
     begin.wait()
     data = closed_text(job.text)
     edges = [max(0, data.find(b"\n", len(data) * i // job.workers)) for i in range(1, job.workers)]
     first, end = [0, *edges][number], [*edges, len(data)][number]
-    _encode_part(encoding, data[first:end], f"{job.output}.{number}")
-
-
-def _encode_part(encoding: Any, data: bytes, output: str) -> None:
     specials = SpecialTokens({END_OF_TEXT: 0})
-    with open(output, "wb") as file:
-        for chunk in exact_chunks([data], specials):
+    with open(f"{job.output}.{number}", "wb") as file:
+        for chunk in exact_chunks([data[first:end]], specials):
             encoding.encode_to_numpy(chunk.data.decode(), allowed_special={END_OF_TEXT}).tofile(file)
-
-
-def tiktoken_encoding(tokenizer: Tokenizer) -> Any:
-    """Return tiktoken's form of a tokenizer."""
-    import tiktoken
-
-    special = set(tokenizer.special_ids.values())
-    ranks = {token: token_id for token_id, token in tokenizer.vocab.items() if token_id not in special}
-    return tiktoken.Encoding(
-        "bench", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=tokenizer.special_ids
-    )
 
 
 VARIANTS: dict[tuple[str, str], Callable[[Job], Timed]] = {
     ("train", "lmkit"): train_ours,
     ("train", "tokenizers"): train_huggingface,
-    ("train", "rustbpe"): train_rustbpe,
     ("encode", "lmkit"): encode_ours,
     ("encode", "tokenizers"): encode_huggingface,
     ("encode", "tiktoken"): encode_tiktoken,
@@ -190,20 +139,13 @@ VARIANTS: dict[tuple[str, str], Callable[[Job], Timed]] = {
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Do the job; return seconds, CPU seconds of all threads and processes, and a hash of the ids."""
+    """Do the job; return its seconds and a hash of the ids."""
     work = VARIANTS[job.task, job.variant](job)
     for output in _outputs(job):
         output.unlink(missing_ok=True)  # replacing an older file would take time
-    cpu = _cpu_seconds()
     start = time.perf_counter()
     work()
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu, "ids": _hash_of_ids(job)}
-
-
-def _cpu_seconds() -> float:
-    children = os.times()  # in steps of 10 ms
-    return time.process_time() + children.children_user + children.children_system
+    return {"seconds": time.perf_counter() - start, "ids": _hash_of_ids(job)}
 
 
 def _hash_of_ids(job: Job) -> str:
@@ -212,14 +154,8 @@ def _hash_of_ids(job: Job) -> str:
         return ""
     digest = hashlib.sha256()
     for part in _outputs(job):
-        # Read in pieces: memory is watched to the end of the process.
-        with open_input(part) as file:
-            dtype = np.dtype("<u4")
-            if part.suffix == ".npy":
-                npy.read_magic(file)
-                _, _, dtype = npy.read_array_header_1_0(file)
-            while ids := file.read(IDS_AT_ONCE * dtype.itemsize):
-                digest.update(np.frombuffer(ids, dtype).astype("<u4").tobytes())
+        ids = open_tokens(part).tokens if part.suffix == ".npy" else np.fromfile(part, "<u4")
+        digest.update(ids.astype("<u4").tobytes())
     return digest.hexdigest()
 
 
@@ -227,7 +163,7 @@ def _outputs(job: Job) -> list[Path]:
     """Return the files of ids, in the order of the text."""
     if job.task == "train":
         return []
-    if job.variant == "tiktoken" and job.workers > 1:
+    if job.variant == "tiktoken":
         return [Path(f"{job.output}.{i}") for i in range(job.workers)]
     return [Path(job.output)]
 

@@ -100,32 +100,22 @@ def budget_of(precision: str) -> Budget:
     return {"fp32": EXACT, "fp8": COARSE}.get(precision, ROUNDED)
 
 
-def reference(
-    recipe: Recipe, device: torch.device, batches: BatchSource | None = None, **changes: Any
-) -> Reference:
-    """Follow the recipe's training in one process, row by row; return why not if that fails.
+def reference(recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None) -> Reference:
+    """Follow the recipe's training in one process, row by row; return why not if that fails on any rank. Collective.
 
     Args:
         batches: of the whole batch; None: random tokens, as `TrainingStep` draws them.
-        changes: of `TrainingStep`.
     """
     plain = recipe.changed(model={"compile": "none"}, train={"cuda_graph": "off"})
-    alone = Ranks(device=device)
-    whole = make_batches(plain, RANDOM, alone) if batches is None else batches
+    alone = Ranks(device=ranks.device)
     row: dict[str, Any] = {}
     found: Reference = ""
-    with failure_is_a_row(row, device):
-        found = follow(TrainingStep(plain, alone, _RowByRow(whole), **({"parallel": ALONE} | changes)))
-    release_memory(device)
-    return found or f"the reference in one process: {row['status']}: {row['detail']}"
-
-
-def agreed(found: Reference, ranks: Ranks) -> Reference:
-    """Return this rank's steps if every rank has some, else why one has none. Collective."""
-    of_ranks: list[Any] = [found if isinstance(found, str) else ""] * ranks.world_size
-    if ranks.world_size > 1:
-        dist.all_gather_object(of_ranks, of_ranks[0])
-    return next(filter(None, of_ranks), found)
+    with failure_is_a_row(row, ranks.device):
+        rows = _RowByRow(make_batches(plain, RANDOM, alone) if batches is None else batches)
+        found = follow(TrainingStep(plain, alone, rows, parallel=ALONE))
+    release_memory(ranks.device)
+    why = "" if found else f"the reference in one process: {row['status']}: {row['detail']}"
+    return _on_any_rank(why, ranks) or found
 
 
 def of_pytorch(recipe: Recipe) -> Recipe:

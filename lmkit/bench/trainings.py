@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from lmkit.bench.context import Context, failure_on_any_rank_is_a_row, time_what_fits
-from lmkit.bench.harness import add_figures, mfu_fields, ratio_fields, time_fields, without_figures
+from lmkit.bench.context import Context, failure_on_any_rank_is_a_row
+from lmkit.bench.harness import add_figures, ratio_fields, time_fields, without_figures
 from lmkit.bench.summary import UNCHECKED
-from lmkit.measure.limits import Limits
+from lmkit.measure.limits import Limits, model_flops_utilization
 from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
-from lmkit.measure.statistics import paired_ratio, verdict_in_words
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.statistics import paired_ratio
+from lmkit.measure.tables import Column
 from lmkit.measure.timing import Clock, SteadyStateClock, time_variants, without_garbage_collection
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Variant:
     make: Callable[[], Any]
     judge: Callable[[Any], dict[str, Any]] = _nothing
     more: Callable[[Any], dict[str, Any]] = _nothing
-    prepare: Callable[[Any], object] = _nothing
+    prepare: Callable[[Any], object] | None = None
     run: Callable[[Any], object] = lambda training: training.run()
     check: Callable[[Any], dict[str, Any]] = _nothing
 
@@ -65,24 +65,27 @@ def measure_figures(
     limits: Limits | None,
     figures: Callable[[str, list[float]], dict[str, Any]],
     **options: Any,
-) -> tuple[dict[str, dict[str, Any]], dict[str, list[float]]]:
-    """Measure variants, and add figures to their rows.
+) -> dict[str, list[float]]:
+    """Measure variants, add figures to their rows, and say how many times as fast the variant `versus` of a row is.
 
     Args:
         figures: returns the figures of a variant, from the samples of the slowest rank.
         options: of `measure`.
 
     Returns:
-        The rows, and the samples of rows whose figures are believed.
+        The samples of rows whose figures are believed.
     """
-    samples = measure(variants, context, **options)
-    rows = {name: variant.row for name, variant in variants.items()}
-    believed = {}
-    for name, rounds in samples.items():
-        samples_ms = slowest(rounds)
-        if add_figures(rows[name], limits, partial(figures, name, samples_ms)):
-            believed[name] = samples_ms
-    return rows, believed
+    samples: Samples = measure(variants, context, **options)
+    rows = {name: variants[name].row for name in samples}
+    believed = {
+        name: samples_ms
+        for name, samples_ms in samples.items()
+        if add_figures(rows[name], limits, partial(figures, name, samples_ms))
+    }
+    for name, samples_ms in believed.items():
+        if (first := rows[name].get("versus")) in believed and first != name:
+            rows[name] |= ratio_fields(paired_ratio(believed[first], samples_ms), "first_is", "verdict")
+    return believed
 
 
 def measure(
@@ -92,18 +95,17 @@ def measure(
     clock: Clock | None = None,
     stage: str = "",
     settle: bool = False,
+    take: Callable[[Steps, Steps, Callable[[str], object]], dict[str, Any]] | None = None,
     **turns: Any,
-) -> Samples:
+) -> dict[str, Any]:
     """Measure variants that fit into memory together; return the samples of the right ones. Collective.
 
     Args:
         clock: None: the options' `steps_per_sample` steps in steady state.
         settle: make untimed steps before the first sample on GPUs.
+        take: takes the samples, in place of `samples_in_turns`: of runs, preparations, and what to call at each turn.
         stage, turns: of `samples_in_turns`.
     """
-    steps = 0 if clock is not None else context.options.steps_per_sample
-    turns |= {"stage": stage, "settled": steps if settle else 0}
-    clock = clock or SteadyStateClock(context.device, steps)
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
     for number, (name, variant) in enumerate(variants.items()):
@@ -111,16 +113,22 @@ def measure(
             context.progress(f"{stage}, building", number, len(variants))
         _begin(name, variant, context, built)
 
-    def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> Samples:
+    def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> dict[str, Any]:
         runs = {name: partial(variants[name].run, training) for name, training in left.items()}
-        prepare = {name: partial(variants[name].prepare, training) for name, training in left.items()}
-        return samples_in_turns(runs, context, turn, clock, prepare=prepare, **turns)
+        ways = {name: variants[name].prepare for name in left}
+        prepare = {name: partial(way, left[name]) for name, way in ways.items() if way is not None}
+        if take is not None:
+            return take(runs, prepare, turn)
+        steps = 0 if clock is not None else context.options.steps_per_sample
+        options = {"prepare": prepare, "settled": steps if settle else 0, "stage": stage, **turns}
+        return samples_in_turns(
+            runs, context, turn, clock or SteadyStateClock(context.device, steps), **options
+        )
 
-    guard = partial(failure_on_any_rank_is_a_row, context=context)
-    samples = time_what_fits(built, rows, guard, time_together)
+    samples = time_what_fits(built, rows, context, time_together)
     for name in tuple(samples):
         found = dict(rows[name])  # it names the row if a rank gives up
-        with guard(found):
+        with failure_on_any_rank_is_a_row(found, context):
             found |= variants[name].check(built[name])
         if found["status"] == "out of memory":
             rows[name].setdefault(UNCHECKED, "after timing: no room for another step")
@@ -159,6 +167,43 @@ def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any])
         dist.broadcast_object_list(of_first, src=0, device=torch.device("cpu"))
         row |= of_first[0]
     built[name] = training
+
+
+def time_what_fits(
+    built: dict[str, Any],
+    rows: Mapping[str, dict[str, Any]],
+    context: Context,
+    time_together: Callable[[Mapping[str, Any], Callable[[str], object]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
+
+    If they do not fit together, the largest is the one that fails. Collective.
+
+    Args:
+        built: variants; those that fail are removed.
+        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
+        time_together: times variants, and calls a function with the name of each as its turn comes.
+    """
+    while built:
+        trouble: dict[str, Any] = {"status": "ok"}
+        turns: list[str] = []
+        samples: dict[str, Any] = {}
+
+        def turn(name: str) -> None:
+            turns.append(name)  # noqa: B023 (called in this pass of the loop)
+            trouble.update(rows[name])  # noqa: B023
+
+        with failure_on_any_rank_is_a_row(trouble, context):
+            samples = time_together(built, turn)
+        if trouble["status"] == "ok":
+            return samples
+        sizes = {name: rows[name].get("peak_gb") or rows[name].get("peak_bytes") or 0.0 for name in built}
+        is_full = trouble["status"] == "out of memory" and any(sizes.values())
+        gone = turns[-1] if turns and not is_full else max(sizes, key=lambda name: sizes[name])
+        del built[gone]
+        together = f"in turns with {len(built)} others: " if trouble["status"] == "out of memory" else ""
+        rows[gone] |= {"status": trouble["status"], "detail": together + trouble["detail"]}
+    return {}
 
 
 class Memory:
@@ -219,7 +264,7 @@ def speed_fields(
     ranks: int = 1,
     name: str = "median_ms",
 ) -> dict[str, Any]:
-    """Return times, tokens/s and the MFU of a device.
+    """Return times, tokens/s and the MFU of a device, the latter where limits were measured.
 
     Args:
         tokens: of a step of all ranks.
@@ -228,8 +273,11 @@ def speed_fields(
     """
     fields = time_fields(samples_ms, name)
     tokens_per_s = tokens / (fields[name] * 1e-3)
-    mfu = mfu_fields(tokens_per_s * flops / ranks, context.device, precision, limits)
-    return fields | {"tokens_per_s": tokens_per_s, **mfu}
+    fields["tokens_per_s"] = tokens_per_s
+    if limits is not None:
+        mfu = model_flops_utilization(tokens_per_s * flops / ranks, context.device, precision, limits)
+        fields |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+    return fields
 
 
 HOST_STEPS = 5
@@ -237,24 +285,19 @@ SETTLE_S = 1.5
 """Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
 reacts late: without these steps the first samples would be too short and the next ones too long."""
 SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
-VERDICT = Column("said", "verdict")
+_FIRST_IS = "how many times as fast the first variant is, the median over rounds"
+COMPARISON = (
+    Column("first_is", "first x", ".3f", note=_FIRST_IS),
+    Column("first_is_low", "95% from", ".3f", wide=True),
+    Column("first_is_high", "to", ".3f", wide=True),
+    Column("verdict", "verdict", wide=True),
+)
+"""The columns of rows that are compared with the first variant."""
 Steps = Mapping[str, Callable[[], object]]
 
 
-class Sample(NamedTuple):
-    """The measurement of one rank.
-
-    Attributes:
-        ms: milliseconds per step.
-        ahead_ms: how long the GPU worked after its host had queued the last step (`SteadyStateClock`); NaN on a CPU.
-    """
-
-    ms: float
-    ahead_ms: float
-
-
-Samples = dict[str, list[list[Sample]]]
-"""Variant -> round -> rank."""
+Samples = dict[str, list[float]]
+"""Variant -> round -> milliseconds per step of the slowest rank, which ends the step of all."""
 
 
 def samples_in_turns(
@@ -268,26 +311,18 @@ def samples_in_turns(
     prepare: Steps | None = None,
     stage: str = "",
     settled: int = 0,
-    keep: Callable[[Samples], object] = lambda samples: None,
 ) -> Samples:
-    """Return the samples of all ranks; every round has one of each variant. Collective.
+    """Return the samples of the slowest rank; every round has one of each variant. Collective.
 
     Args:
         turn: called with the name of a variant before each of its samples, untimed, and then `prepare`.
         max_seconds: no round starts after this many seconds of the first rank that has used them.
         stage: the name under which progress is reported; "": it is not.
         settled: steps at a time, for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
-        keep: called with all samples so far after each round.
     """
-    import torch
-    import torch.distributed as dist
-
-    from lmkit.parallel.collectives import agree
+    from lmkit.parallel.collectives import agree, largest_of_ranks
 
     ranks, samples, done = context.ranks, Samples({name: [] for name in steps}), count()
-    order: list[str] = []  # of this round
-    ahead_ms: list[float] = getattr(clock, "ahead_ms", [])
-    ahead_ms.clear()  # of a round in which a variant failed
     deadline = time.monotonic() + max_seconds
 
     def begin(name: str) -> None:
@@ -297,22 +332,14 @@ def samples_in_turns(
             context.progress(f"{stage}, timing", number, rounds * len(steps))
         if number == 0 and settled and ranks.device.type == "cuda":  # idle while the last variant was built
             settle(steps[name], ranks, settled)
-        if prepare is not None:
+        if prepare is not None and name in prepare:
             prepare[name]()
-        order.append(name)
         agree(ranks)
 
     def after_round(own: dict[str, float]) -> bool:
-        ahead = dict(zip(order, ahead_ms, strict=True)) if ahead_ms else {}
-        order.clear()
-        ahead_ms.clear()
-        mine = torch.tensor([(own[name], ahead.get(name, math.nan)) for name in steps], dtype=torch.float64)
-        of_rank = [mine.clone() for _ in range(ranks.world_size)]
-        if ranks.world_size > 1:
-            dist.all_gather(of_rank, mine)
-        for number, name in enumerate(steps):
-            samples[name].append([Sample(*each[number].tolist()) for each in of_rank])
-        keep(samples)
+        slowest = largest_of_ranks([own[name] for name in steps], ranks)
+        for name, sample_ms in zip(steps, slowest, strict=True):
+            samples[name].append(sample_ms)
         return agree(ranks, stop=time.monotonic() > deadline)
 
     with without_garbage_collection():
@@ -327,11 +354,6 @@ def samples_in_turns(
             after_round=after_round,
         )
     return samples
-
-
-def slowest(rounds: Sequence[Sequence[Sample]]) -> list[float]:
-    """Return the slowest rank's time of each round: that rank ends the step of all."""
-    return [max(sample.ms for sample in of_rank) for of_rank in rounds]
 
 
 def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
@@ -360,38 +382,3 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
             found.append((time.perf_counter() - began) * 1e3)
     torch.cuda.synchronize(device)
     return median(found)
-
-
-def compare_with_first(
-    rows: Mapping[str, dict[str, Any]], samples: Mapping[str, Sequence[float]], first: str
-) -> None:
-    """Say in the rows of the other variants how many times as fast the first is (`first_is`)."""
-    for variant, samples_ms in samples.items():
-        if variant != first and first in samples:
-            rows[variant] |= ratio_fields(paired_ratio(samples[first], samples_ms), "first_is", "verdict")
-
-
-def comparison(row: dict[str, Any], digits: int) -> str:
-    """Return the sentence about a row that `compare_with_first` filled."""
-    ratio, low, high = (f"{row[key]:.{digits}f}" for key in ("first_is", "first_is_low", "first_is_high"))
-    said = verdict_of(row)
-    return f"{row['versus']} is {ratio}x as fast as {row['variant']} (95%: {low} to {high}; {said})."
-
-
-def verdict_of(row: Mapping[str, Any]) -> str | None:
-    """Return the verdict of a row that `compare_with_first` filled, in words; None for other rows."""
-    if row.get("first_is") is None:
-        return None
-    return verdict_in_words(row["verdict"], row["first_is_low"], row["first_is_high"])
-
-
-def with_verdicts(rows: Rows) -> Rows:
-    """Return the rows with their verdicts in words, for the column `VERDICT`."""
-    return [row | {"said": verdict_of(row)} for row in rows]
-
-
-def comparison_column(rows: Rows, spec: str) -> Column:
-    """Return the column of the comparison, with a note."""
-    first = rows[0]["versus"]
-    note = f"how many times as fast {first} is, the median over rounds"
-    return Column("first_is", f"{first} x", spec, note=note)

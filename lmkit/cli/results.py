@@ -63,7 +63,6 @@ def compare(
 def report(
     folder: Annotated[Path | None, typer.Argument(show_default=False)] = None,
     output: Path | None = None,
-    check: bool = False,
     html: bool = False,
     beside: list[Path] | None = None,
     force: bool = False,
@@ -76,14 +75,13 @@ def report(
     Args:
         output: Folder of the documents, or the file of the page.  [default: `reports` in that folder, or in
             artifacts/benches; `report.html` in the run folder]
-        check: Write nothing; exit code 1 if a document does not say what the rows say.
         html: Write one page about a run, which a browser opens.
         beside: With --html: another run on the same page.
         folder: Where the results of benches and profiles lie, at any depth; with --html a run folder.  [default:
             artifacts/benches and artifacts/profiles]
     """
-    if (beside and not html) or (html and (folder is None or check)):
-        message = "--html takes a run folder and not --check; --beside belongs to --html"
+    if (beside and not html) or (html and folder is None):
+        message = "--html takes a run folder; --beside belongs to --html"
         hint = "for example: lmkit report artifacts/runs/quickstart --html --beside artifacts/runs/other"
         raise UsageError("report.options_exclude", message, hint=hint)
     if html:
@@ -94,7 +92,7 @@ def report(
     from lmkit.bench.report import write_reports
     from lmkit.profile.summary import SUMMARIES
 
-    return write_reports(folder, output, check=check, force=force, profiles=SUMMARIES)
+    return write_reports(folder, output, force=force, profiles=SUMMARIES)
 
 
 OF_THE_MOMENT = ("time_utc", "gpu_state", "limits")

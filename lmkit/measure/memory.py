@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,25 +103,6 @@ def resident_memory() -> int:
     """Return the RSS of this process now (Linux), or its peak where the system does not tell."""
     status = Path("/proc/self/status")
     return _bytes_of(status)["VmRSS"] if status.exists() else _peak_rss()
-
-
-def process_tree_memory(root_pid: int) -> int:
-    """Return the PSS of a process and its descendants: shared pages are divided among their users (Linux).
-
-    0 if the process has ended, or the system does not tell.
-    """
-    children: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # a process that ends while we are counting
-            parent = int(status.read_text().rpartition(")")[2].split()[1])  # the name before may hold spaces
-            children.setdefault(parent, []).append(int(status.parent.name))
-    found, waiting = 0, [root_pid]
-    while waiting:
-        pid = waiting.pop()
-        waiting += children.get(pid, [])
-        with suppress(OSError):
-            found += _bytes_of(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0)
-    return found
 
 
 def _bytes_of(path: Path) -> dict[str, int]:

@@ -34,6 +34,9 @@ class Column:
         instead: key of what to show where there is no value ("status": why there is none).
         note: what it says, for the notes below a table that shows it.
         axis: its name on the axis of a picture, with the unit; by default the header.
+        scale: what a value is divided by where it is shown.
+        better: "higher" or "lower" of a figure whose best rows a report names.
+        wide: for reports only; a terminal has no room for it.
     """
 
     key: str
@@ -42,11 +45,16 @@ class Column:
     instead: str = ""
     note: str = ""
     axis: str = ""
+    scale: float = 1.0
+    better: str = ""
+    wide: bool = False
 
     def text(self, row: Row) -> str:
         value = row.get(self.key)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return str(row.get(self.instead, MISSING)) if self.instead else MISSING
+        if self.scale != 1.0:
+            value = value / self.scale
         return format(value, self.spec) if self.spec and _is_number(value) else str(value)
 
     def is_numeric(self, rows: Sequence[Row]) -> bool:

@@ -169,16 +169,11 @@ class SteadyStateClock:
     timed step inherits such work from the untimed ones, and the last leaves as much, so nothing is counted twice or
     left out. A host hardly faster than its GPU needs several steps to get ahead; until then every interruption of the
     host lengthens the step. GPUs are timed by CUDA events in the stream, CPUs by `perf_counter`.
-
-    Attributes:
-        ahead_ms: for each sample on a GPU, the ms that it worked after the host had queued the last step. Near zero,
-            the host set the time, not the GPU.
     """
 
     def __init__(self, device: torch.device, steps: int, untimed: int | None = None) -> None:
         kind = "cuda events" if device.type == "cuda" else "perf_counter"
         self.name = f"{kind}, steady state of {steps} steps"
-        self.ahead_ms: list[float] = []
         self._device = device
         self._steps = steps
         self._untimed = math.ceil(steps / 2) if untimed is None else untimed
@@ -201,9 +196,7 @@ class SteadyStateClock:
         for _ in range(self._steps):
             work()
         end.record()
-        queued = time.perf_counter()
         torch.cuda.synchronize(self._device)
-        self.ahead_ms.append((time.perf_counter() - queued) * 1e3)
         return calls * (start.elapsed_time(end) / self._steps)
 
 

@@ -35,12 +35,14 @@ from torch import Tensor
 
 from lmkit.attention import attention_function
 from lmkit.bench.attention import Options
-from lmkit.bench.attention_sweep import Sweep
-from lmkit.bench.attention_variants import Case
+from lmkit.bench.attention_sweep import Case, Sweep
+from lmkit.bench.context import Context, Journal
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import measure_limits
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import row_files, terminal_table
+from lmkit.parallel.ranks import Ranks
+from lmkit.recipe.schema import Recipe
 
 DATA = get_args(Options.model_fields["data"].annotation)
 
@@ -205,7 +207,8 @@ def test_all_targets_are_met(capsys):
     for trial in trials(base):
         host_time.sample()
         case = Case("tiers", str(trial.length), trial.length, trial.length, trial.options.head_dim)
-        sweep = Sweep(trial.options, limits, device=device, seed=0)
+        journal = Journal(Path(os.devnull))
+        sweep = Sweep(Context(Recipe(), trial.options, Ranks(device=device), print, journal), limits)
         found = sweep.measure(case, trial.kernels)
         if trial.options.backward:
             found += sweep.measure(case, (*trial.kernels, *trial.backward_only), trial.gradients)

@@ -58,24 +58,16 @@ def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_bench(_known_limits: None, tmp_path: Path) -> Callable[..., Any]:
-    """Run a bench with keys of its table: rows, files, the terminal's table, reported progress."""
+    """Run a bench with keys of its table: rows, files, the terminal's table."""
 
-    def run(
-        name: str, journal: Journal | None = None, *, recipe: dict[str, Any] | None = None, **keys: Any
-    ) -> Any:
+    def run(name: str, journal: Journal | None = None, **keys: Any) -> Any:
         # As TOML has it: tuples are arrays, paths are strings.
-        tables = json.loads(json.dumps((recipe or {}) | {"bench": {name: keys}}, default=str))
+        tables = json.loads(json.dumps({"bench": {name: keys}}, default=str))
         recipe = validate(tables, origin="test", benches=True)
-        reports: list[tuple[str, int, int]] = []
-        context = Context(
-            recipe,
-            recipe.bench_table(name),
-            Ranks(),
-            lambda *report: reports.append(report),
-            journal or Journal(tmp_path / "rows.partial"),
-        )
+        journal = journal or Journal(tmp_path / "rows.partial")
+        context = Context(recipe, recipe.bench_table(name), Ranks(), lambda *_: None, journal)
         rows = BENCHES.load(name)(context)
         summary, files = result_files(name, [believed(row) for row in rows], context.facts())
-        return SimpleNamespace(rows=rows, files=files, table=terminal_text(summary), reports=reports)
+        return SimpleNamespace(rows=rows, files=files, table=terminal_text(summary))
 
     return run

@@ -2,13 +2,11 @@
 
 import gc
 import json
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import planted_kernels
 import torch
-import torch.distributed as dist
 from planted_strategies import NAMES as PLANTED
 from planted_strategies import registered
 
@@ -16,13 +14,13 @@ from lmkit.bench import context as bench_context
 from lmkit.bench import ddp, ddp_variants, training_gate
 from lmkit.bench.all_reduce import all_reduce
 from lmkit.bench.context import Context
-from lmkit.bench.ddp_variants import TORCH_ZERO, Case, case_of, make_training
+from lmkit.bench.ddp_variants import TORCH_ZERO, case_of, make_training
 from lmkit.bench.optimizer import optimizer
-from lmkit.bench.training_gate import reference
 from lmkit.measure.limits import Limits
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
+from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import OptimizerConfig
 
 MODEL = {"vocab_size": 64, "context_length": 16, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2}
@@ -42,8 +40,6 @@ class Kept:
     def add(self, rows: list[dict[str, Any]]) -> None:
         self.contents.append(json.loads(json.dumps(rows)))
 
-    replace = add
-
     def rows(self) -> list[dict[str, Any]]:
         """Of ranks that have not started again."""
         return []
@@ -58,31 +54,16 @@ def context_of(bench: str, ranks: Ranks, reports: list[Any], **keys: Any) -> Con
     return Context(recipe, recipe.bench_table(bench), ranks, lambda *report: reports.append(report), journal)
 
 
-def with_rank_1_full(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
+def with_rank_1_full(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
     """Rank 1 alone has no room for a variant (without a collective that the other would be left in)."""
 
-    def full(name: str, case: Case, ranks: Ranks) -> Any:
+    def full(name: str, case: Recipe, ranks: Ranks) -> Any:
         if name == "none" and ranks.rank == 1:
             raise torch.OutOfMemoryError("no room")
         return make_training(name, case, ranks)
 
     with mock.patch.object(ddp_variants, "make_training", full):
         return ddp.measure(case, ("none", "naive"), context_of("ddp", ranks, [], rounds=1), part="ladder")
-
-
-def broadcast_by_zero(case: Case, ranks: Ranks) -> dict[str, float]:
-    """What PyTorch's ZeRO-1 hands to broadcasts in a step of its optimizer, and what is counted for it."""
-    built = make_training(TORCH_ZERO, case, ranks)
-    built.backward()
-    traffic = built.step.sync.traffic
-    traffic.reset()
-    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        built.optimizer.step()
-    sent = sum(call.kwargs["tensor"].nbytes for call in broadcast.call_args_list)
-    held = sum(parameter.nbytes for parameter in built.model.parameters())
-    keys = ("weight_decay", "betas", "lr")
-    updates = [[group[key] for key in keys] for group in built.optimizer.param_groups]
-    return {"sent": sent, "parameter_bytes": held, "updates": updates, **vars(traffic)}
 
 
 def with_muon(ranks: Ranks) -> dict[str, Any]:
@@ -106,7 +87,9 @@ def with_planted(ranks: Ranks) -> dict[str, Any]:
         return {
             "ddp": ddp.measure(case, names, short, part="ladder"),
             "optimizer": optimizer(of_optimizer),
-            "rounded": ddp.measure(replace(case, precision="bf16-autocast"), names, short, part="ladder"),
+            "rounded": ddp.measure(
+                case.changed(train={"precision": "bf16-autocast"}), names, short, part="ladder"
+            ),
         }
 
 
@@ -128,20 +111,25 @@ def with_late_kernel(ranks: Ranks) -> list[dict[str, Any]]:
     return rows
 
 
-def without_room(case: Case, ranks: Ranks) -> list[dict[str, Any]]:
+def without_room(case: Recipe, ranks: Ranks) -> list[dict[str, Any]]:
     """On one of the ranks, one process has no room for the training."""
 
-    def full(*arguments: Any, **options: Any) -> Any:
-        return "no room" if ranks.rank == 1 else reference(*arguments, **options)
+    real = training_gate._RowByRow
 
-    with mock.patch.object(training_gate, "reference", full):
+    def full(batches: Any) -> Any:
+        if ranks.rank == 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(batches)
+
+    with mock.patch.object(training_gate, "_RowByRow", full):
         return ddp.measure(case, ("naive",), context_of("ddp", ranks, [], rounds=1), part="ladder")
 
 
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
     gc.freeze()  # benches collect garbage between variants: not the modules each time
-    bench_context.measure_limits = lambda *_: Limits("a test", {"fp32": 1e12}, 1e10)  # this process is ours
+    limits = Limits("a test", {"fp32": 1e12, "bf16": 1e12}, 1e10)
+    bench_context.measure_limits = lambda *_: limits  # this process is ours
     with process_group("cpu", timeout_s=240) as ranks:
         reports: list[tuple[str, int, int]] = []
         ladder = context_of("ddp", ranks, reports, rows=2, precision="bf16-autocast", rounds=3)
@@ -158,7 +146,6 @@ def measure_all() -> dict[str, Any]:
             "short": ddp.measure(case, ("naive", "flat"), short, part="ladder"),
             "full": with_rank_1_full(case, ranks),
             "gradients_left": sum(parameter.grad is not None for parameter in bucketed.model.parameters()),
-            "broadcast": broadcast_by_zero(case, ranks),
             "muon": with_muon(ranks),
             "planted": with_planted(ranks),
             "late": with_late_kernel(ranks),
@@ -168,5 +155,5 @@ def measure_all() -> dict[str, Any]:
             "optimizer": optimizer(sharding),
             "reports": reports,
         }
-        journals = {"kept": ladder, "all_reduce_kept": collectives, "optimizer_kept": sharding}
+        journals = {"all_reduce_kept": collectives, "optimizer_kept": sharding}
         return measured | {name: context.journal.contents for name, context in journals.items()}  # type: ignore[attr-defined]

@@ -12,16 +12,14 @@ from raising import raises
 
 from lmkit.attention.vectorized import vectorized
 from lmkit.bench import attention_gate, attention_sweep
-from lmkit.bench.attention import Options, build_cases, findings, summarize
-from lmkit.bench.attention_sweep import Sweep
-from lmkit.bench.attention_variants import Case, default_kernels, parse_tier
+from lmkit.bench.attention import Options, build_cases
+from lmkit.bench.attention_sweep import Case, default_kernels, parse_tier
 from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.memory import PeakMemory
 from lmkit.registry import ATTENTION
 
-CPU = torch.device("cpu")
-PICTURES = ("forward", "backward", "heatmap", "heatmap_backward", "scaling")
+PICTURES = ("forward", "backward", "heatmap", "scaling")
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "iters": 6, "warmup": 1, "max_seconds": 1.0}
 
 
@@ -104,78 +102,61 @@ def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatc
     assert "vectorized+compile" in result.table  # names are not cut
 
 
-@pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_what_is_wrong_is_not_timed(measure, dtype):
-    names = tuple(function.__name__ for function in (*WRONG, wrong_shape))
-    result = measure(tiers=("48",), kernels=("vectorized", *names), dtype=dtype)
-    rows = rows_by(result, "kernel")
-    assert rows["vectorized",]["status"] == "ok"
-    for name in names:
-        assert rows[name,]["status"] == "wrong result", name
-        assert rows[name,]["detail"].startswith("out: ")
-        assert "median_ms" not in rows[name,]
-    report = result.files["attention_sweep_report.md"]
-    assert (
-        report.split("What was found")[1].splitlines()[2].startswith("- 48 16 forward zeros: wrong result: ")
-    )
-    assert result.table.startswith("48 16 forward zeros: wrong result: ")
+WRONG_NAMES = tuple(function.__name__ for function in (*WRONG, wrong_shape))
+FAULTS = {
+    **dict.fromkeys(WRONG_NAMES, ("wrong result", "out: ")),
+    "returns_none": ("wrong result", "NoneType,"),
+    "wide": ("wrong result", "torch.float64,"),
+    "writes": ("wrong result", "writes into its inputs: k, v"),
+    "out_of_memory": ("out of memory", "CUDA out of memory"),
+    "unsupported": ("unsupported", "head_dim 16 is not supported"),
+    "broken": ("failed", "RuntimeError: ptxas died"),
+    "leaves": ("failed", "SystemExit: 0"),
+    "looks_up_nothing": ("failed", "KeyError: "),
+    "refuses_a_value": ("failed", "ValueError: "),
+    "leaks": ("ok", ""),
+}
+LATER = {"remembers": "wrong result", "wrong_later": "wrong result", "tires": "failed"}
 
 
 @pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize("name", ["remembers", "wrong_later"])
-def test_a_kernel_that_is_right_before_it_is_timed_only_is_wrong(measure, name):
+@pytest.mark.parametrize(
+    ("length", "dtype", "faults"),
+    [
+        ("48", "fp32", FAULTS),
+        *(("8", "fp32", {name: (status, "")}) for name, status in LATER.items()),
+        pytest.param("48", "bf16", {name: FAULTS[name] for name in WRONG_NAMES}, marks=pytest.mark.full),
+    ],
+)
+def test_what_is_wrong_or_fails_is_a_row_and_the_others_are_timed(measure, length, dtype, faults):
     """However short the case, and though the timed inputs lie where the checked ones lay."""
-    result = measure(tiers=("8",), kernels=("vectorized", name), baseline=name)
-    rows = rows_by(result, "kernel")
-    row = rows[name,]
-    assert (row["status"], "after timing" in row["detail"]) == ("wrong result", True)
-    assert not {"median_ms", "tflops", "share_of_matmul", "samples_ms"} & row.keys()
-    assert "speedup" not in rows["vectorized",]  # over what is wrong
-    assert result.table.startswith(f"8 16 forward {name}: wrong result: ")
-    assert "vectorized is fastest" in result.files["attention_sweep_report.md"]
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-def test_a_kernel_that_fails_while_it_is_timed_is_a_row_and_the_others_are_timed(measure):
-    rows = rows_by(measure(tiers=("16",), kernels=("tires", "vectorized")), "kernel")
-    assert (rows["tires",]["status"], "RuntimeError: tired" in rows["tires",]["detail"]) == ("failed", True)
-    assert rows["vectorized",]["median_ms"] > 0
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-def test_a_kernel_that_writes_into_its_inputs_is_wrong_and_the_others_are_not(measure):
-    rows = rows_by(measure(tiers=("16",), kernels=("writes", "vectorized", "sdpa")), "kernel")
-    assert (rows["writes",]["status"], rows["writes",]["detail"]) == (
-        "wrong result",
-        "writes into its inputs: k, v",
-    )
-    assert [rows[name,]["status"] for name in ("vectorized", "sdpa")] == ["ok", "ok"]
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize("backward", [False, True])
-def test_what_a_kernel_leaves_in_torch_does_not_reach_the_others(measure, backward):
-    state = torch.is_grad_enabled(), torch.get_default_dtype()
-    try:
-        rows = measure(tiers=("16",), kernels=("leaks", "sdpa", "reference"), backward=backward).rows
-        assert {row["status"] for row in rows if row["kernel"] != "leaks"} == {"ok"}
-        assert (torch.is_grad_enabled(), torch.get_default_dtype()) == state == (True, torch.float32)
-    finally:
-        torch.set_grad_enabled(state[0])
-        torch.set_default_dtype(state[1])
+    baseline = next(iter(faults))
+    kernels = (*faults, "vectorized", "sdpa")
+    result = measure(tiers=(length,), kernels=kernels, dtype=dtype, baseline=baseline)
+    rows = {row["kernel"]: row for row in result.rows}
+    for name, (status, detail) in faults.items():
+        row = rows[name]
+        assert (row["status"], detail in row["detail"]) == (status, True), row
+        assert ("after timing" in row["detail"]) == (name in LATER and status == "wrong result")
+        assert not row.keys() & {"median_ms", "tflops", "share_of_matmul", "samples_ms"} or status == "ok"
+    for name in ("vectorized", "sdpa"):
+        assert rows[name]["median_ms"] > 0
+        assert "speedup" not in rows[name]  # over what is wrong
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32)
+    if faults[baseline][0] == "wrong result":
+        first = f"{length} 16 forward {baseline}: wrong result: "
+        assert result.table.startswith(first)
+        report = result.files["attention_sweep_report.md"]
+        assert report.split("What was found")[1].splitlines()[2].startswith(f"- {first}")
 
 
 @pytest.mark.usefixtures("_planted_kernels")
 def test_attention_that_does_not_see_all_keys_is_timed_and_said_to_be_unchecked(measure):
-    result = measure(tiers=("24",), kernels=("window", "vectorized"))
-    row = rows_by(result, "kernel")["window",]
-    assert row["status"] == "ok"
-    assert row["median_ms"] > 0
-    assert "error_out" not in row
-    assert (
-        f"not checked: 24 16 forward window: {row['unchecked']}" in result.files["attention_sweep_report.md"]
-    )
+    result = measure(tiers=("24",), kernels=("window",))
+    (row,) = result.rows
+    assert (row["status"], row["median_ms"] > 0, "error_out" in row) == ("ok", True, False)
+    said = f"not checked: 24 16 forward window: {row['unchecked']}"
+    assert said in result.files["attention_sweep_report.md"]
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -186,27 +167,6 @@ def test_a_dropped_gradient_is_found_in_the_backward_pass_only(measure):
     assert rows["gradient_dropped", "backward"]["status"] == "wrong result"
     assert "dk" in rows["gradient_dropped", "backward"]["detail"]
     assert rows["vectorized", "backward"]["status"] == "ok"
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-def test_what_does_not_fit_or_fails_is_a_row_and_the_others_complete(measure):
-    faulty = ("broken", "returns_none", "looks_up_nothing", "wide", "leaves", "refuses_a_value")
-    kernels = ("out_of_memory", "unsupported", *faulty, "vectorized", "sdpa")
-    result = measure(tiers=("32", "16"), kernels=kernels)
-    rows = rows_by(result, "kernel", "tier")
-    for tier in ("32", "16"):
-        assert rows["out_of_memory", tier]["status"] == "out of memory"
-        assert rows["unsupported", tier]["status"] == "unsupported"
-        found = {name: (rows[name, tier]["status"], rows[name, tier]["detail"].split()) for name in faulty}
-        assert found["broken"] == ("failed", ["RuntimeError:", "ptxas", "died"])
-        assert found["leaves"] == ("failed", ["SystemExit:", "0"])
-        assert found["refuses_a_value"][0] == found["looks_up_nothing"][0] == "failed"
-        assert found["looks_up_nothing"][1][0] == "KeyError:"
-        assert (found["returns_none"][0], "NoneType," in found["returns_none"][1]) == ("wrong result", True)
-        assert (found["wide"][0], "torch.float64," in found["wide"][1]) == ("wrong result", True)
-        assert rows["vectorized", tier]["median_ms"] > 0
-        assert rows["sdpa", tier]["speedup"] > 0
-    assert "out_of_memory runs out of memory at 16 tokens" in result.files["attention_sweep_report.md"]
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -233,7 +193,7 @@ def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_t
     real_time = attention_sweep.time_variants
 
     def crowded(calls, *, prepare, **options):
-        if prepare and "reference" in calls:  # backward alone
+        if "backward reference" in calls:
             raise FULL
         return real_time(calls, prepare=prepare, **options)
 
@@ -243,9 +203,8 @@ def test_a_kernel_that_fits_alone_but_not_in_turns_is_a_row_and_the_others_are_t
     rows = rows_by(
         measure(tiers=("32",), kernels=("sdpa", "reference"), backward=True), "kernel", "direction"
     )
-    assert rows["reference", "fwd+bwd"]["status"] == "ok"
     assert rows["reference", "backward"]["status"] == "out of memory"
-    assert rows["reference", "backward"]["detail"] == "in turns with 1 others: CUDA out of memory"
+    assert rows["reference", "backward"]["detail"] == "in turns with 2 others: CUDA out of memory"
     assert rows["sdpa", "backward"]["median_ms"] > 0
 
 
@@ -258,12 +217,8 @@ def test_host_memory_is_asked_for_before_the_kernel_kills_the_process(measure, m
 
 def test_a_kernel_whose_next_length_would_take_too_long_is_skipped(measure):
     result = measure(tiers=("32", "64"), kernels=("sdpa",), backward=True, longest_call_seconds=1e-9)
-    rows = rows_by(result, "tier", "kernel", "direction")
-    assert rows["32", "sdpa", "forward"]["status"] == "ok"
-    for direction in ("forward", "fwd+bwd", "backward"):
-        skipped = rows["64", "sdpa", direction]
-        assert skipped["status"] == "skipped"
-        assert "longest_call_seconds is 1e-09" in skipped["detail"]
+    assert [row["status"] for row in result.rows] == ["ok"] * 3 + ["skipped"] * 3
+    assert "longest_call_seconds is 1e-09" in result.rows[-1]["detail"]
 
 
 @pytest.mark.usefixtures("_planted_kernels")
@@ -278,20 +233,6 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measu
     assert "at 1024:1024, out: " in rows["1101", "mask_too_wide"]["detail"]
 
 
-@pytest.mark.usefixtures("_planted_kernels")
-def test_the_longest_length_that_fits_is_found_between_two_tiers(monkeypatch):
-    def picky(q, k, v, *, causal):
-        if q.shape[2] > 5000:
-            raise FULL
-        return q
-
-    monkeypatch.setattr(attention_sweep, "build_variant", lambda name, dtype: picky)
-    sweep = Sweep(Options(**{**SMALL, "head_dim": 2}), None, device=CPU, seed=0)
-    found = sweep._longest_between("vectorized", 4096, 8192)
-    assert (found["num_keys"], found["status"]) == (4096, "longest that fits")
-    assert found["detail"] == "5120 tokens do not"
-
-
 def test_flops_by_hand():
     options = Options(batch=2, heads=4, kv_heads=4)
     case = Case("tiers", "", 4, 4, 8)
@@ -303,17 +244,12 @@ def test_flops_by_hand():
 
 
 def test_tiers():
-    assert parse_tier("XXL") == (2048, 2048)
-    assert parse_tier("131072") == (131072, 131072)
-    assert parse_tier("128:64") == (128, 64)
-    options = Options(tiers=("Small", "8:4"), grid_head_dims=(16, 32), grid_lengths=(256, 512))
-    assert [(case.part, case.tier, case.head_dim) for case in build_cases(options)] == [
-        ("tiers", "Small", 64),
-        ("tiers", "8:4", 64),
-        ("grid", "256", 16),
-        ("grid", "512", 16),
-        ("grid", "256", 32),
-        ("grid", "512", 32),
+    assert [parse_tier(text) for text in ("XXL", "131072")] == [(2048, 2048), (131072, 131072)]
+    options = Options(tiers=("Small", "8:4"), grid_head_dims=(16, 32), grid_lengths=(256,))
+    assert build_cases(options) == [
+        Case("tiers", "Small", 128, 128, 64),
+        Case("tiers", "8:4", 8, 4, 64),
+        *(Case("grid", "256", 256, 256, head_dim) for head_dim in (16, 32)),
     ]
 
 
@@ -322,14 +258,8 @@ def test_tiers():
     [
         ("kernels", ("flash",), "bench.unknown_kernel"),
         ("kernels", ("vectorized:tf32",), "bench.unknown_kernel"),
-        *(
-            (key, value, "recipe.wrong_value")
-            for key, value in (("dtype", "int8"), ("heads", 5), ("data", "flat"))
-        ),
-        *(
-            ("tiers", ("16", tier), "recipe.wrong_value")
-            for tier in ("Smal", "0", "-1", "12:", ":12", "1.5", "")
-        ),
+        *((key, value, "recipe.wrong_value") for key, value in (("dtype", "int8"), ("heads", 5))),
+        *(("tiers", (tier,), "recipe.wrong_value") for tier in ("Smal", "0", "-1", "12:", ":12", "1.5")),
     ],
 )
 def test_bad_options(key, value, code, measure):
@@ -349,36 +279,3 @@ def test_a_kernel_of_the_registry_is_measured_by_default():
         ATTENTION.unregister("from_outside")
     assert default_kernels(on_gpu=False)[:3] == ("reference", "vectorized", "vectorized+compile")
     assert "sdpa:cudnn" in default_kernels(on_gpu=True)
-
-
-def row_of(kernel, length, tflops, ratio, **facts):
-    return {
-        "part": "tiers", "tier": str(length), "num_queries": length, "num_keys": length, "direction": "forward",
-        "kernel": kernel, "tflops": tflops, "median_ms": 1 / tflops, "versus_sdpa": ratio,
-        "share_of_matmul": 0.5, "status": "ok", "causal": True, "batch": 1, "heads": 1, "kv_heads": 1,
-        "dtype": "bf16", "layout": "contiguous", "data": "normal", **facts,
-    }  # fmt: skip
-
-
-def test_the_finding_is_about_the_fastest_kernel_of_ours():
-    of_one = [
-        row_of("flash_triton", 128, 20.0, 2.0),
-        row_of("flash_cuda:naive", 128, 1.0, 0.1),
-        row_of("sdpa", 128, 10.0, None),
-    ]
-    said = findings(of_one)[0]
-    assert "flash_triton is 2.00 times as fast as the best PyTorch backend in one case" in said
-    said = findings([*of_one, row_of("flash_triton", 256, 30.0, 1.5)])[0]
-    assert "flash_triton is 1.50 to 2.00 times as fast as the best PyTorch backend in 2 cases" in said
-
-
-def test_rows_of_both_masks_say_which_they_have():
-    causal, full = row_of("vectorized", 128, 1.0, None), row_of("vectorized", 128, 1.0, None, causal=False)
-    of_one, of_both = summarize([causal]), summarize([causal, full])
-    assert of_one.about.endswith(", causal")
-    assert "causal" not in of_both.about
-    assert [row.get("mask") for row in (*of_one.rows, *of_both.rows)] == [None, "causal", "full"]
-    assert ["mask" in [column.header for column in found.columns] for found in (of_one, of_both)] == [
-        False,
-        True,
-    ]

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.bench.compare import COLUMNS, compare_files, compare_rows
+from lmkit.bench.compare import compare_files, compare_rows
 from lmkit.errors import UsageError
-from lmkit.measure.tables import terminal_table
 
 
 def row(kernel, milliseconds, *, length=128, status="ok", seed=0):
@@ -23,9 +22,7 @@ def row(kernel, milliseconds, *, length=128, status="ok", seed=0):
 def test_every_verdict():
     before = [row(kernel, 10) for kernel in "abcd"] + [row("e", None), row("f", None), row("g", 10)]
     after = [
-        row(
-            "a", 10.2, seed=1
-        ),  # within what two runs differ by, but the interval is wider than the threshold
+        row("a", 10.2, seed=1),  # within what two runs differ by, but the interval exceeds the threshold
         row("b", 8, seed=1),
         row("c", 12, seed=1),
         row("d", None, status="out of memory"),
@@ -34,19 +31,22 @@ def test_every_verdict():
         row("h", 5),
     ]
     compared = compare_rows(before, after)
-    assert {entry["what"]: entry["verdict"] for entry in compared.rows} == {
-        "a": "unclear",
-        "b": "faster",
-        "c": "slower",
-        "d": "stopped working",
-        "e": "works now",
-        "f": "not measured",
-        "g": "missing",
-        "h": "new",
-    }
+    verdicts = (
+        "unclear",
+        "faster",
+        "slower",
+        "stopped working",
+        "works now",
+        "not measured",
+        "missing",
+        "new",
+    )
+    assert {entry["what"]: entry["verdict"] for entry in compared.rows} == dict(
+        zip("abcdefgh", verdicts, strict=True)
+    )
     assert (compared.worse, compared.compared, compared.unclear, compared.is_fine) == (3, 3, 1, False)
     assert "unclear: between -" in str(compared)
-    assert max(map(len, terminal_table(compared.rows, COLUMNS, width=100).splitlines())) <= 100
+    assert compare_rows(before[::-1], after[1:] + after[:1]).worse == 3  # in any order
 
 
 def one_run(rng, *, busy=False, offset=0.0):
@@ -114,16 +114,6 @@ def test_fault_98_code_of_others_tells_the_machine_from_ours():
         compared = compare_rows(before + others, after + later)
         assert {entry["verdict"] for entry in compared.rows[:8]} == {verdict}
         assert {entry["verdict"] for entry in compared.rows[8:]} == {"unclear"}
-
-
-def test_rows_are_matched_by_what_was_measured_in_any_order():
-    before = [row("a", 10, length=128), row("a", 20, length=256)]
-    after = [row("a", 20, length=256, seed=3), row("a", 10, length=128, seed=3)]
-    compared = compare_rows(before, after)
-    found = [(entry["what"], entry["verdict"]) for entry in compared.rows]
-    assert found == [("128", "unclear"), ("256", "unclear")]
-    assert compared.is_fine
-    assert compare_rows(before[:1], before[:1]).rows[0]["what"] == "all"
 
 
 def test_samples_in_seconds_are_compared_in_milliseconds():

@@ -1,18 +1,16 @@
 """Errors of variants become rows; those that end every variant do not."""
 
 import signal
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lmkit.bench.context import RankGaveUp, failure_is_a_row, time_what_fits
+from lmkit.bench.context import RankGaveUp, failure_is_a_row
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import RankLost
 
-GUARD = partial(failure_is_a_row, device="cpu")
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
@@ -57,33 +55,3 @@ def test_an_error_is_a_row(error, status, detail):
 def test_what_ends_every_variant_is_raised(error):
     with pytest.raises(type(error)), failure_is_a_row({}, "cpu"):
         raise error
-
-
-def test_variants_that_do_not_fit_together_give_way_from_the_largest():
-    rows = {name: {"status": "ok", "peak_gb": peak} for name, peak in {"a": 1.0, "b": 3.0, "c": 2.0}.items()}
-    timed = []
-
-    def time_together(left: Any, turn: Any) -> dict[str, str]:
-        timed.append(list(left))
-        if len(left) > 1:
-            raise FULL
-        return dict.fromkeys(left, "timed")
-
-    assert time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together) == {"a": "timed"}
-    assert timed == [["a", "b", "c"], ["a", "c"], ["a"]]
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "out of memory", "out of memory"]
-
-
-def test_a_variant_that_fails_in_its_turn_is_left_out():
-    rows = {name: {"status": "ok"} for name in "abc"}
-
-    def time_together(left: Any, turn: Any) -> dict[str, str]:
-        for name in left:
-            turn(name)
-            if name == "b":
-                raise KeyError("k")
-        return dict.fromkeys(left, "timed")
-
-    found = time_what_fits(dict.fromkeys(rows), rows, GUARD, time_together)
-    assert found == {"a": "timed", "c": "timed"}
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "failed", "ok"]

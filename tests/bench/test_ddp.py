@@ -1,6 +1,5 @@
 """The data-parallel benches on two gloo ranks: the numbers that must be exact are; times are only there."""
 
-import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,15 @@ from lmkit.bench import all_reduce, ddp, optimizer, training_gate, trainings
 from lmkit.bench.ddp import numbers
 from lmkit.bench.ddp_variants import (
     SOLO,
-    Case,
-    Gates,
     baseline_of,
     case_of,
     expected_link_bytes,
     is_sharded,
     parallel_of,
+    variant_of,
 )
 from lmkit.bench.harness import result_files
-from lmkit.bench.summary import terminal_text
+from lmkit.bench.summary import summary_of, terminal_text
 from lmkit.errors import UsageError
 from lmkit.parallel import collectives
 from lmkit.parallel.collectives import Averager
@@ -32,11 +30,11 @@ from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
 
 TINY = ModelConfig(vocab_size=64, context_length=50, d_model=16, d_ff=16, num_layers=1, num_heads=1)
 PARALLEL = ParallelConfig()
-CASE = Case(Recipe(parallel=PARALLEL), TINY, 2, "fp32")
+CASE = Recipe(parallel=PARALLEL, model=TINY, train=TrainConfig(batch_size=2))
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +117,8 @@ def test_baselines_are_those_of_the_same_weights(ladder):
 def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
     monkeypatch.setattr(training_gate, "judge", lambda training, theirs, budget: ({"budget": budget}, []))
     monkeypatch.setattr(training_gate, "after_timing", lambda training, budget: {"budget": budget})
-    training: Any = None
-    gates = Gates((), CASE, Ranks())
-    assert gates.judge(name, training) == gates.after_timing(name, training) == {"budget": budget}
-
-
-def test_what_zero_broadcasts_is_counted_as_it_was_sent(measured):
-    seen = measured["broadcast"]
-    assert seen["payload_bytes"] == seen["sent"] == seen["parameter_bytes"]
-    assert seen["calls"] == 2, "one from each rank"
-    assert seen["link_bytes"] == 0.5 * seen["sent"]
-    assert seen["updates"] == [[decay, (0.9, 0.95), 1e-3] for decay in (0.1, 0.0)]  # those of the recipe
+    variant = variant_of(name, {}, CASE, Ranks(), "", lambda *_: {})
+    assert variant.judge(None) == variant.check(None) == {"budget": budget}
 
 
 @pytest.mark.parametrize("bench", ["ddp", "optimizer"])
@@ -177,8 +166,8 @@ def test_wrong_strategies_lead_the_report_and_are_never_fastest(measured):
     report = files["ddp_report.md"]
     found = report[report.index("What was found") :].splitlines()[2:]
     assert all("wrong result" in line for line in found[: len(planted_strategies.WRONG)])
-    assert "Fastest without a bf16 option: right" in report
-    assert not any("astest" in line and name in line for line in found for name in planted_strategies.WRONG)
+    (best,) = [line for line in found if line.startswith("- Lowest ms/step: ")]
+    assert best.endswith(", right.")
 
 
 def test_what_one_process_has_no_room_for_is_timed_and_said_to_be_unchecked(measured):
@@ -194,39 +183,14 @@ def test_ranks_agree_on_what_fits_and_when_time_is_up(measured):
     assert len(measured["full"][1]["samples_ms"]) == 1
     assert [len(row["samples_ms"]) for row in measured["short"]] == [1, 1]
     assert measured["gradients_left"] == 0  # of measuring communication alone
-
-
-def test_a_sample_is_the_slowest_ranks(measured, ladder):
-    """Round by round. Ranks that are measured by themselves have times of their own, too."""
-    assert measured["slowest"] == [2.0, 3.0]
-    for name, row in ladder.items():
-        assert ("rank_ms" in row) == (name in SOLO), name
-        if name in SOLO:
-            assert len(row["rank_ms"]) == 2
-            assert max(row["rank_ms"]) <= row["step_ms"]
+    assert measured["slowest"] == [2.0, 3.0]  # what a sample of several ranks is
 
 
 def test_rows_are_in_the_journal_as_they_come(measured):
-    """What a ladder that is killed in its third round leaves is what two rounds would have written."""
-    assert [len(rows[0]["samples_ms"]) for rows in measured["kept"]] == [1, 2, 3]
-    second = {row["variant"]: row for row in measured["kept"][1]}
-    for row in measured["ladder"]:
-        assert second[row["variant"]]["samples_ms"] == row["samples_ms"][:2]
-    # At once come the collectives of a size and dtype, or a variant.
+    """The collectives of a size and dtype, or a variant."""
     for bench, at_once in (("all_reduce", 3), ("optimizer", 1)):
         added = measured[f"{bench}_kept"]
         assert [len(rows) for rows in added] == [at_once] * (len(measured[bench]) // at_once)
-
-
-def test_progress_counts_variants_samples_and_rounds(measured, ladder):
-    def reported(stage):
-        return [(done, total) for name, done, total in measured["reports"] if name == stage]
-
-    variants, samples = len(ladder), 3 * len(ladder)
-    assert reported("ladder, building") == [(number, variants) for number in range(variants)]
-    assert reported("ladder, timing") == [(number, samples) for number in range(samples)]
-    names = len(measured["optimizer"])
-    assert reported("optimizer") == [(number, names) for number in range(names + 1)]
 
 
 def test_collectives_have_bandwidths(measured):
@@ -236,7 +200,7 @@ def test_collectives_have_bandwidths(measured):
         passes = 2 if row["operation"] == "all_reduce" else 1
         seconds = row["median_us"] / 1e6
         assert row["bus_gb_per_s"] == pytest.approx(passes * 0.5 * row["bytes"] / seconds / 1e9)
-    names = ("results.csv", "results.jsonl", "bandwidth.png", "time.png", "report.md")
+    names = ("results.csv", "results.jsonl", "bandwidth.png", "report.md")
     assert set(result_files("all_reduce", rows, {})[1]) == {f"all_reduce_{name}" for name in names}
 
 
@@ -260,10 +224,10 @@ def test_sharded_state_is_one_share(measured):
     assert 0.5 <= shares["zero1"] < 0.51
     assert 0.5 <= shares["zero1 bf16"] < 0.51
     assert 0.3 < shares["torch_ddp + ZeRO"] < 0.7  # dealt out parameter by parameter
-    names = ("results.csv", "results.jsonl", "state.png", "report.md")
+    names = ("results.csv", "results.jsonl", "state_bytes.png", "report.md")
     summary, files = result_files("optimizer", measured["optimizer"], {})
     assert set(files) == {f"optimizer_{name}" for name in names}
-    assert "of the whole" in summary.findings[0]
+    assert summary.findings[0].startswith("Lowest state MB: ")
     assert "init MB" not in terminal_text(summary)  # only GPUs have it
     assert all(row["mfu"] > 0 for row in measured["optimizer"])
 
@@ -353,11 +317,8 @@ def test_scaling_and_what_is_exposed_by_hand():
         "bucketed": [10.0, 20.0, 20.0],
         "zero1 bf16": [5.0, 10.0, 10.0],
     }
-    of_ranks = {
-        name: [[trainings.Sample(time / 2, math.nan), trainings.Sample(time, math.nan)] for time in times]
-        for name, times in samples.items()
-    }
-    fields = partial(numbers, case=CASE, ranks=Ranks(world_size=4), samples=of_ranks)
+    context: Any = SimpleNamespace(ranks=Ranks(world_size=4), device="cpu")
+    fields = partial(numbers, case=CASE, context=context, limits=None, samples=samples)
     bucketed = fields("bucketed")
     assert (bucketed["scaling"], bucketed["scaling_low"], bucketed["scaling_high"]) == (0.8, 0.4, 0.8)
     assert (bucketed["step_ms"], bucketed["exposed_ms"], bucketed["exposed_share"]) == (20.0, 2.0, 0.1)
@@ -367,7 +328,7 @@ def test_scaling_and_what_is_exposed_by_hand():
     assert "exposed_ms" not in halved, "there is no step of bf16 weights without communication"
     alone = fields("one rank")
     assert alone["tokens_per_s"] == 2 * 50 / 8e-3
-    assert not {"scaling", "ahead_ms"} & alone.keys()
+    assert "scaling" not in alone
     assert fields("flat") == {}
 
 
@@ -381,68 +342,44 @@ def test_memory_is_compared_with_one_rank_of_the_same_weights():
 # Time on GPUs, with clocks of our own
 
 
-def taken(monkeypatch, orders, of_sample=None, device="cuda", world_size=1, rounds=3):
-    """Samples of these turns, and what happened; `of_sample`: how far the host was ahead in each."""
-    events: list[str] = []
-    clock: Any = SimpleNamespace(ahead_ms=[99.0])  # of a round that failed
-    context: Any = SimpleNamespace(
-        ranks=Ranks(device=torch.device(device), world_size=world_size), recipe=Recipe(), device=device
-    )
-
-    def run_in_turn(variants, *, prepare, after_round, **options):
-        for order in orders:
-            for name in order:
-                prepare[name]()
-                if of_sample:
-                    clock.ahead_ms.append(next(of_sample[name]))
-            if world_size == 1:
-                after_round(dict.fromkeys(variants, 10.0))
-        return {}
-
-    def agree(ranks, *, stop=False):
-        events.append("together")
-        return stop
-
-    monkeypatch.setattr(collectives, "agree", agree)
-    monkeypatch.setattr(trainings, "time_variants", run_in_turn)
-    monkeypatch.setattr(trainings, "settle", lambda run, ranks, steps: events.append(f"settle {run}"))
-    names: Any = {name: name for name in orders[0]}
-    samples = trainings.samples_in_turns(names, context, events.append, clock, rounds=rounds, settled=1)
-    return samples, events
-
-
-def test_how_far_hosts_are_ahead_is_of_the_variant_whose_turn_it_was(monkeypatch):
-    """Turns change from round to round; a row has the median over rounds of the rank with the least."""
-    orders = [("none", "one rank"), ("one rank", "none"), ("none", "one rank")]
-    of_sample = {"none": iter([5.0, 7.0, 6.0]), "one rank": iter([1.0, 3.0, 2.0])}
-    samples, _ = taken(monkeypatch, orders, of_sample)
-    assert [[sample.ahead_ms for sample in of_rank] for of_rank in samples["none"]] == [[5.0], [7.0], [6.0]]
-
-    late = [[trainings.Sample(10.0, ahead), trainings.Sample(9.0, 2.5)] for ahead in (1.0, 3.0, 2.0)]
-    row = numbers("none", CASE, Ranks(device=torch.device("cuda"), world_size=2), {"none": late})
-    assert row["ahead_ms"] == 2.0
-
-
 @pytest.mark.parametrize(("device", "settled"), [("cuda", ["settle flat"]), ("cpu", [])])
 def test_gpus_that_rested_work_before_the_first_sample(monkeypatch, device, settled):
     """They rest while the last variant is built. Whatever comes before a sample, ranks begin it together."""
+    events: list[str] = []
     names = ("flat", *SOLO, "none", "bucketed")
-    _, events = taken(monkeypatch, [names], device=device, world_size=2)
+    ranks = Ranks(device=torch.device(device), world_size=2)
+    context: Any = SimpleNamespace(ranks=ranks, recipe=Recipe(), device=device)
+    monkeypatch.setattr(collectives, "agree", lambda ranks, *, stop=False: events.append("together") or stop)
+    monkeypatch.setattr(
+        trainings, "time_variants", lambda variants, *, prepare, **_: [prepare[name]() for name in names]
+    )
+    monkeypatch.setattr(trainings, "settle", lambda run, ranks, steps: events.append(f"settle {run}"))
+    steps: Any = {name: name for name in names}
+    trainings.samples_in_turns(steps, context, events.append, SimpleNamespace(), rounds=3, settled=1)
     assert events == ["flat", *settled, "together", *(x for name in names[1:] for x in (name, "together"))]
 
 
-def test_settling_takes_as_many_steps_on_every_rank(monkeypatch):
-    now = 100.0
-    events: list[str] = []
+def test_the_best_of_lmkit_is_compared_with_pytorchs():
+    def timed(name: str, ms: float, **more: object) -> dict[str, Any]:
+        row = {"case": "small", "variant": name, "world_size": 2, "step_ms": ms, "samples_ms": [ms] * 6}
+        return row | more
 
-    def step() -> None:
-        nonlocal now
-        now += 0.1
-        events.append("step")
-
-    monkeypatch.setattr(collectives, "agree", lambda ranks, *, stop=False: stop)
-    monkeypatch.setattr(trainings.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    trainings.settle(step, Ranks(), 2)
-    # 1.5 s in samples of two steps of 0.1 s, each waited for: a host that runs ahead would launch thousands.
-    assert events == ["step", "step", "wait"] * 8
+    rows = [
+        timed("one rank", 9.0),
+        timed("naive", 14.0),
+        timed("bucketed", 11.0),
+        timed("torch_ddp", 22.0),
+        timed("zero1", 10.0),
+        timed("zero1 bf16", 8.0),
+        timed("torch_ddp + ZeRO", 12.0),
+        timed("none", 9.0, part="bucket sweep"),
+        timed("bucketed 10 MB", 9.5, part="bucket sweep"),
+    ]
+    summary = summary_of(ddp, rows)
+    assert "none" not in [row["variant"] for row in summary.rows]
+    best, plain, sharded = summary.findings
+    assert best == "Lowest ms/step: 9.50, bucketed 10 MB."  # without a bf16 option
+    assert plain.startswith("bucketed against torch_ddp: 2.000x")
+    assert sharded.startswith("zero1 bf16 against torch_ddp + ZeRO: 1.500x")
+    assert summary.measured
+    assert set(result_files("ddp", rows, {})[1]) >= {"ddp_step_ms.png"}

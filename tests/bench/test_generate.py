@@ -8,7 +8,6 @@ from lmkit.bench import context as bench_context
 from lmkit.bench import generate as bench
 from lmkit.bench.generate import OwnWriter
 from lmkit.bench.step import config_of
-from lmkit.bench.summary import report_text, terminal_text
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.model.accounting import least_bytes
@@ -79,20 +78,6 @@ def test_least_bytes_of_fp8_weights_are_a_byte_each_and_a_scale_for_each_row(swi
     assert least_bytes(config, 3, 7, 2, fp8=True) == bytes_of_matrices + 2 * (gains + cache)
 
 
-def test_a_queue_is_measured_against_the_step(run_bench):
-    keys = {**QUICK, "contexts": (8,), "batch_sizes": (3,), "queue": 5}
-    own, plain = run_bench("generate", **keys, variants=("lmkit", "lmkit_torch")).rows
-    for row in (own, plain):
-        assert row["queue_share"] == pytest.approx(row["queue_tokens_per_s"] / row["tokens_per_s"])
-        assert 0 < row["prefill_low_ms"] <= row["prefill_ms"] <= row["prefill_high_ms"]
-    recipe = validate(
-        {"bench": {"generate": {"contexts": [21], "capacity": 40, "queue": 1, "steps_per_sample": 2}}},
-        origin="test",
-    )
-    with raises(UsageError, "bench.capacity"):
-        bench.check(recipe)
-
-
 def test_no_step_writes_beyond_the_cache(run_bench, monkeypatch):
     """Also where few steps are timed: on a GPU, a step beyond the cache is an illegal memory access."""
     keys = {**QUICK, "contexts": (20,), "batch_sizes": (3,), "steps_per_sample": 1, "variants": ("lmkit",)}
@@ -147,51 +132,3 @@ def test_the_rival_steps_through_its_cache():
         logits = rival.model(torch.tensor([text])).logits[0, -1]
     assert transformers is not None
     assert int(rival.tokens) == logits.argmax()
-
-
-def test_fp8_weights_with_many_texts_are_refused():
-    keys = {"contexts": [8], "capacity": 100, "variants": ["lmkit_fp8"], "batch_sizes": [1, 17]}
-    with raises(UsageError, "bench.batch_size", "lmkit_fp8"):
-        bench.check(validate({"bench": {"generate": keys}}, origin="test"))
-
-
-@pytest.mark.usefixtures("drawing")
-def test_pictures_keep_models_apart_that_differ_in_key_heads(monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(
-        bench, "grouped_bars", lambda rows, column, **options: drawn.setdefault(column.key, rows)
-    )
-    row = {"size": "1.3B", "batch_size": 64, "context": 2000, "share": 0.5, "tokens_per_s": 1.0}
-    bench.pictures([row | {"kv_heads": 16}, row | {"kv_heads": 4}, row | {"size": "162M", "kv_heads": 12}])
-    cases = [shown["case"] for shown in drawn["share"]]
-    assert cases == ["1.3B, 64 x 2000", "1.3B, 4 key heads, 64 x 2000", "162M, 64 x 2000"]
-
-
-def test_only_columns_that_are_shown_are_explained():
-    """A CPU has no host ms, one variant nothing to be compared with, and a terminal no room for the spread."""
-    row = {
-        "size": "tiny",
-        "batch_size": 1,
-        "context": 8,
-        "variant": "lmkit",
-        "versus": "lmkit",
-        "precision": "fp32",
-    }
-    row |= {"kv_heads": 2, "median_ms": 1.0, "share": 0.5, "spread": 0.1}
-    said = terminal_text(bench.summarize([row]))
-    assert "bandwidth: the least bytes" in said
-    assert not [name for name in ("host ms", "queue", "lmkit x", "spread") if name in said]
-    both = [
-        row,
-        row
-        | {
-            "variant": "rival",
-            "first_is": 2.0,
-            "first_is_low": 1.9,
-            "first_is_high": 2.1,
-            "verdict": "faster",
-        },
-    ]
-    said = report_text(bench.summarize(both), {}, ())
-    assert "lmkit x: how many times as fast lmkit is" in said
-    assert "spread: (p90 - p10) / median" in said

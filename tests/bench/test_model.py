@@ -8,7 +8,6 @@ from raising import raises
 
 from lmkit.bench import harness
 from lmkit.bench.context import Journal
-from lmkit.bench.model import findings
 from lmkit.errors import UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
@@ -24,17 +23,6 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 @pytest.mark.usefixtures("_planted_kernels")
-def test_a_wrong_kernel_is_wrong_in_every_mode_and_in_the_study(run_bench):
-    options = {**SMALL, "modes": ("forward", "step"), "warmup_study": (0,), "attention": "mask_too_wide"}
-    result = run_bench("model", **options)
-    assert [row["part"] for row in result.rows] == ["warm-up", "model", "model"]
-    for row in result.rows:
-        assert row["status"] == "wrong result"
-        assert not {"median_ms", "mean_ms", "tflops"} & row.keys()
-    assert "wrong result: step 1: " in result.table.splitlines()[0]
-
-
-@pytest.mark.usefixtures("_planted_kernels")
 @pytest.mark.parametrize("modes", [("forward",), ("fwd+bwd",)])
 def test_a_kernel_that_is_wrong_without_gradients_only_is_wrong_where_that_is_timed(run_bench, modes):
     precisions = ("fp32", "bf16")
@@ -42,19 +30,6 @@ def test_a_kernel_that_is_wrong_without_gradients_only_is_wrong_where_that_is_ti
     for row in run_bench("model", **options).rows:
         assert row["status"] == ("wrong result" if modes == ("forward",) else "ok"), row
         assert ("median_ms" in row) == (row["status"] == "ok")
-
-
-@pytest.mark.usefixtures("_planted_kernels")
-@pytest.mark.parametrize(
-    ("kernel", "modes"), [("halves_later", ("forward",)), ("backward_halves_later", ("fwd+bwd", "step"))]
-)
-def test_a_kernel_that_is_wrong_while_it_is_timed_is_wrong(run_bench, kernel, modes):
-    precisions = ("fp32", "bf16")
-    options = {**SMALL, "modes": modes, "precisions": precisions, "attention": kernel, "warmup": 20}
-    for row in run_bench("model", **options).rows:
-        assert row["status"] == "wrong result", row
-        assert row["detail"].startswith("after timing: ")
-        assert "median_ms" not in row
 
 
 def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
@@ -70,10 +45,8 @@ def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
         assert row["tokens_per_s"] == pytest.approx(2 * 8 / (row["median_ms"] / 1e3))
         flops = (forward_flops_per_token if mode == "forward" else flops_per_token)(TINY, 8)
         peak = {"fp32": 1e12, "bf16": 2e12}[precision]
-        assert row["mfu"] == row["share_of_matmul"] == pytest.approx(row["tokens_per_s"] * flops / peak)
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / peak)
         assert "measured" in row["mfu_basis"]  # no data sheet has this chip
-        floor = {"step": pytest.approx(32 * row["parameters"] / 1e10 * 1e3)}
-        assert row.get("optimizer_floor_ms") == floor.get(mode)
         if precision == "bf16":  # compared round by round
             assert (
                 row["versus_fp32"]
@@ -85,11 +58,15 @@ def test_everything_is_measured_and_every_file_is_there(run_bench, tmp_path):
     assert all(row["first_ms"] == row["samples_ms"][0] for row in study)
     assert set(result.files) == {
         *("model_results.csv", "model_results.jsonl", "model_report.md"),
-        *(f"model_{picture}.png" for picture in ("time", "memory", "throughput", "warmup")),
+        "model_time.png",
     }
     assert [json.loads(line) for line in result.files["model_results.jsonl"].splitlines()] == result.rows
     assert journal.rows() == result.rows
     assert max(map(len, result.table.splitlines())) <= 100
+    report = result.files["model_report.md"]
+    assert ["Highest MFU: " in line for line in report.splitlines()].count(True) == 2  # of each precision
+    assert "fewer than 6 samples" in report
+    assert "warm-up: of the rows that study it" in report
 
 
 def test_fault_85_what_does_not_fit_is_a_row_and_the_others_complete(run_bench, monkeypatch):
@@ -130,14 +107,3 @@ def test_fp16_needs_a_gpu(run_bench):
 def test_a_single_sample_has_no_spread(run_bench):
     (row,) = run_bench("model", **{**SMALL, "modes": ("forward",), "iters": 50, "max_seconds": 1e-9}).rows
     assert (row["repeats"], row["spread"]) == (1, None)
-
-
-def test_findings_name_the_best_utilization_of_each_precision():
-    row = {"size": "small", "length": 256, "precision": "bf16", "compile": "none", "mfu_basis": "a peak"}
-    row |= {"tokens_per_s": 1e3, "repeats": 5, "median_ms": 9.0}
-    passes = row | {"mode": "fwd+bwd", "mfu": 0.1}
-    best, other, few = findings([passes, row | {"mode": "step", "mfu": 0.2}, passes | {"precision": "fp32"}])
-    assert "bf16" in best
-    assert "step: 20.0% MFU" in best
-    assert "fp32" in other
-    assert "3 of 3 rows have fewer than 6 samples" in few

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from raising import raises
 
-from lmkit.bench.report import PICTURES, find_results, kind_of, read_rows, write_reports
+from lmkit.bench.report import find_results, kind_of, read_rows, write_reports
 from lmkit.cli.app import run_command_line
 from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.summary import SUMMARIES
@@ -61,13 +61,10 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
     assert written.without_results == ()
     assert "runs/metrics.jsonl" not in written.sources
     texts = {path.name: path.read_text() for path in (artifacts / "reports").glob("*.md")}
-    for name, text in texts.items():
-        picture = name.replace(".md", "_explained.png")
-        assert (artifacts / "reports" / picture).read_bytes().startswith(b"\x89PNG")
+    for text in texts.values():
         how, figures = text.index("## How it works"), text.index("## Figures")
         assert (
             how
-            < text.index(f"]({picture})")
             < text.index("### Limits")
             < text.index("### Ablations")
             < figures
@@ -77,15 +74,14 @@ def test_four_write_ups_say_what_rows_at_any_depth_say(artifacts):
     for name, said in (
         ("attention.md", "1 x NVIDIA H200, torch 2.11, 2026-11-20"),
         ("attention.md", "1.10 to 1.30 times as fast as the best PyTorch"),
-        ("attention.md", "vectorized runs out of memory at 128 tokens"),
+        ("attention.md", "out of memory (128 64 forward vectorized)"),
         ("attention.md", "![attention sweep forward](../attention/attention_sweep_forward.png)"),
         ("attention.md", "](../attention/attention_sweep_results.jsonl)"),
-        ("data_parallelism.md", "bucketed, 10.00 ms"),
-        ("data_parallelism.md", "all_reduce of 1 MB bf16 on 2 ranks, 20.0 GB/s"),
-        ("optimizer_sharding.md", "50.00% of the whole"),
-        ("optimizer_sharding.md", "0.80 GB, -20.0% of bucketed's"),
-        ("profiling.md", "small at 256"),
-        ("profiling.md", "sdpa with flat"),
+        ("data_parallelism.md", "Lowest ms/step: 10.00, bucketed"),
+        ("data_parallelism.md", "Highest bus GB/s: 20, all_reduce"),
+        ("optimizer_sharding.md", "| 50.0% |"),
+        ("profiling.md", "small 256"),
+        ("profiling.md", "sdpa flat"),
         ("profiling.md", "300 kernel launches per step"),
     ):
         assert said in texts[name], said
@@ -113,17 +109,6 @@ def test_fault_138_only_write_ups_are_replaced(artifacts, tmp_path):
     assert mine.read_text().startswith("# Profiling\n")
 
 
-def test_check_passes_until_a_row_changes(artifacts):
-    report(artifacts)
-    report(artifacts, check=True)
-    path = artifacts / "links/all_reduce_results.jsonl"
-    path.write_text(json.dumps(COLLECTIVE | {"bus_gb_per_s": 30.0}) + "\n")
-    with raises(LmkitError, "report.stale", "data_parallelism.md") as stale:
-        report(artifacts, check=True)
-    assert "attention.md" not in stale.value.message
-    assert "lmkit report" in stale.value.hint
-
-
 def test_by_default_the_rows_that_benches_and_profiles_write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises(UsageError, "report.no_folder"):
@@ -148,10 +133,8 @@ def test_the_committed_rows_have_all_four_write_ups(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", sorted({str(kind_of(rows[0])) for rows in FILES.values()} - {"None"}))
-def test_rows_without_a_key_or_of_another_type_are_one_error(kind, tmp_path, monkeypatch):
+def test_rows_without_a_key_or_of_another_type_are_one_error(kind, tmp_path):
     """Whatever is missing: a write-up, or one line with the file and a code."""
-    # Drawing takes longest.
-    monkeypatch.setattr("lmkit.bench.report.PICTURES", dict.fromkeys(PICTURES, bytes))
     (name, rows) = next((name, rows) for name, rows in FILES.items() if kind_of(rows[0]) == kind)
     for key in rows[0]:
         for change in ({}, {key: None}, {key: "x"}, {key: [1]}):
@@ -187,14 +170,6 @@ def test_a_damaged_line_is_named(line, tmp_path):
     path.write_bytes(b"\xff\n")
     with raises(LmkitError, "rows.damaged"):
         read_rows(path)
-
-
-def test_numbers_in_names_are_sorted_by_value(tmp_path):
-    for length in (2048, 128, 512):
-        (tmp_path / f"step_{length}").mkdir()
-        (tmp_path / f"step_{length}/model_results.jsonl").write_text(json.dumps(MODEL) + "\n")
-    found = [results.path.parts[0] for results in find_results(tmp_path)]
-    assert found == ["step_128", "step_512", "step_2048"]
 
 
 def test_a_folder_without_results_is_refused(tmp_path):

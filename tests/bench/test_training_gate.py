@@ -29,7 +29,6 @@ from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.setup import TrainingStep
 
-CPU = torch.device("cpu")
 SHAPE = {"vocab_size": 64, "context_length": 12, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 
 
@@ -40,7 +39,7 @@ def recipe_of(*, precision="fp32", optimizer="adamw", **model) -> Recipe:
 
 def fault_of(recipe: Recipe) -> str:
     found = follow(TrainingStep(recipe, Ranks()))
-    theirs = reference(of_pytorch(recipe), CPU)
+    theirs = reference(of_pytorch(recipe), Ranks())
     assert isinstance(theirs, list)
     assert recipe.train is not None
     return fault(found, theirs, budget_of(recipe.train.precision))
@@ -75,7 +74,7 @@ def test_wrong_kernels_are_found(kernel):
 
 
 def test_the_first_fault_is_named_with_its_budget():
-    theirs = reference(recipe_of(), CPU)
+    theirs = reference(recipe_of(), Ranks())
     assert isinstance(theirs, list)
     assert fault(theirs, theirs, EXACT) == ""
     name = "layers.1.ln2.weight"
@@ -91,7 +90,7 @@ def test_the_first_fault_is_named_with_its_budget():
 
 def test_weights_that_do_not_move_are_found_without_gradients():
     """Where ranks share gradients out, what the optimizer made of them is all there is to see."""
-    theirs = reference(recipe_of(), CPU)
+    theirs = reference(recipe_of(), Ranks())
     assert isinstance(theirs, list)
     name = "layers.0.ffn.w2.weight"
     stuck = [replace(seen, gradients={}, weights=seen.weights | {name: seen.start[name]}) for seen in theirs]
@@ -101,7 +100,7 @@ def test_weights_that_do_not_move_are_found_without_gradients():
 
 def test_what_is_judged_has_made_its_first_steps():
     training = TrainingStep(recipe_of(), Ranks())
-    row, losses = judge(training, reference(recipe_of(), CPU), EXACT)
+    row, losses = judge(training, reference(recipe_of(), Ranks()), EXACT)
     assert row == {"status": "ok"}
     assert len(losses) == STEPS == training._done
     unchecked, _ = judge(training, "no room", EXACT)
@@ -137,14 +136,6 @@ def test_a_training_that_knows_its_batches_by_heart_is_right_after_timing(precis
     assert after_timing(training, budget_of(precision), forward=True) == {}
 
 
-def test_a_process_without_room_has_no_reference(monkeypatch):
-    def full(training):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(training_gate, "follow", full)
-    assert "out of memory" in reference(recipe_of(), CPU)
-
-
 def test_a_kernel_that_refuses_the_device_is_refused_and_not_wrong():
     with raises(UsageError, "attention.unsupported", "flash_triton"):
         fault_of(recipe_of(attention="flash_triton"))
@@ -173,7 +164,7 @@ def test_what_the_reference_shares_with_a_training_is_said_to_be_unchecked():
 
     try:
         recipe = recipe_of(optimizer="from_outside", attention="window")
-        theirs = reference(of_pytorch(recipe), CPU)
+        theirs = reference(of_pytorch(recipe), Ranks())
         row, _ = judge(TrainingStep(recipe, Ranks()), theirs, EXACT)
         assert row["status"] == "ok"
         assert "window" in row["unchecked"]

@@ -46,7 +46,7 @@ def judged(precision: str, **model) -> dict:
         check_fp8(device)
     train = TrainConfig(batch_size=8, precision=precision)
     recipe = Recipe(model=ModelConfig(**SHAPE, **model), train=train)
-    theirs = reference(of_pytorch(recipe), device)
+    theirs = reference(of_pytorch(recipe), Ranks(device=device))
     row, _ = judge(TrainingStep(recipe, Ranks(device=device)), theirs, budget_of(precision))
     return row
 

@@ -1,25 +1,11 @@
-"""The variants of `lmkit bench step` besides lmkit's own step.
+"""The rivals of `lmkit bench step`: models of plain PyTorch modules.
 
-Rivals are models of plain PyTorch modules. Each trains as its users do: float32 weights under autocast, logits of all
-tokens at once, PyTorch's fused AdamW.
-
-Ablations are lmkit's step with one idea taken out, to measure what it brings:
-
-* `no_graph` uses no CUDA graph; the variants below use none either, so compare them with `no_graph`;
-* `plain` runs all operations around the matrix products with PyTorch, `plain_norm` and so on one of them;
-* `sdpa` runs PyTorch's attention kernels;
-* `waits` lets the host wait for every step;
-* `autocast` keeps float32 weights and casts them in every pass;
-* `none` is all of these at once.
-
-Those with float32 weights take turns training one model, the others another.
+Each trains as its users do: float32 weights under autocast, logits of all tokens at once, PyTorch's fused AdamW.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lmkit.bench.context import wrong_result
-from lmkit.bench.training_gate import Budget, after_timing, computing_with
+from lmkit.bench.training_gate import Budget, after_timing
 from lmkit.core.adamw import decay_groups
 from lmkit.core.attention import RotaryEmbedding
 from lmkit.core.batches import BatchSource
-from lmkit.model.operations import PLAIN, Operations
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
 
@@ -161,29 +146,18 @@ class RivalStep:
         name: of `RIVALS`.
         batches: int64, (1, rows, seq) each.
         precision: of the matrix products: "fp32", or bfloat16 by autocast.
-        seed: of the initial weights.
-        lr: constant learning rate.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        device: torch.device,
-        batches: BatchSource,
-        *,
-        precision: str,
-        seed: int = 0,
-        lr: float = 3e-4,
+        self, name: str, config: ModelConfig, device: torch.device, batches: BatchSource, precision: str
     ) -> None:
-        torch.manual_seed(seed)
         make, compiled = RIVALS[name]
         with device:
             self.model = make(config).to(device)
         if compiled:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model.parameters(), 0.1), lr=lr, betas=(0.9, 0.95), fused=True
+            decay_groups(self.model.parameters(), 0.1), lr=3e-4, betas=(0.9, 0.95), fused=True
         )
         self._device, self._batches, self._narrow = device, batches, precision != "fp32"
         self._done = 0
@@ -201,55 +175,9 @@ class RivalStep:
         return loss.detach()
 
 
-METHODS = {
-    "lmkit:plain_embedding": "embedding",
-    "lmkit:plain_norm": "add_rms_norm",
-    "lmkit:plain_rope": "rotated",
-    "lmkit:plain_swiglu": "swiglu",
-    "lmkit:plain_loss": "linear_cross_entropy",
-}
-"""Variant -> the method of `Operations` that PyTorch's form replaces."""
-
-
-class Ablated:
-    """A training without one idea, on weights that it shares with others."""
-
-    def __init__(self, variant: str, training: TrainingStep) -> None:
-        self.model, self.optimizer = training.model, training.optimizer
-        self._variant = variant
-        self._training = training
-        self._operations = operations_of(variant, training.model.operations)
-
-    def run(self) -> torch.Tensor:
-        """Make one step; return its loss."""
-        with self.taken_out() as training:
-            return training.run(wait=self._variant in ("lmkit:waits", "lmkit:none"))
-
-    @contextmanager
-    def taken_out(self) -> Iterator[TrainingStep]:
-        """Yield the training; inside the block it computes without the idea."""
-        attention = "sdpa" if self._variant in ("lmkit:sdpa", "lmkit:none") else None
-        with computing_with(self.model, self._operations, attention):
-            yield self._training
-
-
-def operations_of(variant: str, full: Operations) -> Operations:
-    """Return the operations of a variant, given those of the whole step."""
-    if variant in ("lmkit:plain", "lmkit:none"):
-        return PLAIN
-    if (method := METHODS.get(variant)) is None:
-        return full
-    found: Operations = type("Ablated", (type(full),), {method: vars(Operations)[method]})()
-    found.name = full.name
-    return found
-
-
-def wrong_by_now(training: TrainingStep | Ablated | RivalStep, budget: Budget) -> dict[str, Any]:
+def wrong_by_now(training: TrainingStep | RivalStep, budget: Budget) -> dict[str, Any]:
     """Return status and detail of a variant that was timed and is wrong by now, else {}."""
-    if isinstance(training, RivalStep):
-        finite = math.isfinite(training.run().item())
-        return {} if finite else wrong_result("after timing: the loss is not finite")
-    if isinstance(training, Ablated):
-        with training.taken_out() as whole:
-            return after_timing(whole, budget)
-    return after_timing(training, budget)
+    if not isinstance(training, RivalStep):
+        return after_timing(training, budget)
+    finite = math.isfinite(training.run().item())
+    return {} if finite else wrong_result("after timing: the loss is not finite")
