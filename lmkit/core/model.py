@@ -261,7 +261,7 @@ class SelfAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
         """Return the attention of rotated q (batch, heads, seq, head_dim), (batch, seq, heads * head_dim)."""
-        first = firsts[self.window is not None]
+        first = firsts.without_window if self.window is None else firsts.with_window
         with range_("attention"):
             if cache is not None:
                 out = cache.attend(self.layer, q, k, v)

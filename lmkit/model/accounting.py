@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lmkit.core.model import TransformerLM
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.recipe.tables import PRESETS, ModelConfig
 
@@ -66,6 +65,8 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
 
 @lru_cache(maxsize=64)
 def _counts(config: ModelConfig) -> ParameterCounts:
+    from lmkit.core.model import TransformerLM  # imports torch, which the tables of benches do without
+
     # All blocks have the same parameters; a config.json may ask for a billion of them.
     model = TransformerLM(config.model_copy(update={"num_layers": 1}), device="meta")
     parameters = [

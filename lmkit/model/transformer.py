@@ -63,7 +63,7 @@ class SelfAttention(core.SelfAttention):
             q, k, v = heads
             return self.attend(q, k, v, firsts, cache)
         assert self.joined_attention is not None
-        first = firsts[self.window is not None]
+        first = firsts.without_window if self.window is None else firsts.with_window
         hidden = {} if first is None else {"first": first}  # some kernels do not take it
         with range_("attention"):
             return self.joined_attention(heads[0], kv_heads=self.kv_heads, head_dim=self.head_dim, **hidden)

@@ -9,7 +9,7 @@ from lmkit.errors import UsageError
 from lmkit.kernels import fp8 as kernels
 from lmkit.kernels.launch import LaunchCache
 from lmkit.kernels.swiglu import swiglu, swiglu_and_cast
-from lmkit.model import SwiGLU, accounting, fp8
+from lmkit.model import SwiGLU, fp8
 from lmkit.model.fused import Fused
 from lmkit.model.transformer import joined_product
 from lmkit.parallel.ranks import Ranks
@@ -136,7 +136,7 @@ def test_products_equal_their_simulation(tokens, columns, rows):
 
 
 def test_a_step_in_a_graph_is_the_step_without(monkeypatch):
-    monkeypatch.setattr(accounting, "FP8_LEAST_WIDTH", 128)
+    monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 128)
     sizes = {
         "vocab_size": 256,
         "context_length": 128,

@@ -108,7 +108,7 @@ def test_what_fits_fits_and_what_does_not_raises(name, keys, factor):
     """
     torch.compiler.reset()
     setting = (name, (*keys, "run.device=cuda"), "bucketed")
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
         if factor > 1:
             plan_ranks.at_edge(setting, factor)
