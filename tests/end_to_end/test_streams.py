@@ -37,17 +37,17 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    "line",
     [
-        ("lmkit train tiny.toml 2>/dev/full", "no space left on device"),
-        pytest.param("lmkit train tiny.toml 2>&1 | head -2", None, marks=full),
-        pytest.param("lmkit train tiny.toml 2>&-", "it is closed", marks=full),
-        pytest.param("lmkit train tiny.toml --nproc 2 2>&-", "it is closed", marks=full),
-        pytest.param("lmkit train tiny.toml --nproc 2 2>/dev/full", "no space left on device", marks=full),
-        pytest.param("lmkit train tiny.toml --nproc 2 2>&1 | head -2", None, marks=full),
+        "lmkit train tiny.toml 2>/dev/full",
+        pytest.param("lmkit train tiny.toml 2>&1 | head -2", marks=full),
+        pytest.param("lmkit train tiny.toml 2>&-", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>&-", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>/dev/full", marks=full),
+        pytest.param("lmkit train tiny.toml --nproc 2 2>&1 | head -2", marks=full),
     ],
 )
-def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, why, shell, tmp_path):
+def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, shell, tmp_path):
     done = shell(line)
     run = tmp_path / "runs" / "run"
     assert done.returncode == 0, done.stdout
@@ -55,10 +55,7 @@ def test_fault_96_who_loses_the_log_does_not_lose_the_run(line, why, shell, tmp_
     steps = [record["step"] for record in records(run) if record["kind"] == "train"]
     assert steps == [*range(1, STEPS + 1)]
     assert "Traceback" not in done.stdout + done.stderr
-    if why is None:
-        assert len(done.stdout.splitlines()) == 2
-    else:
-        assert f"stderr: {why}; every step is in runs/run/metrics.jsonl" in done.stdout
+    assert "head" not in line or len(done.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize("where", [">&-", ">/dev/full"])
