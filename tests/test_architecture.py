@@ -272,7 +272,7 @@ BUDGETS = {
     "recipe": 1310,
     "storage": 400,
     "tokenizer": 2050,
-    "training": 5010,
+    "training": 4980,
 }
 
 
