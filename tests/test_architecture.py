@@ -272,7 +272,7 @@ BUDGETS = {
     "recipe": 1270,
     "storage": 430,
     "tokenizer": 1955,
-    "training": 5010,
+    "training": 4980,
 }
 
 
