@@ -41,7 +41,6 @@ _SLANTED: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anc
 Points = Sequence[tuple[float, float]]
 Whisker = tuple[float, float]
 """Lengths below and above, in the unit of the value."""
-WhiskerOf = Callable[[Row], Whisker | None]
 NameOf = Callable[[Row], str]
 _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
 
@@ -126,14 +125,6 @@ def of_row(row: Row, key: str) -> Whisker | None:
     if key == "tokens_per_s":
         return value - value * time / row["p90_ms"], value * time / row["p10_ms"] - value
     return None
-
-
-def of_samples(samples: Sequence[float]) -> Whisker:
-    """Return p10 to p90 around the median of the samples."""
-    from lmkit.measure.statistics import spread
-
-    summary = spread(samples)
-    return summary.median - summary.p10, summary.p90 - summary.median
 
 
 def _named(key: str | NameOf) -> NameOf:
@@ -237,23 +228,21 @@ def grouped_bars(
     *,
     group: str | NameOf,
     series: str | NameOf | None = None,
-    whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
     log_y: bool = False,
 ) -> bytes:
     """Draw a group of bars for each `group` of the rows, and in it a bar for each `series`, with its value above it.
 
-    A row without a value shows its status. A series without any value is left out.
+    Times and rates have whiskers (`of_row`). A row without a value shows its status. A series without any value is
+    left out.
 
     Args:
         column: the bars' height, its name on the axis, and its format.
         group, series: a key, or a function of a row; without `series` all rows are one series.
-        whisker: by default those of times and rates (`of_row`).
     """
     value, y_label, spec = column.key, column.axis or column.header, column.spec or ".3g"
     y_label += " (log scale)" if log_y else ""
-    whisker = whisker or (lambda row: of_row(row, value))
     group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
     groups = list(dict.fromkeys(map(group_of, rows)))
     found = {(series_of(row), group_of(row)): row for row in rows}
@@ -278,7 +267,7 @@ def grouped_bars(
                 said = _SHORT_STATUS.get(said, said)
             else:
                 said, ink = _bar_text(top, spec), "black"
-                if (reach := whisker(row)) is not None:
+                if (reach := of_row(row, value)) is not None:
                     _whisker(axes, x, top, reach)
                     top += reach[1]
             highest = max(highest, top)
