@@ -41,7 +41,6 @@ _SLANTED: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anc
 Points = Sequence[tuple[float, float]]
 Whisker = tuple[float, float]
 """Lengths below and above, in the unit of the value."""
-WhiskerOf = Callable[[Row], Whisker | None]
 NameOf = Callable[[Row], str]
 _SHORT_STATUS = {"out of memory": "OOM", "wrong result": "wrong", "skipped": "too slow"}
 
@@ -126,14 +125,6 @@ def of_row(row: Row, key: str) -> Whisker | None:
     if key == "tokens_per_s":
         return value - value * time / row["p90_ms"], value * time / row["p10_ms"] - value
     return None
-
-
-def of_samples(samples: Sequence[float]) -> Whisker:
-    """Return p10 to p90 around the median of the samples."""
-    from lmkit.measure.statistics import spread
-
-    summary = spread(samples)
-    return summary.median - summary.p10, summary.p90 - summary.median
 
 
 def _named(key: str | NameOf) -> NameOf:
@@ -237,7 +228,6 @@ def grouped_bars(
     *,
     group: str | NameOf,
     series: str | NameOf | None = None,
-    whisker: WhiskerOf | None = None,
     title: str,
     x_label: str,
     log_y: bool = False,
@@ -249,11 +239,9 @@ def grouped_bars(
     Args:
         column: the bars' height, its name on the axis, and its format.
         group, series: a key, or a function of a row; without `series` all rows are one series.
-        whisker: by default those of times and rates (`of_row`).
     """
     value, y_label, spec = column.key, column.axis or column.header, column.spec or ".3g"
     y_label += " (log scale)" if log_y else ""
-    whisker = whisker or (lambda row: of_row(row, value))
     group_of, series_of = _named(group), _named(series) if series else lambda row: y_label
     groups = list(dict.fromkeys(map(group_of, rows)))
     found = {(series_of(row), group_of(row)): row for row in rows}
@@ -278,7 +266,7 @@ def grouped_bars(
                 said = _SHORT_STATUS.get(said, said)
             else:
                 said, ink = _bar_text(top, spec), "black"
-                if (reach := whisker(row)) is not None:
+                if (reach := of_row(row, value)) is not None:
                     _whisker(axes, x, top, reach)
                     top += reach[1]
             highest = max(highest, top)
@@ -373,19 +361,6 @@ def stacked_areas(
     for name, start in (begins or {}).items():
         axes.axvline(start, color="#303030", linewidth=0.9, linestyle=":")
         axes.annotate(name, (start, 1.0), rotation=90, va="top", fontsize=7, **_RIGHT)
-    return _finish(figure)
-
-
-def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
-    """Draw one row of bars per name, each bar from its start to its end."""
-    figure, axes = _figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
-    for index, intervals in enumerate(rows.values()):
-        bars = [(start, end - start) for start, end in intervals]
-        axes.broken_barh(bars, (index - 0.35, 0.7), facecolors=COLORS[index % len(COLORS)], linewidth=0)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.01)
     return _finish(figure)
 
 
