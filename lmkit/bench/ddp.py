@@ -45,7 +45,6 @@ from lmkit.measure.memory import PeakMemory, claim_workspaces, release_memory, t
 from lmkit.measure.statistics import median, paired_ratio
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import SteadyStateClock, without_garbage_collection
-from lmkit.model.accounting import flops_per_token
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
 
@@ -189,6 +188,8 @@ def numbers(
     name: str, case: Recipe, context: Context, limits: Limits | None, samples: Samples
 ) -> dict[str, Any]:
     """Return the fields of a variant's row that follow from its samples."""
+    from lmkit.model.accounting import flops_per_token
+
     if name not in samples:
         return {}
     ranks, own = context.ranks, samples[name]

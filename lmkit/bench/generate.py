@@ -20,7 +20,6 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
 from lmkit.measure.tables import Column, Rows
 from lmkit.measure.timing import cache_bytes, clock_for
-from lmkit.model.accounting import least_bytes
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -144,6 +143,8 @@ def _measure(
     size: str, batch_size: int, filled: int, context: Context, limits: Limits, writers: dict[str, Writer]
 ) -> Rows:
     """Return one row per variant of one case; `writers` keeps variants for other contexts."""
+    from lmkit.model.accounting import least_bytes
+
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
     config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)

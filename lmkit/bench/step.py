@@ -19,7 +19,6 @@ from lmkit.measure.limits import Limits
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.tables import Column, Rows, markdown_table
 from lmkit.measure.trace import CLASSES, class_times
-from lmkit.model.accounting import flops_per_token, step_work
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName
 from lmkit.registry import BENCHES
@@ -117,6 +116,7 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     from lmkit.bench.step_rivals import wrong_by_now
     from lmkit.bench.training_gate import budget_of, judge
     from lmkit.measure.trace import profile_work
+    from lmkit.model.accounting import flops_per_token, step_work
 
     options, device = context.options, context.device
     torch.compiler.reset()

@@ -365,19 +365,6 @@ def stacked_areas(
     return _finish(figure)
 
 
-def timeline(rows: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str) -> bytes:
-    """Draw one row of bars per name, each bar from its start to its end."""
-    figure, axes = _figure(title, x_label, "", width=10.0, height=1.2 + 0.6 * len(rows))
-    for index, intervals in enumerate(rows.values()):
-        bars = [(start, end - start) for start, end in intervals]
-        axes.broken_barh(bars, (index - 0.35, 0.7), facecolors=COLORS[index % len(COLORS)], linewidth=0)
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.01)
-    return _finish(figure)
-
-
 def table_picture(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str) -> bytes:
     """Draw a table: header shaded, lines striped, columns as wide as their text."""
     from matplotlib.transforms import Bbox
