@@ -154,7 +154,7 @@ def _hash_of_ids(job: Job) -> str:
         return ""
     digest = hashlib.sha256()
     for part in _outputs(job):
-        ids = open_tokens(part).tokens if part.suffix == ".npy" else np.frombuffer(part.read_bytes(), "<u4")
+        ids = open_tokens(part).tokens if part.suffix == ".npy" else np.frombuffer(read_input(part), "<u4")
         digest.update(ids.astype("<u4").tobytes())
     return digest.hexdigest()
 
