@@ -273,7 +273,8 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
 
     Raises:
-        UsageError: no such file ("tokens.missing"), or another tokenizer made it ("tokens.wrong_tokenizer").
+        UsageError: no such file ("tokens.missing"), nothing beside it describes it ("tokens.not_described"), or
+            another tokenizer made it ("tokens.wrong_tokenizer").
         LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
             another format ("tokens.other_format").
     """
@@ -291,12 +292,16 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
 
 
 def _damaged(path: Path, problem: str) -> LmkitError:
-    """Return the error for a damaged token file, with the command that makes `path` again as its hint."""
+    return LmkitError("tokens.damaged", problem, hint=_way_back(path))
+
+
+def _way_back(path: Path) -> str:
+    """Return the hint that names the command which makes `path` again."""
     folder = path.parent.parent
     again = f"lmkit data encode TEXT {shlex.quote(str(path))} --tokenizer TOKENIZER.json"
     if path == token_file(folder, path.stem) and "encode" in read_record(folder):
         again = f"lmkit run {shlex.quote(str(folder / RECIPE))}"
-    return LmkitError("tokens.damaged", problem, hint=f"move {path} away and make it again with: {again}")
+    return f"move {path} away and make it again with: {again}"
 
 
 def read_meta(path: Path) -> TokenMeta:
@@ -307,7 +312,12 @@ def read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.missing", f"{path}: {what}", hint=make_one)
     if path.suffix != ".npy":
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
-    content, sidecar = _read_object(path), sidecar_path(path)
+    if not os.path.lexists(sidecar := sidecar_path(path)):
+        hint = f"{_way_back(path)}; lmkit.data.TokenFileWriter writes ids of your own"
+        raise UsageError(
+            "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
+        )
+    content = _read_object(path)
     if content.get("format", FORMAT) != FORMAT:
         raise LmkitError(
             "tokens.other_format",

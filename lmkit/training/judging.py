@@ -132,8 +132,8 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """How well a model predicts one document; loss in nats per token. `number` counts the documents of the file, also
-    those without text, from 1; `begins` holds the first characters."""
+    """How well a model predicts one document; loss in nats per token. `number` counts the documents of the token
+    file from 1 (texts that are empty when they are encoded are no documents); `begins` holds the first characters."""
 
     number: int
     bytes: int

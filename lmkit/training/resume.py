@@ -50,6 +50,7 @@ from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import (
+    MANIFEST,
     STATE,
     Checkpoint,
     Choice,
@@ -524,12 +525,15 @@ class Retention:
     def prune(self) -> list[Path]:
         """Delete the checkpoints that are not kept, and return their paths.
 
-        A damaged one stays while it is newer than the oldest of the last to keep.
+        A damaged one stays while it is newer than the oldest of the last to keep; a folder without a manifest always.
         """
         saved = saved_steps(self._folder)
         kept = set()
         for step, path in saved:
             if step in self._losses:
+                continue
+            if not os.path.lexists(path / MANIFEST):  # somebody's folder
+                kept.add(step)
                 continue
             try:
                 verify(path)

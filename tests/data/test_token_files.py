@@ -201,7 +201,7 @@ def test_missing_files_and_others_in_place_of_a_token_file(path, tmp_path):
     with raises(UsageError, "tokens.name", "tokens.bin"):
         open_tokens(other)
     sidecar_path(path).unlink()
-    with raises(LmkitError, "tokens.damaged", "tokens.json"):
+    with raises(UsageError, "tokens.not_described", "tokens.json"):
         open_tokens(path)
     sidecar_path(path).mkdir()
     with raises(LmkitError, "tokens.damaged", "tokens.json"):

@@ -179,6 +179,16 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer,
     assert steps_in(tmp_path) == [2, 3]
 
 
+def test_a_folder_of_somebody_else_is_not_pruned(tmp_path):
+    for step in (2, 3):
+        make_checkpoint(tmp_path, step)
+    own = tmp_path / step_name(1) / "own.txt"
+    own.parent.mkdir()
+    own.write_text("notes")
+    assert prune(tmp_path) == [step_name(2)]
+    assert own.read_text() == "notes"
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
 def test_fault_176_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(number, tmp_path, monkeypatch):
     """Falling back would lose the steps since, and a damaged one is deleted when its time comes."""
