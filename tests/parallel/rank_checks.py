@@ -169,7 +169,7 @@ def check_late_gradients(ranks: Ranks, strategy: str, make: Callable, clips: boo
         patch.setattr(data_parallel, "LATE_BYTES", 0)
         assert_equals_joined_run(
             *(ranks, strategy, [1] * 5),
-            max_norm=0.2 if clips else None,
+            max_norm=0.05 if clips else None,
             make=plain(make),
             kind=kind,
             look=look,
