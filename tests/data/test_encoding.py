@@ -203,4 +203,4 @@ def test_fault_23_one_long_line_in_bounded_memory(tokenizer, tmp_path, story):
 def _no_threads_left():
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end meanwhile

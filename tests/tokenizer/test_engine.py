@@ -282,7 +282,7 @@ def test_an_error_anywhere_ends_all_threads(where, workers):
     before = threading.active_count()
     with pytest.raises(KeyError, match="50"):
         share_out(items(), [work] * workers, finish)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
     assert finished == list(range(len(finished)))
     assert len(finished) <= 50
     assert len(begun) <= 50 + 3 * workers
