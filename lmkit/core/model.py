@@ -249,15 +249,17 @@ class SelfAttention(nn.Module):
             firsts: the first token that each token sees.
             cache: holds the keys and values of earlier tokens.
         """
-        q, k, v = self.project(x)
+        return self.output_proj(self.attend(*self.heads(x, cos_sin), firsts, cache))
+
+    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, ...]:
+        """Return rotated q (batch, heads, seq, head_dim) and k, and v (batch, kv_heads, seq, head_dim)."""
         heads = -1, self.head_dim
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)  # (batch, seq, ...)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
-        # (batch, heads or kv_heads, seq, head_dim)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), firsts, cache)
-        return self.output_proj(out)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
         """Return the attention of rotated q (batch, heads, seq, head_dim), (batch, seq, heads * head_dim)."""
@@ -270,10 +272,6 @@ class SelfAttention(nn.Module):
             else:  # some kernels do not take it
                 out = self.attention(q, k, v, causal=True, first=first)
         return out.transpose(1, 2).flatten(2)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (batch, seq, d_model), k and v (batch, seq, kv_heads * head_dim)."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
 class SwiGLU(nn.Module):

@@ -40,11 +40,11 @@ class SelfAttention(core.SelfAttention):
     def joined_layers(self) -> tuple[Linear, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, ...]:
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         if not are_plain(q, k, v):
-            return super().project(x)
-        return joined_product(x, q, k, v).split((q.out_features, k.out_features, v.out_features), dim=-1)
+            return super().heads(x, cos_sin)
+        return self.rotated(joined_product(x, q, k, v), cos_sin, PLAIN, joined=False)
 
     # The parts of a block that computes some of them again, or by fused operations
 
