@@ -508,3 +508,19 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
         product = torch.view_as_complex(pairs) * torch.view_as_complex(cos_sin.to(pairs.dtype))
         rotated = torch.view_as_real(product)  # (batch, seq, heads, head_dim / 2, 2)
     return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
+
+
+def rotate_joint(qkv: Tensor, cos_sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys of a projection q|k|v in one pass.
+
+    Args:
+        qkv: (batch, seq, (heads + 2 kv_heads) * head_dim).
+        cos_sin: of the positions, see `apply_rope`.
+
+    Returns:
+        q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim).
+    """
+    heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
+    qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
+    q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -249,9 +249,10 @@ class SelfAttention(nn.Module):
             firsts: the first token that each token sees.
             cache: holds the keys and values of earlier tokens.
         """
-        return self.output_proj(self.attend(*self.heads(x, cos_sin), firsts, cache))
+        q, k, v = self.heads(x, cos_sin)
+        return self.output_proj(self.attend(q, k, v, firsts, cache))
 
-    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated q (batch, heads, seq, head_dim) and k, and v (batch, kv_heads, seq, head_dim)."""
         heads = -1, self.head_dim
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

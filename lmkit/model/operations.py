@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.core.attention import apply_rope
+from lmkit.core.attention import rotate_joint
 from lmkit.core.loss import linear_cross_entropy
 from lmkit.core.model import rms_norm
 from lmkit.errors import UsageError
@@ -69,10 +69,7 @@ class Operations:
             q (batch, heads, seq, head_dim), k and v (batch, kv_heads, seq, head_dim), as views where they can be. If
             `joined`, it may be the projection alone, shaped as qkv.
         """
-        heads = qkv.unflatten(-1, (-1, 2 * cos_sin.shape[-2]))  # (batch, seq, heads + 2 kv_heads, head_dim)
-        qk, v = heads.split((heads.shape[2] - kv_heads, kv_heads), dim=2)
-        q, k = apply_rope(qk, cos_sin).split((qk.shape[2] - kv_heads, kv_heads), dim=2)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return rotate_joint(qkv, cos_sin, kv_heads)
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:
         """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff).

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
+from lmkit.core.attention import rotate_joint
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.model import ALL_EARLIER, Firsts, Linear
 from lmkit.core.ranges import range_
@@ -40,11 +41,14 @@ class SelfAttention(core.SelfAttention):
     def joined_layers(self) -> tuple[Linear, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         if not are_plain(q, k, v):
             return super().heads(x, cos_sin)
-        return self.rotated(joined_product(x, q, k, v), cos_sin, PLAIN, joined=False)
+        qkv = joined_product(x, q, k, v)
+        if self.q_norm is not None:
+            qkv = PLAIN.heads_norm(qkv, self.q_norm, self.k_norm, self.kv_heads)
+        return rotate_joint(qkv, cos_sin, self.kv_heads)
 
     # The parts of a block that computes some of them again, or by fused operations
 

@@ -157,8 +157,7 @@ class AdamW(core.AdamW):
             limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
             for sweep in sweeps(alike, map(Tensor.numel, map(itemgetter(0), alike)), limit):
                 params, grads, means, squares, copies, _ = map(list, zip(*sweep, strict=True))
-                if grads[0].dtype != params[0].dtype:
-                    grads = [grad.to(params[0].dtype) for grad in grads]
+                grads = list(map(Tensor.type_as, grads, params))  # masters are wider than gradients
                 if self.gradient_factor is not None:
                     grads = list(torch._foreach_mul(grads, self.gradient_factor.to(params[0].device)))
                 adamw_update(params, grads, means, squares, scalars)

@@ -95,7 +95,18 @@ class Muon(AdamW, core.Muon):
             if group.get("is_matrix"):
                 matrices = [param for param in group["params"] if param.grad is not None]
                 for sweep in sweeps(matrices, map(Tensor.numel, matrices), limit):
-                    self._update_matrices(sweep, group)
+                    exacts, directions = self._directions(sweep, group["momentum"])
+                    rate, decay = self._rates(group)
+                    move_matrices(
+                        exacts,
+                        directions,
+                        rate=rate,
+                        decay=decay if group["weight_decay"] else 0.0,
+                        iterations=group["iterations"],
+                        dtype=_dtype_of_products(directions[0].device, directions[0].dtype),
+                    )
+                    if rounded := [param for param in sweep if MASTER in self.state[param]]:
+                        torch._foreach_copy_(rounded, [self.state[param][MASTER] for param in rounded])
         if self.shards:
             reached = [shard for shard in self.shards if shard.has_gradient()]
             sizes = [sum(rows * columns for _, rows, columns in shard.matrices) for shard in reached]
@@ -148,25 +159,6 @@ class Muon(AdamW, core.Muon):
         if self.decision is not None:
             rate = (rate * (self.decision != 0).to(torch.float32)).float()
         return rate, rate * group["weight_decay"]
-
-    def _update_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        exacts, directions = self._directions(params, group["momentum"])
-        rate, decay = self._rates(group)
-        move_matrices(
-            exacts,
-            directions,
-            rate=rate,
-            decay=decay if group["weight_decay"] else 0.0,
-            iterations=group["iterations"],
-            dtype=_dtype_of_products(directions[0].device, directions[0].dtype),
-        )
-        masters, rounded = [], []
-        for param, exact in zip(params, exacts, strict=True):
-            if exact is not param:
-                masters.append(exact)
-                rounded.append(param)
-        if rounded:
-            torch._foreach_copy_(rounded, masters)
 
     def _update_shards(self, shards: list[MatrixShard]) -> None:
         updated = [[(p, where) for p, where in shard.pieces if p.grad is not None] for shard in shards]
