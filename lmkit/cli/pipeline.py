@@ -247,6 +247,16 @@ class Pipeline:
         steps = (path for path in self.checkpoints.glob("step-*") if path.name[len("step-") :].isdecimal())
         return max(steps, default=None)
 
+    def trained_with(self) -> str | None:
+        """Return the hash of the tokenizer of the newest checkpoint, or else of the folder; None: neither says it."""
+        if self.newest is None:
+            return None
+        try:
+            return str(read_object(self.newest / "state.json")["data"]["tokenizer_sha256"])
+        except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported: it has no data
+            path = self.folder / run_folder.TOKENIZER
+            return Tokenizer.load(path).sha256 if path.exists() else None
+
     def why(self, stage: str) -> str | None:
         """Return why a stage has to be done: what of its outputs is damaged, or ""; None if it is up to date."""
         if self.skip_data and stage in DATA_STAGES:
@@ -362,7 +372,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             progress=run.progress,
         )
     # A damaged record did not tell that the text changed.
-    if run.newest is not None and path.exists() and Tokenizer.load(path).sha256 != tokenizer.sha256:
+    if run.trained_with() not in (None, tokenizer.sha256):
         run.record.forget(("corpus", "tokenizer"))  # with the old corpus, the run goes on
         run.record.save()
         message = f"{path}: the checkpoints need it, and this corpus makes another one"

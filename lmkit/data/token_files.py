@@ -313,7 +313,7 @@ def read_meta(path: Path) -> TokenMeta:
     if path.suffix != ".npy":
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
     if not os.path.lexists(sidecar := sidecar_path(path)):
-        hint = f"{_way_back(path)}; lmkit.data.TokenFileWriter writes ids of your own"
+        hint = f"lmkit.data.TokenFileWriter writes ids of your own; if lmkit wrote it: {_way_back(path)}"
         raise UsageError(
             "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
         )

@@ -595,7 +595,7 @@ def newest_valid(folder: Path) -> Choice:
         raise LmkitError(
             "checkpoint.none_good",
             f"{folder}: no good checkpoint: " + "; ".join(skipped),
-            hint="copy the checkpoint again, or name another one; to start over, delete these folders",
+            hint="copy the checkpoint again, or name another one; to start over and keep these: lmkit run --force",
         )
     return Choice(None, ())
 

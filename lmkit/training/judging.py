@@ -390,16 +390,21 @@ def read_questions(file: Path) -> Iterator[Question]:
     where = ""
     with opened(file) as (_, stream):
         for where, record in json_records(stream, file):
-            match record:
-                case {"question": str(question), "choices": [*choices], "answer": int(answer) | str(answer)}:
-                    if answer in choices:
-                        answer = choices.index(answer)
-                    is_text = all(isinstance(choice, str) and choice for choice in choices)
-                    if is_text and type(answer) is int and 0 <= answer < len(choices):
-                        yield Question(question, tuple(choices), answer)
-                        continue
-            message = f"{where}: not a question, choices that are texts, and one of them as the answer"
-            raise UsageError("evaluate.question", message, hint=_HINT)
+            keys = record if isinstance(record, dict) else {}
+            question, choices, answer = (keys.get(key) for key in ("question", "choices", "answer"))
+            if not isinstance(question, str):
+                wrong = "question is not a text"
+            elif not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
+                wrong = "choices is not a list of texts"
+            elif answer in choices:
+                yield Question(question, tuple(choices), choices.index(answer))
+                continue
+            elif type(answer) is int and 0 <= answer < len(choices):
+                yield Question(question, tuple(choices), answer)
+                continue
+            else:
+                wrong = f"answer {answer!r} is neither one of the choices nor its number, counted from 0"
+            raise UsageError("evaluate.question", f"{where}: {wrong}", hint=_HINT)
     if not where:
         raise UsageError("evaluate.no_questions", f"{file}: holds no question", hint=_HINT)
 

@@ -649,11 +649,12 @@ def check_agreement(
         if line not in refused and not rule.is_under(line, UNREPORTED)
     ]
     if checkpoint.state.data is not None and data is not None and checkpoint.state.data != data:
-        refused += [
-            f"data.train: another token file ({name}: {before} -> {getattr(data, name)})"
+        differing = [
+            f"{name}: {str(before)[:12]} -> {str(getattr(data, name))[:12]}"
             for name, before in checkpoint.state.data
             if before != getattr(data, name)
         ]
+        refused.append(f"data.train: another token file ({', '.join(differing)})")
     if refused:
         raise UsageError(
             "resume.other_recipe",

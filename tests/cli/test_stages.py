@@ -236,6 +236,12 @@ def test_fault_132_a_damaged_record_is_said_and_costs_no_model(run, terminal):
     tokenizer = (run / "tokenizer.json").read_bytes()
     terminal.refuses("run fish.toml", code="run.other_data", says=["tokenizer.json"])
     assert (run / "tokenizer.json").read_bytes() == tokenizer
+    record.write_text("{")
+    (run / "tokenizer.json").unlink()  # the checkpoints still say which one it was
+    tokens = (run / "tokens/train.npy").read_bytes()
+    terminal.refuses("run fish.toml", code="run.other_data", says=["tokenizer.json"])
+    assert (run / "tokens/train.npy").read_bytes() == tokens
+    (run / "tokenizer.json").write_bytes(tokenizer)
     Path("corpus.txt").write_bytes(old)
     record.write_text("{")
     assert states(terminal, "run fish.toml")["encode"] != "up to date"
