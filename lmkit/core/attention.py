@@ -71,7 +71,8 @@ def reference(
 #
 # The scores are never held all at once: a tile of queries visits the tiles of keys with an online softmax, and the
 # backward pass computes each tile of probabilities again from the saved log-sum-exp. Each tile product runs over all
-# batches and heads together. In `flash_forward` and `flash_backward`, g query heads are grouped by their key head:
+# batches and heads together. Inside `flash_forward` and
+# `flash_backward`, g query heads are grouped by their key head:
 #   q, out, dout  (batch, kv_heads, g, num_queries, head_dim)
 #   k, v          (batch, kv_heads, 1, num_keys, head_dim)
 #   lse, delta    (batch, kv_heads, g, num_queries), natural logarithm
@@ -178,7 +179,7 @@ def flash_backward(
     scale: float,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv): algorithm 2.
+    """Return (dq, dk, dv): the formulas of algorithm 2, with queries in the outer loop and keys in the inner one.
 
     Shapes are those of `flash_forward`: dout as out; dq, dk and dv as q, k and v.
 
@@ -246,9 +247,10 @@ def tiles(length: int, size: int) -> Iterator[slice]:
 def visible_key_tiles(
     rows: slice, num_keys: int, causal: bool, first: Tensor | None = None
 ) -> Iterator[slice]:
-    """Yield the tiles of keys that any query of `rows` sees; a causal mask skips the others.
+    """Yield the tiles of keys that any query of `rows` sees.
 
-    On a CPU, so does `first`; elsewhere the host would wait for the device to learn it.
+    With `causal`, the tiles after the last query are skipped. On a CPU, so are the tiles before the smallest `first`;
+    on a GPU they are not, because the host would wait for the device to read it.
     """
     start = int(first[:, rows].min()) if first is not None and first.device.type == "cpu" else 0
     stop = min(num_keys, rows.stop) if causal else num_keys
@@ -343,7 +345,7 @@ def first_in_document(begins: Tensor) -> Tensor:
 
 
 def first_in_window(window: int | None, seq: int, device: torch.device) -> Tensor | None:
-    """Return the first token that each token sees, itself and those before it being `window`: (1, seq) int32."""
+    """Return max(0, i - window + 1) for each token i: (1, seq) int32. A window counts the token itself."""
     if window is None:
         return None
     return (torch.arange(seq, device=device, dtype=torch.int32) - (window - 1)).clamp_min(0)[None]
@@ -396,8 +398,8 @@ class RotaryEmbedding(nn.Module):
     """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
 
     `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
-    (positions, head_dim / 2, 2), float32. `scale` changes the angles per position. The positions are those of the
-    context, of a context longer than `AT_FIRST` those that are used: `reserve` adds more.
+    (positions, head_dim / 2, 2), float32. `scale` changes the angles per position. The table begins with
+    min(context_length, `AT_FIRST`) positions; `reserve` adds more.
 
     One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
     narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
@@ -430,7 +432,7 @@ class RotaryEmbedding(nn.Module):
         if device is not None and torch.device(device).type == "meta":
             table = torch.empty(positions, head_dim // 2, 2, device="meta")
         else:
-            # A default of "meta" defers the weights, and what loads them does not bring the table along.
+            # A default device of "meta" defers the weights. Loading them does not load this table.
             default = torch.get_default_device()
             table = self._compute(0, positions).to(device or ("cpu" if default.type == "meta" else default))
         self.register_buffer("cos_sin", table, persistent=False)
@@ -498,7 +500,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     # (batch, seq, heads, head_dim / 2, 2)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     *strides, last = pairs.stride()
-    # Complex numbers begin at even elements. The compiler fuses real arithmetic and does not fuse complex products.
+    # `view_as_complex` needs an even offset and even strides. The compiler fuses real arithmetic, and no complex one.
     if torch.compiler.is_compiling() or last != 1 or math.gcd(pairs.storage_offset(), *strides) % 2:
         even, odd = pairs.unbind(-1)  # (batch, seq, heads, head_dim / 2)
         cos, sin = cos_sin.unbind(-1)  # (..., seq, 1, head_dim / 2)

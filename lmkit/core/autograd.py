@@ -13,15 +13,15 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Backward]:
-    """Decorate the backward pass of an autograd function: a derivative of its gradients raises RuntimeError.
+    """Decorate the backward pass of an autograd function: to differentiate its gradients again raises RuntimeError.
 
     Without it, autograd would take the gradients for constants and silently leave out terms. PyTorch's
     `once_differentiable` raises only if the incoming gradient requires grad; that of a loss is the constant 1.
 
     The decorated function is called as backward(ctx, saved, grad, *others). It gets the saved tensors as an argument
-    because activation checkpointing lets them be unpacked only once; an output of the function, of any size, must be
-    among them. `grad` is the gradient of the first output. Where the function turned `set_materialize_grads` off, the
-    gradient of an output that nothing follows is None, but at least one is a tensor.
+    because activation checkpointing lets them be unpacked only once. Save at least one output of the function, of any
+    size: the error is attached to it. `grad` is the gradient of the first output. Where the function turned
+    `set_materialize_grads` off, the gradient of an unused output is None, but at least one is a tensor.
 
     Args:
         name: of the function that was differentiated, for the message.
@@ -31,7 +31,7 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # What follows the function has no gradient.
+            # No later operation sent a gradient.
             if grads[0] is None and all(grad is None for grad in grads[1:]):
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors

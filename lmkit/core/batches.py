@@ -74,8 +74,8 @@ class FileSampler(Sampler):
     Args:
         tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
         mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
-        borders: positions at which documents begin; the input before each of them is given as its complement, for a
-            model with `separate_documents`. None: no input is.
+        borders: positions at which documents begin. The input before each of them is given as its complement, for a
+            model with `separate_documents`: it predicts the document's first token. None: no input is.
 
     Raises:
         ValueError: there are fewer than `context_length + 1` tokens; they are not integers in one dimension; ranks x
@@ -226,6 +226,7 @@ def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) ->
 
 
 def inputs_of(marked: np.ndarray) -> torch.Tensor:
+    """Return the tokens that `marked` returned some complements of."""
     return torch.from_numpy(np.maximum(marked, ~marked))
 
 
@@ -246,4 +247,5 @@ def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndar
 
 
 def targets_of(marked: np.ndarray) -> torch.Tensor:
+    """Return the tokens that count as targets, and -1 for each complement."""
     return torch.from_numpy(np.maximum(marked, -1))

@@ -58,8 +58,7 @@ def order_of_first_rank(
 ) -> list[nn.Parameter]:
     """Return all `parameters`: first those `seen` on rank 0, in that order, then the others. Collective.
 
-    The order is equal on every rank. So all ranks plan the same buckets, and when a backward pass raises, all have
-    launched the same ones.
+    The order is equal on every rank, so that all ranks plan the same buckets and launch them in the same order.
     """
     index_of = {parameter: index for index, parameter in enumerate(parameters)}
     order = list(dict.fromkeys([*(index_of[parameter] for parameter in seen), *index_of.values()]))
@@ -84,7 +83,9 @@ class PendingMean:
     """A reduction in flight; `wait` makes `results` the mean over the ranks and returns them.
 
     Attributes:
-        copies: pairs of tensors (to, from): views of `results` that `wait` copies.
+        works: the collectives; they sum.
+        divide_by: the number of ranks; 1: the collectives compute the mean.
+        copies: two lists of tensors; `wait` copies the second, views of `results`, into the first.
     """
 
     works: Sequence[Work]
@@ -93,15 +94,15 @@ class PendingMean:
     copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
     def wait(self) -> list[torch.Tensor]:
-        self.abandon()
+        self.wait_for_works()
         if self.divide_by != 1:
             torch._foreach_div_(self.results, self.divide_by)
         if self.copies is not None:
             torch._foreach_copy_(*self.copies)
         return self.results
 
-    def abandon(self) -> None:
-        """Wait for the reduction and discard its result."""
+    def wait_for_works(self) -> None:
+        """Wait for the collectives; leave `results` as they are."""
         for work in self.works:
             work.wait()
 
@@ -132,17 +133,17 @@ class GradientBuckets:
     Ranks whose gradients become ready in different orders would otherwise pair different collectives, and hang or mix
     up gradients. A bucket that is ready early waits for the buckets before it.
 
-    The first backward pass shows the order in which gradients become ready. Rank 0's order then holds on all ranks,
-    and nothing is launched before `finish`.
+    In the first step, nothing is launched before `finish`, which plans the buckets in the order in which gradients
+    became ready on rank 0. Later steps launch each bucket inside the backward pass.
 
     Args:
         parameters: parameters that need gradients, the same on every rank.
-        capacity: bytes of a bucket.
+        capacity: a bucket closes at this many bytes or more.
 
     Attributes:
         buckets: the parameters of each bucket; empty before the first `finish`.
         order: the parameters whose gradients became ready in this pass, in that order.
-        in_ready_order: all parameters in the order of the first pass; None before its end.
+        in_ready_order: all parameters in the order of the first pass; None before the first `finish`.
         is_paused: set it to accumulate gradients: no hook launches anything.
         pending: the reductions in flight.
     """
@@ -195,7 +196,11 @@ class GradientBuckets:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait until every gradient is the mean over the ranks. A parameter that was not used adds zeros."""
+        """Wait until every gradient is the mean over the ranks.
+
+        A parameter that was not used gets a gradient of zeros: AdamW decays it, which one process would not do. Its
+        bucket and all after it are launched only here.
+        """
         for parameter in self.without_gradient():
             parameter.grad = torch.zeros_like(parameter)
         self.launch_rest()
@@ -231,7 +236,7 @@ class GradientBuckets:
     def abandon(self) -> None:
         """Wait for the reductions in flight and discard their results."""
         while self.pending:
-            self.pending.pop(0).abandon()
+            self.pending.pop(0).wait_for_works()
 
     def reset(self) -> None:
         """Forget a pass that raised, or whose gradients are not needed."""

@@ -14,8 +14,8 @@ from lmkit.core.sampling import Sampling, draw, penalize
 class KVCache:
     """The keys and values of every layer, of some texts; `model(ids, cache)` reads the next ids of each text.
 
-    A pass adds keys and values behind those of `lengths` tokens. It does not change `lengths`: the caller adds the
-    number of tokens that count, so a token may be read again.
+    A pass writes keys and values at the positions `lengths`, `lengths` + 1, ... of each text. The caller then raises
+    `lengths`; what it does not count, the next pass overwrites.
 
     Args:
         model: a `TransformerLM`; the cache has its context, device and dtype.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lmkit.core.autograd import differentiable_once
 
 SliceGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A `SliceLoss`, perhaps compiled."""
+"""Computes (logits, targets) -> (losses, their gradient): a `SliceLoss`, perhaps compiled."""
 SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
 """Logits that are held at a time. 4 MiB of float32 stay in a core's cache; a GPU wants large matrix products."""
 
@@ -24,7 +24,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (..., vocab_size)
-        targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
+        targets: (...) int64 ids below vocab_size; those below zero are ignored. The loss is 0 if all are.
 
     Training uses `linear_cross_entropy`, which does not need the logits.
 
@@ -93,7 +93,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., d_model)
         weight: (vocab_size, d_model)
-        targets: (...) int64 ids below vocab_size; below zero: does not count. Without any that counts the loss is 0.
+        targets: (...) int64 ids below vocab_size; those below zero are ignored. The loss is 0 if all are.
         slice_loss: None makes a `SliceLoss`.
         rows: tokens of a slice; None: as many as have `SLICE_ELEMENTS` logits.
 

@@ -391,8 +391,9 @@ class TransformerLM(nn.Module):
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
-        With `separate_documents`, a document begins at an id that is given as its complement, ~id. With a cache,
-        documents are not separated.
+        With `separate_documents`, an id that is given as its complement, ~id, is the first that its document's tokens
+        see. That is the id before the document's first token, which it predicts. With a cache, documents are not
+        separated.
 
         Raises:
             ValueError: the sequence is longer than the context.

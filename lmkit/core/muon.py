@@ -3,7 +3,7 @@
     m = momentum m + (1 - momentum) g        u = momentum m + (1 - momentum) g
     w = (1 - r decay) w - r sqrt(max(1, rows / columns)) orthogonalize(u)
 
-with r the matrices' own learning rate, which follows the schedule of `lr`: r = lr matrix_lr / (the first lr).
+with r the matrices' own learning rate, which follows the schedule of `lr`: r = matrix_lr (lr now) / (first lr).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def draw(logits: Tensor, seeds: Tensor, numbers: Tensor, sampling: Sampling) -> 
         numbers: (rows) int64, tokens that each row has drawn before.
 
     Returns:
-        (rows) int64; -1 where no logit is finite or one is infinite or NaN.
+        (rows) int64; -1 where a logit is +inf or NaN, or all are -inf.
     """
     if sampling.temperature == 0:
         likeliest = logits.argmax(dim=-1, keepdim=True)  # (rows, 1); the first NaN if there is any

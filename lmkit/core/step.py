@@ -1,9 +1,8 @@
 """One training step: gradients of the micro-batches, their mean over the ranks, clipping, agreement, update.
 
 Gradients are clipped by their global norm (Pascanu et al. 2013, algorithm 1). `clip_gradients` clips parameters that
-one process holds. Training measures and scales separately, because ranks that hold parts of the gradients add up
-their norms in between. Our AdamW scales gradients as it reads them; for other optimizers `clip_for` scales them in
-place, in a separate pass over memory.
+one process holds. It measures (`gradient_norm`) and scales (`clip_for`); ranks that hold parts of the
+gradients add up their norms in between.
 """
 
 from __future__ import annotations
@@ -35,19 +34,17 @@ class Sync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of the passes inside, without communication."""
+        """Accumulate the gradients of the backward passes inside, without communication."""
         if self.buckets is not None:
             self.buckets.is_paused = True
-        yield
-        if self.buckets is not None:
-            self.buckets.is_paused = False
+        try:
+            yield
+        finally:
+            if self.buckets is not None:
+                self.buckets.is_paused = False
 
-    def finish(self, *, wait: bool = True) -> None:
-        """Average the gradients, after the last backward pass of a step.
-
-        Args:
-            wait: if False, `clip_gradients` and the optimizer may wait for gradients that are still in flight.
-        """
+    def finish(self) -> None:
+        """Average the gradients, after the last backward pass of a step."""
         if self.buckets is not None:
             self.buckets.finish()
 
@@ -111,14 +108,18 @@ class Step:
         return total / len(inputs)
 
     def backward(self, inputs: Tensor, targets: Tensor, index: int, count: int) -> Tensor:
-        """Add the gradients of micro-batch `index` of `count`, a share of the mean; return its loss."""
+        """Backpropagate loss / count; return the loss. All micro-batches weigh the same.
+
+        Args:
+            index: of the micro-batch, of `count` in the step.
+        """
         loss = self.loss(inputs, targets)
         (loss / count).backward()
         return loss.detach()
 
     def reduce(self) -> Tensor:
         """Average the gradients over the ranks and clip them; return their norm before that."""
-        self.sync.finish(wait=False)  # clipping waits for the gradients that it reads
+        self.sync.finish()
         return self.sync.clip_gradients(self.max_norm)
 
     def agree(self, is_good: Tensor) -> bool:
@@ -182,8 +183,8 @@ def clip_for(
     """Let `optimizer` read gradients with a joint norm of at most `max_norm`.
 
     Args:
-        optimizer: the next reader of the gradients (None: not known). If it has a `gradient_factor`, as our AdamW
-            does, only that is set; else `grads` are scaled in place.
+        optimizer: the next reader of the gradients (None: not known). If it has an attribute `gradient_factor`, as
+            `lmkit.optim.AdamW` does, only that is set; else `grads` are scaled in place, one pass over memory more.
         grads: all gradients of the optimizer in this process.
         norm: joint norm of the gradients of all processes.
         max_norm: inf leaves them as they are.

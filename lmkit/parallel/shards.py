@@ -263,7 +263,7 @@ class FlatShards:
     def drop_reduced(self) -> None:
         """Forget the mean gradient, even if it is still being reduced."""
         if self._pending is not None:
-            self._pending.abandon()
+            self._pending.wait_for_works()
             self._pending = None
         self.gradient = None
         for piece in self.pieces:

@@ -153,7 +153,7 @@ def test_killed_50_times_it_is_still_the_same_run(tmp_path):
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
     for run in (calm, battered):
         assert {path.name for path in run.iterdir()} == {
-            ".lock", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
+            ".lock", "stages.json", "recipe.toml", "environment.json", "metrics.jsonl", "checkpoints", "loss.png",
         }  # fmt: skip
         assert len(list((run / "checkpoints").iterdir())) == 2
     temporary = {path.name for path in (tmp_path / "temporary").iterdir()}

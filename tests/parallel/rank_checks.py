@@ -123,7 +123,7 @@ def check_the_core_averages_as_the_strategies(ranks: Ranks) -> None:
     step = Step(partial(model.loss, rank=ranks.rank), adamw(groups_of(model)), sync, max_norm=0.7)
     for number in range(4):
         inputs, targets = zip(*(batch(number, ranks.rank, micro) for micro in range(2)), strict=True)
-        step(torch.stack(inputs), torch.stack(targets), lr=0.02)
+        step(torch.stack(inputs).to(ranks.device), torch.stack(targets).to(ranks.device), lr=0.02)
     assert len(sync.buckets.buckets) > 3
     assert max(norms) > 0.7
     assert_close_models(model, oracle, FLOAT64_TOLERANCE)
