@@ -274,14 +274,16 @@ class TransformerLM(core.TransformerLM):
         super().__init__(config, device=device, dtype=dtype)
         self._arrange()
 
-    def _arrange(self) -> None:
-        place_side_by_side(self)
+    def _arrange(self, moved: set[nn.Parameter] | None = None) -> None:
+        place_side_by_side(self, moved)
         self.operations = choose_operations(self.config.operations, self.lm_head.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
         # nn.Module calls this in .to(), .half() and .to_empty().
+        places = {parameter: parameter.data_ptr() for parameter in self.parameters()}
         super()._apply(fn, recurse)
-        self._arrange()
+        # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
+        self._arrange({x for x in self.parameters() if places.get(x) != x.data_ptr()})
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -382,15 +384,21 @@ def are_plain(*modules: nn.Module) -> bool:
 
 
 def is_original(model: Any) -> bool:
-    """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, or hooked into a
-    part of a block.
+    """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, added a bias, or
+    hooked into a part of a block.
 
     Strategies hook into blocks, embedding, last norm and head, and change none of what they compute.
     """
     ends = model.token_embeddings, model.ln_final, model.lm_head
-    return all(type(layer).__module__.startswith("lmkit.") for layer in ends) and all(
-        are_plain(*block.children()) for block in model.layers
-    )
+    if not all(type(layer).__module__.startswith("lmkit.") for layer in ends):
+        return False
+    for block in model.layers:
+        if not are_plain(*block.children()):
+            return False
+        with_bias = {layer for layer in block.modules() if getattr(layer, "bias", None) is not None}
+        if with_bias != (set(block.attn.joined_layers()) if model.config.qkv_bias else set()):
+            return False
+    return True
 
 
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
@@ -398,9 +406,12 @@ def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     weights, biases = [], []
     for layer in layers:
         weights.append(layer.weight)
-        biases.append(layer.bias)
+        if layer.bias is not None:
+            biases.append(layer.bias)
     weight = join(weights)
-    bias = None if biases[0] is None else join(biases).to(weight.dtype)
+    if biases and len(biases) < len(layers):  # somebody replaced a layer by one with a bias
+        biases = [weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in layers]
+    bias = join(biases).to(weight.dtype) if biases else None
     return layers[0].product(x, weight, bias)
 
 
@@ -443,16 +454,22 @@ def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         layers = getattr(module, "joined_layers", None)
         if layers is not None and all(type(layer) is Linear for layer in layers()):
             yield [layer.weight for layer in layers()]
-            if layers()[0].bias is not None:
+            if all(layer.bias is not None for layer in layers()):
                 yield [layer.bias for layer in layers()]
 
 
 @torch.no_grad()
-def place_side_by_side(model: nn.Module) -> None:
-    """Move parameters so that `join` needs no copy. Parameters without memory of their own stay."""
+def place_side_by_side(model: nn.Module, moved: set[nn.Parameter] | None = None) -> None:
+    """Move parameters so that `join` needs no copy. Parameters without memory of their own stay.
+
+    Args:
+        moved: sets of parameters none of which is here stay, too; None: all are.
+    """
     for parameters in joined_sets(model):
         first = parameters[0]
         alike = all(x.dtype == first.dtype and x.device == first.device for x in parameters)
+        if moved is not None and moved.isdisjoint(parameters):
+            continue
         if first.is_meta or not alike or not all(x.is_contiguous() for x in parameters):
             continue
         if not lie_side_by_side(parameters):

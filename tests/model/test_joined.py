@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lmkit.core import model as core
 from lmkit.core.sampling import Sampling
 from lmkit.generation import Decoder
 from lmkit.model import TransformerLM
@@ -92,6 +93,25 @@ def test_a_text_is_written_by_the_layer_that_somebody_put_in(make_model, name):
         torch.testing.assert_close(decoder._step.logits(9), model(IDS[:1])[:, -1], rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("keep", ["none", "block"])
+@pytest.mark.parametrize("name", [*JOINED, "attn.output_proj", "ffn.w2"])
+def test_a_bias_that_somebody_gave_one_layer_counts(make_model, name, keep):
+    """The core's model computes layer by layer."""
+    model = make_model(activation_checkpointing=keep, num_kv_heads=2)
+    plain = core.TransformerLM(model.config, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    for each in (model, plain):
+        layer = each.layers[1].get_submodule(name)
+        layer.bias = nn.Parameter(torch.arange(1.0, layer.out_features + 1, dtype=torch.float64))
+        each.loss(IDS, IDS).backward()
+    torch.testing.assert_close(model(IDS), plain(IDS), rtol=1e-12, atol=1e-12)
+    for (found, parameter), (_, expected) in zip(
+        sorted(model.named_parameters()), sorted(plain.named_parameters()), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=found)
+    assert not is_original(model)
+
+
 def test_a_tied_head_stays_tied_where_weights_are_assigned(make_model):
     model = make_model(tie_embeddings=True)
     deferred = TransformerLM(model.config, device="meta")
@@ -112,6 +132,9 @@ def test_weights_stay_side_by_side(make_model, bias):
     assert torch.equal(deferred(IDS), model(IDS))
     hold_weights(model, "bf16")
     assert not all_lie_side_by_side(model)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    model.to("cpu")  # moves nothing: an optimizer may own this memory
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
     torch.testing.assert_close(model(IDS).float(), deferred(IDS), rtol=0.1, atol=0.1)  # a copy: 8 bits
     assert all_lie_side_by_side(build_step(model.config, precision="bf16").model)
 
