@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,14 +55,15 @@ def log_to_stderr() -> None:
     """Send the log of library code (logger "lmkit") to stderr as plain lines."""
     import logging  # 9 ms
 
-    class Lines(logging.StreamHandler):
-        def format(self, record: logging.LogRecord) -> str:
-            text = harmless(super().format(record), sys.stderr)
-            return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
-
+    class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            self.stream = sys.stderr  # while a bar is drawn, this puts lines above it
-            super().emit(record)
+            text = harmless(self.format(record), sys.stderr)
+            if record.levelno >= logging.WARNING:
+                text = f"{record.levelname.lower()}: {text}"
+            with suppress(OSError):
+                print(
+                    text, file=sys.stderr, flush=True
+                )  # while a bar is drawn, this stream puts lines above it
 
     log = logging.getLogger("lmkit")
     log.setLevel(logging.INFO)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,27 +71,28 @@ def generate(
         streamed.append(piece)
         write(piece)
 
-    def print_line(sample: Sample) -> None:
+    def print_line(number: int, made: Generation) -> None:
         with _uninterrupted():
-            show(sample, as_json=True)
-            numbers.add(sample.number)
+            show(Result("", _fields(number, made)), as_json=True)
+            numbers.add(number)
 
-    def finish(result: GenerateResult) -> None:
+    def finish(generations: Mapping[int, Generation]) -> None:
         """Print what is not yet printed."""
         if streamed:
             stream("\n")
         elif as_lines:
-            for sample in result.samples:
-                if sample.number not in numbers:
-                    print_line(sample)
-        elif result.samples:
+            for number, made in generations.items():
+                if number not in numbers:
+                    print_line(number, made)
+        elif generations:
+            samples = [_fields(number, made) for number, made in generations.items()]
             with _uninterrupted():
-                show(result, as_json=as_json)
+                show(Result(as_text(generations.values()), {"samples": samples}), as_json=as_json)
 
     try:
         # rich's bar would redirect the lines of JSON to stderr.
         with nullcontext() if as_lines else progress_on_stderr() as progress:
-            result = continue_prompts(
+            made = continue_prompts(
                 run,
                 tokenizer=tokenizer,
                 overrides=set_ or (),
@@ -104,9 +104,9 @@ def generate(
                 progress=progress,
             )
     except KeyboardInterrupt as stop:  # once texts are written, it has them
-        finish(GenerateResult(tuple(Sample.of(*item) for item in getattr(stop, "generations", {}).items())))
+        finish(getattr(stop, "generations", {}))
         raise
-    finish(result)
+    finish(dict(enumerate(made)))
 
 
 @contextmanager
@@ -157,32 +157,15 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
 SEPARATOR = "\n\n---\n\n"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
-
-    `number` counts prompts and their samples. `logprobs` holds the natural logarithm of each token's probability, if
-    the table asks for it.
-    """
-
-    number: int
-    prompt: str
-    text: str
-    num_tokens: int
-    ended: bool
-    logprobs: tuple[float, ...] | None
-
-    @classmethod
-    def of(cls, number: int, made: Generation) -> Sample:
-        return cls(number, made.prompt, made.text, len(made.tokens), made.ended, made.logprobs)
+def as_text(generations: Iterable[Generation]) -> str:
+    """Return the texts as they are printed, each with its prompt."""
+    return SEPARATOR.join((made.prompt + made.text).rstrip("\n") for made in generations) + "\n"
 
 
-@dataclass(frozen=True)
-class GenerateResult:
-    samples: tuple[Sample, ...]
-
-    def __str__(self) -> str:
-        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+def _fields(number: int, made: Generation) -> dict[str, Any]:
+    """Return what JSON says of a text; `number` counts prompts and their samples."""
+    fields = {"number": number, "prompt": made.prompt, "text": made.text, "num_tokens": len(made.tokens)}
+    return {**fields, "ended": made.ended, "logprobs": made.logprobs}
 
 
 def continue_prompts(
@@ -194,16 +177,16 @@ def continue_prompts(
     device: str = "auto",
     samples: int = 1,
     stream: Callable[[str], None] | None = None,
-    on_sample: Callable[[Sample], None] | None = None,
+    on_sample: Callable[[int, Generation], None] | None = None,
     progress: Progress | None = None,
-) -> GenerateResult:
+) -> list[Generation]:
     """Continue the prompts of a run's [generate] table, or those given.
 
     Args:
         source, tokenizer, overrides, flags, device: as for `loaded_model`.
         samples: texts per prompt.
         stream: called with the prompt and then with each piece of text, if there is a single prompt.
-        on_sample: called with each text when it is complete.
+        on_sample: called with the number of a text and the text when it is complete.
         progress: told how many texts are complete.
 
     Raises:
@@ -227,7 +210,7 @@ def continue_prompts(
             nonlocal complete
             complete += 1
             if on_sample is not None:
-                on_sample(Sample.of(number, generation))
+                on_sample(number, generation)
             if progress is not None:
                 progress("texts", complete, len(prompts))
 
@@ -235,7 +218,7 @@ def continue_prompts(
         made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
         if unwritten:  # the model ended the text at once
             on_text(0, "")
-    return GenerateResult(tuple(Sample.of(*item) for item in enumerate(made)))
+    return made
 
 
 @contextmanager

@@ -433,12 +433,12 @@ def _evaluate(run: Pipeline) -> Outputs:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.generate import continue_prompts
+    from lmkit.cli.generate import as_text, continue_prompts
 
     with alone():
-        result = continue_prompts(run.folder, device=run.recipe.run.device)
+        made = continue_prompts(run.folder, device=run.recipe.run.device)
     path = run.folder / run_folder.STORIES
-    write_atomic(path, str(result))
+    write_atomic(path, as_text(made))
     return {"stories": [path]}
 
 
