@@ -27,7 +27,7 @@ COMMANDS = {
     "train": "model",
     "evaluate": "model",
     "generate": "generate",
-    "chat": "generate",
+    "chat": "chat",
     "export": "model",
     "import": "model",
     "data": "data",

@@ -24,9 +24,6 @@ class Result:
     fields: dict[str, Any]
     is_fine: bool = True
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def show(result: Any, *, as_json: bool) -> None:
     """Print a `Result` or a dataclass: its text, or its fields as one JSON object."""
@@ -38,7 +35,7 @@ def show(result: Any, *, as_json: bool) -> None:
         fields = result.fields if isinstance(result, Result) else asdict(result)
         write(json.dumps(finite(fields), default=str, allow_nan=False) + "\n")
     else:
-        text = str(result)
+        text = result.text if isinstance(result, Result) else str(result)
         write(text if text.endswith("\n") else text + "\n")
 
 

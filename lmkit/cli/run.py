@@ -67,7 +67,7 @@ def run(
     if seeds is None:
         return results[0]
     made = [result for result in results if result is not None]
-    return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})
+    return Result("\n".join([result.text for result in made]), {"runs": [result.fields for result in made]})
 
 
 def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:
