@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -98,8 +97,7 @@ class FileSampler(Sampler):
         """Return the windows that begin at these positions, as `batch` does."""
         ends = self.context_length + 1
         windows = np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts])
-        inputs, targets = inputs_of(windows[:, :-1]), targets_of(windows[:, 1:])
-        mark_documents(inputs, starts, self.borders)
+        inputs, targets = batch_of(windows[:, :-1], windows[:, 1:], starts, self.borders)
         shape = (self.accumulation, -1, self.context_length)
         return inputs.reshape(shape), targets.reshape(shape)
 
@@ -187,27 +185,18 @@ def evaluation_windows(
         ValueError: there are fewer than `context_length + 1` tokens.
     """
     check_length(tokens, context_length)
-    return islice(_consecutive_windows(tokens, mask, borders, context_length, batch_size), max_batches)
+    end = len(tokens) - 1
+    whole = end // context_length * context_length
+    firsts = [*range(0, whole, batch_size * context_length), *([whole] if whole < end else [])]
 
-
-def _consecutive_windows(
-    tokens: np.ndarray,
-    mask: np.ndarray | None,
-    borders: np.ndarray | None,
-    context_length: int,
-    batch_size: int,
-) -> Iterator[Batch]:
-    def rows(first: int, last: int, length: int) -> Batch:
+    def rows(first: int) -> Batch:
+        length = context_length if first < whole else end - whole
+        last = min(first + batch_size * context_length, whole) if first < whole else end
         span = marked(tokens, mask, first, last + 1)
-        inputs, targets = inputs_of(span[:-1].reshape(-1, length)), targets_of(span[1:].reshape(-1, length))
-        mark_documents(inputs, range(first, last, length), borders)
-        return inputs, targets
+        before, after = span[:-1].reshape(-1, length), span[1:].reshape(-1, length)
+        return batch_of(before, after, range(first, last, length), borders)
 
-    whole = (len(tokens) - 1) // context_length * context_length
-    for first in range(0, whole, batch_size * context_length):
-        yield rows(first, min(first + batch_size * context_length, whole), context_length)
-    if rest := len(tokens) - 1 - whole:
-        yield rows(whole, len(tokens) - 1, rest)
+    return map(rows, firsts[:max_batches])
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
@@ -225,24 +214,23 @@ def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) ->
     return np.where(bits, ids, ~ids)
 
 
-def inputs_of(marked: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.maximum(marked, ~marked))
-
-
-def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
-    """Mark the input before each border by its bitwise complement, in place.
+def batch_of(
+    inputs: np.ndarray, targets: np.ndarray, starts: Sequence[int], borders: np.ndarray | None
+) -> Batch:
+    """Return inputs and targets as tensors, with the input before each border marked by its complement.
 
     Args:
-        inputs: (rows, length)
+        inputs, targets: (rows, length), as `marked` returns them.
         starts: the position of the first input of each row.
         borders: positions at which documents begin, ascending.
     """
-    if borders is None:
-        return
-    for row, start in zip(inputs.numpy(), starts, strict=True):
-        low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
-        before = borders[low:high].astype(np.int64) - 1 - start
-        row[before] = ~row[before]
+    inputs = np.maximum(inputs, ~inputs)
+    if borders is not None:
+        for row, start in zip(inputs, starts, strict=True):
+            low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
+            before = borders[low:high].astype(np.int64) - 1 - start
+            row[before] = ~row[before]
+    return torch.from_numpy(inputs), targets_of(targets)
 
 
 def targets_of(marked: np.ndarray) -> torch.Tensor:

@@ -440,11 +440,11 @@ class SideBySide(torch.autograd.Function):
 def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters that are best placed side by side, in order."""
     for module in model.modules():
-        layers = getattr(module, "joined_layers", None)
-        if layers is not None and all(type(layer) is Linear for layer in layers()):
-            yield [layer.weight for layer in layers()]
-            if layers()[0].bias is not None:
-                yield [layer.bias for layer in layers()]
+        layers: Any = module.joined_layers() if isinstance(module, SelfAttention | SwiGLU) else ()
+        if {*map(type, layers)} == {Linear}:
+            yield [layer.weight for layer in layers]
+            if layers[0].bias is not None:
+                yield [layer.bias for layer in layers]
 
 
 @torch.no_grad()
@@ -452,14 +452,12 @@ def place_side_by_side(model: nn.Module) -> None:
     """Move parameters so that `join` needs no copy. Parameters without memory of their own stay."""
     for parameters in joined_sets(model):
         first = parameters[0]
-        alike = all(x.dtype == first.dtype and x.device == first.device for x in parameters)
-        if first.is_meta or not alike or not all(x.is_contiguous() for x in parameters):
+        kinds = {(x.dtype, x.device, x.is_contiguous()) for x in parameters}
+        if first.is_meta or kinds != {(first.dtype, first.device, True)} or lie_side_by_side(parameters):
             continue
-        if not lie_side_by_side(parameters):
-            rows = [len(x) for x in parameters]
-            together = torch.cat([x.detach() for x in parameters])
-            for parameter, part in zip(parameters, together.split(rows), strict=True):
-                parameter.data = part
+        together = torch.cat(list(parameters)).split(list(map(len, parameters)))
+        for parameter, part in zip(parameters, together, strict=True):
+            parameter.data = part
 
 
 def in_order_of_memory(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
