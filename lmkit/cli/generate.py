@@ -20,7 +20,6 @@ from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     from lmkit.generation import Generation
-    from lmkit.measure.progress import Progress
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
 app = Commands()
 
 
-@app.add(
-    'lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"',
-    keys=("generate.*",),
-)
+@app.add('lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"', keys=("generate.*",))
 def generate(
     run: Path,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p")] = None,
@@ -65,6 +61,7 @@ def generate(
     flags["generate.prompts"] = _read_prompts(prompt, prompts_file)
     streamed: list[str] = []
     numbers: set[int] = set()  # of the texts on stdout
+    complete = 0
 
     def stream(piece: str) -> None:
         streamed.append(piece)
@@ -74,6 +71,14 @@ def generate(
         with _uninterrupted():
             show(Result("", _fields(number, made)), as_json=True)
             numbers.add(number)
+
+    def on_end(number: int, made: Generation, total: int) -> None:
+        nonlocal complete
+        complete += 1
+        if as_lines:
+            print_line(number, made)
+        elif progress is not None:
+            progress("texts", complete, total)
 
     def finish(generations: Mapping[int, Generation]) -> None:
         """Print what is not yet printed."""
@@ -99,8 +104,7 @@ def generate(
                 device=device,
                 samples=samples,
                 stream=None if as_json or as_lines else stream,
-                on_sample=print_line if as_lines else None,
-                progress=progress,
+                on_end=on_end,
             )
     except KeyboardInterrupt as stop:  # once texts are written, it has them
         finish(getattr(stop, "generations", {}))
@@ -176,8 +180,7 @@ def continue_prompts(
     device: str = "auto",
     samples: int = 1,
     stream: Callable[[str], None] | None = None,
-    on_sample: Callable[[int, Generation], None] | None = None,
-    progress: Progress | None = None,
+    on_end: Callable[[int, Generation, int], None] | None = None,
 ) -> list[Generation]:
     """Continue the prompts of a run's [generate] table, or those given.
 
@@ -185,8 +188,7 @@ def continue_prompts(
         source, tokenizer, overrides, flags, device: as for `loaded_model`.
         samples: texts per prompt.
         stream: called with the prompt and then with each piece of text, if there is a single prompt.
-        on_sample: called with the number of a text and the text when it is complete.
-        progress: told how many texts are complete.
+        on_end: called with the number of a text, the text when it is complete, and the number of all texts.
 
     Raises:
         UsageError: as `loaded_model`.
@@ -199,22 +201,14 @@ def continue_prompts(
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
         prompts = [prompt for prompt in table.prompts for _ in range(samples)]
         unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
-        complete = 0
 
         def on_text(row: int, piece: str) -> None:
             assert stream is not None
             stream((unwritten.pop() if unwritten else "") + piece)
 
-        def on_end(number: int, generation: Generation) -> None:
-            nonlocal complete
-            complete += 1
-            if on_sample is not None:
-                on_sample(number, generation)
-            if progress is not None:
-                progress("texts", complete, len(prompts))
-
         report = on_text if unwritten else None
-        made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
+        ended = None if on_end is None else lambda number, made: on_end(number, made, len(prompts))
+        made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=ended)
         if unwritten:  # the model ended the text at once
             on_text(0, "")
     return made

@@ -398,8 +398,7 @@ class Pipeline:
     @property
     def newest(self) -> Path | None:
         """The newest checkpoint; it may be damaged."""
-        steps = (path for path in self.checkpoints.glob("step-*") if path.name[len("step-") :].isdecimal())
-        return max(steps, default=None)
+        return max(self.checkpoints.glob("step-" + 8 * "[0-9]"), default=None)
 
     def why(self, stage: str) -> str | None:
         """Return why a stage has to be done: what of its outputs is damaged, or ""; None if it is up to date."""

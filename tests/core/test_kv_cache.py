@@ -5,7 +5,6 @@ import torch
 
 from lmkit.core import kv_cache
 from lmkit.core.sampling import Sampling, draw, penalize
-from lmkit.generation import GenerateConfig, generate_tokens
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
@@ -50,15 +49,6 @@ def test_equals_the_loop_without_a_cache_beyond_the_context(fields, sampling):
     made = kv_cache.generate(model, ids, 25, sampling, seed=7)
     for row, prompt in enumerate(ids.tolist()):  # float64: rounding decides no draw
         assert made[row].tolist() == without_cache(model, prompt, 25, sampling, 7 + row)
-
-
-def test_writes_what_the_product_writes():
-    model, ids = make_model(), torch.randint(50, (2, 4))
-    options = GenerateConfig(max_new_tokens=20, temperature=0.8, top_k=9, top_p=0.9, seed=3)
-    texts = [[], []]
-    for number, token, _ in generate_tokens(model, ids.tolist(), options):
-        texts[number].append(token)
-    assert kv_cache.generate(model, ids, 20, Sampling(0.8, 9, 0.9), seed=3).tolist() == texts
 
 
 def test_texts_of_different_lengths_are_read_in_parts():
