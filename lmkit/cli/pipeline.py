@@ -523,13 +523,13 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
     template = template_for(table, tokenizer, source=run.corpus.source)
     if template is not None:
         template.check(tokenizer, table.path or path)
-    beside = [run.folder / name for name in run_folder.BESIDE_TOKENIZER]
+    beside = tuple(map(run.folder.joinpath, run_folder.BESIDE_TOKENIZER))
     for file in beside:  # of the tokenizer before
         file.unlink(missing_ok=True)
     if template is not None:
         template.save(run.folder / run_folder.CHAT_TEMPLATE)
     tokenizer.save(path)
-    return {"tokenizer": [path, *[file for file in beside if file.exists()]]}
+    return {"tokenizer": [path, *filter(Path.exists, beside)]}
 
 
 def _encode(run: Pipeline) -> Outputs:
@@ -552,7 +552,7 @@ def _encode(run: Pipeline) -> Outputs:
                 force=True,
                 progress=run.progress,
             )
-        outputs[part] = [file for file in parts_of(path) if file.exists()]
+        outputs[part] = list(filter(Path.exists, parts_of(path)))
     return outputs
 
 

@@ -63,7 +63,9 @@ def run(
         results = [pipeline.plan(it, **options) for it in recipes]
     if not dry_run:
         with progress_on_stderr() as progress:
-            results = [pipeline.run(it, progress=progress, **options) for it in recipes]
+            results = []
+            for it in recipes:
+                results.append(pipeline.run(it, progress=progress, **options))
     if seeds is None:
         return results[0]
     made = [result for result in results if result is not None]

@@ -179,10 +179,8 @@ class Layers(core.Layers):
         sums: whether blocks get x + delta as one tensor, so that the first is compiled as the others are.
     """
 
-    def __init__(self, blocks: Sequence[TransformerBlock]) -> None:
-        super().__init__(blocks)
-        self.sums = False
-        self.operations: Operations | None = None
+    sums = False
+    operations: Operations | None = None
 
     def forward(  # type: ignore[override]
         self,
