@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmkit.measure.progress import Progress, wants_plain_text
-from lmkit.streams import harmless, results
+from lmkit.streams import Progress, harmless, results, wants_plain_text
 
 SECONDS_BETWEEN_LINES = 10.0
 

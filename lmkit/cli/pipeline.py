@@ -27,7 +27,6 @@ from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_dir
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
 from lmkit.errors import UsageError, some_of
-from lmkit.measure.progress import Progress
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
 from lmkit.recipe import END_OF_TEXT, run_folder
@@ -37,6 +36,7 @@ from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomi
 from lmkit.storage.atomic import noted_digest
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.streams import Progress
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 from lmkit.tokenizer.chat import read_template, template_for
 from lmkit.tokenizer.vocabulary import end_of_text_of
