@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -97,6 +97,8 @@ class Decoder:
         state: of the rows; `state.drawn` holds their newest tokens.
         cache: keys and values of all tokens of the rows but the newest.
         refill: number of rows that are best started together.
+        layers: weights of the blocks, if a step reads them itself.
+        begin: prepares the next step for new texts; None: nothing has to be.
 
     Raises:
         LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
@@ -156,28 +158,24 @@ class Decoder:
         viewed: Any = {"seen": self._view(seen), "stops": None if ending is None else self._view(ending)}
         columns: Any = map(self._view, self.state)
         self._views = Rows(*columns), self.rules._replace(**viewed)
-        if runs_kernels:
-            from lmkit.generation.kernel_step import KernelStep
-
-            step = KernelStep(self)
-            self._step: Callable[[int], Tensor | None] = step
-            self.begin: Callable[[Tensor, Tensor], None] | None = step.begin
-        elif (
+        reads_weights = runs_kernels or (
             self.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.float64)
             and not self.rereads
             and config.switches <= SWITCHES
             and is_original(model)
-        ):
-            self._step, self.begin = CPUStep(self), None
+        )
+        self.layers = list(map(layer_weights, model.layers)) if reads_weights else []
+        self.begin: Callable[[Tensor, Tensor], None] | None = None
+        if runs_kernels:
+            from lmkit.generation.kernel_step import KernelStep
+
+            self._step: Callable[[int], Tensor | None] = (step := KernelStep(self))
+            self.begin = step.begin
         else:
-            self._step, self.begin = self.next_logits, None
+            self._step = CPUStep(self) if reads_weights else self.next_logits
         self._prefill = Prefill(self, padded=runs_kernels)
         self.refill = self._prefill.together
-
-    @cached_property
-    def layers(self) -> list[LayerWeights]:
-        return list(map(layer_weights, self.model.layers))
 
     @torch.inference_mode()
     def start(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
