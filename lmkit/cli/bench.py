@@ -36,7 +36,11 @@ class _Benches(Commands):
         for flag, file in pairwise([*args, ""]):
             if flag == "--plugin" or flag.startswith("--plugin="):  # it may register the bench that is called
                 load_plugin(Path(flag.partition("=")[2] or file))
-        return super().resolve_command(ctx, [*args[:1], *map(_with_dashes, args[1:])])
+        typed = args[:1]
+        for word in args[1:]:  # --timed_epochs is --timed-epochs
+            flag, equals, value = word.partition("=")
+            typed.append((flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value)
+        return super().resolve_command(ctx, typed)
 
 
 app = _Benches(
@@ -44,12 +48,6 @@ app = _Benches(
     example="lmkit bench attention bench_attention_cpu",
 )
 app.commands = {name.replace("_", "-"): None for name in BENCHES.names}
-
-
-def _with_dashes(word: str) -> str:
-    """Return a flag as it is registered: `--timed_epochs` is `--timed-epochs`."""
-    flag, equals, value = word.partition("=")
-    return (flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value
 
 
 def _command(name: str) -> Any:

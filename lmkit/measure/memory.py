@@ -79,14 +79,16 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process: its RSS, or the peak of it
+    where the system does not tell."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
         malloc_trim(0)  # freed memory is not in use, and what is taken from it would not show as growth
-    return resident_memory()
+    status = Path("/proc/self/status")
+    return _bytes_in(status, "VmRSS") if status.exists() else _peak_rss()
 
 
 def _peak_rss() -> int:
@@ -97,12 +99,6 @@ def _peak_rss() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
-
-
-def resident_memory() -> int:
-    """Return the RSS of this process now (Linux), or its peak where the system does not tell."""
-    status = Path("/proc/self/status")
-    return _bytes_in(status, "VmRSS") if status.exists() else _peak_rss()
 
 
 def _bytes_in(path: Path, name: str) -> int:
