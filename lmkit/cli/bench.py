@@ -25,17 +25,21 @@ _OUTPUT = "Folder for the results.  [default: artifacts/benches/<run.name>/<benc
 class _Benches(Commands):
     """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
+    def name_all(self) -> None:
+        """Take the names of all benches from the registry."""
+        self.commands = {name.replace("_", "-"): None for name in BENCHES.names}
+
     def line(self, name: str) -> str:
         return BENCHES.facts(name.replace("-", "_")).help
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        name = cmd_name.replace("-", "_")
-        return _command(name) if name in BENCHES.names and "_" not in cmd_name else None
+        return _command(cmd_name.replace("-", "_")) if cmd_name in self.commands else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for flag, file in pairwise([*args, ""]):
             if flag == "--plugin" or flag.startswith("--plugin="):  # it may register the bench that is called
                 load_plugin(Path(flag.partition("=")[2] or file))
+        self.name_all()
         typed = args[:1]
         for word in args[1:]:  # --timed_epochs is --timed-epochs
             flag, equals, value = word.partition("=")
@@ -47,7 +51,7 @@ app = _Benches(
     "Measure how fast each part is. Exit code 1 if a variant is wrong or failed, or nothing could be measured.",
     example="lmkit bench attention bench_attention_cpu",
 )
-app.commands = {name.replace("_", "-"): None for name in BENCHES.names}
+app.name_all()
 
 
 def _command(name: str) -> Any:

@@ -56,7 +56,7 @@ def log_to_stderr() -> None:
             text = harmless(self.format(record), sys.stderr)
             if record.levelno >= logging.WARNING:
                 text = f"{record.levelname.lower()}: {text}"
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # stderr is full or closed
                 print(
                     text, file=sys.stderr, flush=True
                 )  # while a bar is drawn, this stream puts lines above it
