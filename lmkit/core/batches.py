@@ -34,6 +34,8 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
+    numbers_per_row: int = field(default=1, init=False)
+    """Random numbers from which a row is cut or drawn."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -50,16 +52,13 @@ class Sampler:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
-        numbers = self._numbers_per_row()
+        numbers = self.numbers_per_row
         # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
         # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
         stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
         rows = self.batch_size // self.world_size
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
         return self._rows(raw[self.rank * rows : (self.rank + 1) * rows])
-
-    def _numbers_per_row(self) -> int:
-        raise NotImplementedError
 
     def _rows(self, raw: np.ndarray) -> Batch:
         """Turn the random uint64 (rows, numbers per row) of this rank into its batch."""
@@ -140,9 +139,6 @@ class TokenBatches(FileSampler):
             if len(self.document_starts) == 0:
                 raise ValueError(f"no document is followed by {self.context_length + 1} tokens")
 
-    def _numbers_per_row(self) -> int:
-        return 1
-
     def _rows(self, raw: np.ndarray) -> Batch:
         if self.document_starts is None:
             starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
@@ -157,8 +153,9 @@ class RandomTokens(Sampler):
 
     vocab_size: int = field(kw_only=False)
 
-    def _numbers_per_row(self) -> int:
-        return self.context_length + 1
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.numbers_per_row = self.context_length + 1
 
     def _rows(self, raw: np.ndarray) -> Batch:
         windows = torch.from_numpy((raw % np.uint64(self.vocab_size)).astype(np.int64))

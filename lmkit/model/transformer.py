@@ -7,6 +7,7 @@ device, in blocks with a switch that is not in `SWITCHES`, or with a layer that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -476,7 +477,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("module._orig_mod.layers.0.ln1.weight")
     'layers.0.ln1.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+    return re.sub(r"\b(_orig_mod|module)\.", "", name)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
