@@ -227,8 +227,4 @@ def batch_of(
             low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
             before = borders[low:high].astype(np.int64) - 1 - start
             row[before] = ~row[before]
-    return torch.from_numpy(inputs), targets_of(targets)
-
-
-def targets_of(marked: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.maximum(marked, -1))
+    return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))

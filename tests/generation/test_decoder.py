@@ -49,11 +49,16 @@ def check_next_logits(decoder, model):
         assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
-@pytest.mark.parametrize("switch", [*SWITCHES, "all"])
+SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 32}
+
+
+@pytest.mark.parametrize(
+    "fields", [*({key: value} for key, value in SWITCHES.items()), SWITCHES, SCALED], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
+def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, fields):
     """A switch of the model that no faster step knows is computed by the model itself."""
-    model = make_model(num_kv_heads=2, **(SWITCHES if switch == "all" else {switch: SWITCHES[switch]}))
+    model = make_model(num_kv_heads=2, **fields)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -70,20 +75,6 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     for key, value in SWITCHES.items():
         decoder = Decoder(make_model(**{key: value}), 2, sampling=GREEDY, most=ENDLESS)
         assert isinstance(decoder._step, CPUStep) == (key in KNOWN)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
-    model = make_model(
-        num_kv_heads=2, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_original_context=32
-    )
-    with torch.no_grad():
-        for layer in model.layers:
-            for part in layer.attn.joined_layers():
-                part.bias.normal_()
-    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
-    decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
-    check_next_logits(decoder, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
