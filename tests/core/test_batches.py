@@ -160,6 +160,16 @@ def test_evaluation_stops_after_max_batches(tokens):
     assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=3))) == 3
 
 
+def test_the_input_before_a_document_is_its_complement(tokens):
+    borders = np.array([1, 8, 9, 500, 999])
+    batches = [*evaluation_windows(tokens, CONTEXT, 50, borders=borders)]
+    assert sum((inputs < 0).sum().item() for inputs, _ in batches) == 5
+    for inputs, targets in [token_batches(tokens, batch_size=240, borders=borders).batch(0), *batches]:
+        ids = torch.maximum(inputs, ~inputs)
+        assert torch.equal(targets, ids + 1)
+        assert torch.equal(inputs < 0, torch.isin(targets, torch.from_numpy(borders)))
+
+
 def test_tokens_that_are_no_ids_are_refused():
     sizes = {"batch_size": 2, "context_length": 4, "seed": 0}
     for tokens in (np.zeros((50, 3), np.uint16), np.zeros(50)):
