@@ -10,18 +10,25 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from lmkit.errors import LmkitError, reason
 
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and how much there is (bytes, steps, cases)."""
 LOST: dict[str, str] = {}
 """Name of a stream that could not be written -> why."""
 _results: list[TextIO] = []
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | {ord(sign): sign for sign in "\t\n\r"}
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
+
+
+def wants_plain_text(stream: IO[str]) -> bool:
+    """Whether no escape codes may be written: not a terminal, a dumb one, or NO_COLOR is set (no-color.org)."""
+    return not stream.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def harmless(text: str, stream: TextIO) -> str:

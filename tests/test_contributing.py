@@ -114,7 +114,7 @@ assert flops_per_token(config, 32) - flops_per_token(config.changed(post_norm=Fa
 decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
 decoder.start([0], [ids[0, :9].tolist()], seeds=[0])
 with torch.inference_mode():
-    torch.testing.assert_close(decoder._step.logits(9), model(ids[:1, :9])[:, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoder._step(9), model(ids[:1, :9])[:, -1], rtol=1e-4, atol=1e-4)
 try:
     config_json(config, dtype="float32", begin=None, end=None)
     sys.exit("an export was not refused")

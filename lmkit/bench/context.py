@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmkit.errors import LmkitError, UsageError, first_line
 from lmkit.measure.limits import Limits, measure_limits
 from lmkit.measure.memory import is_out_of_memory, release_memory
-from lmkit.measure.progress import Progress
 from lmkit.measure.tables import Rows, json_lines
 from lmkit.measure.timing import global_state_kept
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.inputs import read_input
+from lmkit.streams import Progress
 
 if TYPE_CHECKING:
     import torch

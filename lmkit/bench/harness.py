@@ -39,13 +39,13 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory
 from lmkit.measure.plots import decorate
-from lmkit.measure.progress import Progress
 from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Rows, row_files, wrote
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.streams import Progress
 
 if TYPE_CHECKING:
     from lmkit.recipe.schema import Recipe

@@ -4,7 +4,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ COMMANDS = {
     "train": "model",
     "evaluate": "model",
     "generate": "generate",
-    "chat": "generate",
+    "chat": "chat",
     "export": "model",
     "import": "model",
     "data": "data",
@@ -47,9 +47,6 @@ COMMANDS = {
 class _Root(Commands):
     """Imports the module of a command when the command is used: `lmkit --help` takes no longer than Typer itself."""
 
-    def names(self) -> Collection[str]:
-        return COMMANDS
-
     def line(self, name: str) -> str:
         """Return the first sentence of a command's help, read from the source of its module."""
         source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text("utf-8")
@@ -58,9 +55,11 @@ class _Root(Commands):
             return first_sentence(source[function.end() :].split('"""')[1])
         return first_sentence(re.findall(r'= \w+\(\s*"([^"]+)"', source)[0])
 
-    def command(self, name: str) -> Any:
-        commands: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[name]}").app
-        return commands.command(name) if name in commands.names() else commands.group()
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        commands: Commands = importlib.import_module(f"lmkit.cli.{COMMANDS[cmd_name]}").app
+        return commands.get_command(ctx, cmd_name) or commands
 
 
 def _print_version(value: bool) -> None:
@@ -81,11 +80,20 @@ def root(
 @cache
 def root_command() -> Any:
     """Return the command `lmkit`."""
-    commands = _Root(
-        "Build language models from scratch and measure how fast every part is.",
+    app = typer.Typer(
+        name="lmkit",
+        cls=_Root,
+        help="Build language models from scratch and measure how fast every part is.",
         epilog="Start with: lmkit run quickstart. Help for a command: lmkit COMMAND --help",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        add_completion=False,
+        context_settings={"max_content_width": 100},
     )
-    return commands.group(root, name="lmkit", context_settings={"max_content_width": 100})
+    app.callback()(root)
+    group = typer.main.get_group(app)
+    group.commands = COMMANDS  # type: ignore[assignment]
+    return group
 
 
 def run_command_line(arguments: Sequence[str]) -> int:

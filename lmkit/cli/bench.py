@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,36 +25,33 @@ _OUTPUT = "Folder for the results.  [default: artifacts/benches/<run.name>/<benc
 class _Benches(Commands):
     """Lists benches by what the registry knows, and makes the flags of one when it is called."""
 
-    def names(self) -> Collection[str]:
-        return [_command_name(name) for name in BENCHES.names]
+    def name_all(self) -> None:
+        """Take the names of all benches from the registry."""
+        self.commands = {name.replace("_", "-"): None for name in BENCHES.names}
 
     def line(self, name: str) -> str:
         return BENCHES.facts(name.replace("-", "_")).help
 
-    def command(self, name: str) -> Any:
-        return _command(name.replace("-", "_"))
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name.replace("-", "_")) if cmd_name in self.commands else None
 
-    def prepared(self, words: list[str]) -> list[str]:
-        for flag, file in pairwise([*words, ""]):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for flag, file in pairwise([*args, ""]):
             if flag == "--plugin" or flag.startswith("--plugin="):  # it may register the bench that is called
                 load_plugin(Path(flag.partition("=")[2] or file))
-        return [*words[:1], *map(_with_dashes, words[1:])]
+        self.name_all()
+        typed = args[:1]
+        for word in args[1:]:  # --timed_epochs is --timed-epochs
+            flag, equals, value = word.partition("=")
+            typed.append((flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value)
+        return super().resolve_command(ctx, typed)
 
 
 app = _Benches(
     "Measure how fast each part is. Exit code 1 if a variant is wrong or failed, or nothing could be measured.",
     example="lmkit bench attention bench_attention_cpu",
 )
-
-
-def _command_name(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _with_dashes(word: str) -> str:
-    """Return a flag as it is registered: `--timed_epochs` is `--timed-epochs`."""
-    flag, equals, value = word.partition("=")
-    return (flag.replace("_", "-") if flag.startswith("--") else flag) + equals + value
+app.name_all()
 
 
 def _command(name: str) -> Any:
@@ -98,8 +95,9 @@ def _command(name: str) -> Any:
             return run_bench(name, loaded, output, nproc=nproc, progress=progress)
 
     command.__doc__ = f"{facts.help}\n\nArgs:\n    output: {_OUTPUT}"
-    example = facts.example or f"lmkit bench {_command_name(name)} {on_cpu}".rstrip()
-    return command_of(_command_name(name), command, options, epilog=f"Example: {example}")
+    dashed = name.replace("_", "-")
+    example = facts.example or f"lmkit bench {dashed} {on_cpu}".rstrip()
+    return command_of(dashed, command, options, epilog=f"Example: {example}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmkit.measure.progress import Progress, wants_plain_text
-from lmkit.streams import harmless, results
+from lmkit.streams import Progress, harmless, results, wants_plain_text
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -24,9 +23,6 @@ class Result:
     fields: dict[str, Any]
     is_fine: bool = True
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def show(result: Any, *, as_json: bool) -> None:
     """Print a `Result` or a dataclass: its text, or its fields as one JSON object."""
@@ -38,7 +34,7 @@ def show(result: Any, *, as_json: bool) -> None:
         fields = result.fields if isinstance(result, Result) else asdict(result)
         write(json.dumps(finite(fields), default=str, allow_nan=False) + "\n")
     else:
-        text = str(result)
+        text = result.text if isinstance(result, Result) else str(result)
         write(text if text.endswith("\n") else text + "\n")
 
 
@@ -55,14 +51,15 @@ def log_to_stderr() -> None:
     """Send the log of library code (logger "lmkit") to stderr as plain lines."""
     import logging  # 9 ms
 
-    class Lines(logging.StreamHandler):
-        def format(self, record: logging.LogRecord) -> str:
-            text = harmless(super().format(record), sys.stderr)
-            return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
-
+    class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            self.stream = sys.stderr  # while a bar is drawn, this puts lines above it
-            super().emit(record)
+            text = harmless(self.format(record), sys.stderr)
+            if record.levelno >= logging.WARNING:
+                text = f"{record.levelname.lower()}: {text}"
+            with suppress(OSError, ValueError):  # stderr is full or closed
+                print(
+                    text, file=sys.stderr, flush=True
+                )  # while a bar is drawn, this stream puts lines above it
 
     log = logging.getLogger("lmkit")
     log.setLevel(logging.INFO)

@@ -45,11 +45,7 @@ def synth(
 
 
 @app.add("lmkit data download tinystories")
-def download(
-    dataset: str,
-    folder: Path = Path("artifacts/data"),
-    plugin: list[Path] | None = None,
-) -> Result:
+def download(dataset: str, folder: Path = Path("artifacts/data"), plugin: list[Path] | None = None) -> Result:
     """Download a dataset.
 
     Run again, it resumes an interrupted download.
@@ -105,10 +101,7 @@ def encode(
 
 
 @app.add("lmkit data inspect artifacts/runs/quickstart/tokens/train.npy")
-def inspect(
-    path: Path,
-    tokenizer: Path | None = None,
-) -> Result:
+def inspect(path: Path, tokenizer: Path | None = None) -> Result:
     """Check a token file and show what is in it.
 
     Args:

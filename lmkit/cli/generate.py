@@ -1,13 +1,12 @@
-"""`lmkit generate` and `lmkit chat`: write text with a trained model."""
+"""`lmkit generate`: write text with a trained model."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,19 +20,14 @@ from lmkit.storage.inputs import read_input
 
 if TYPE_CHECKING:
     from lmkit.generation import Generation
-    from lmkit.measure.progress import Progress
     from lmkit.model.transformer import TransformerLM
     from lmkit.recipe.tables import GenerateConfig
     from lmkit.tokenizer import Tokenizer
-    from lmkit.tokenizer.chat import ChatTemplate
 
 app = Commands()
 
 
-@app.add(
-    'lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"',
-    keys=("generate.*",),
-)
+@app.add('lmkit generate artifacts/runs/quickstart --prompt "One day, Lily"', keys=("generate.*",))
 def generate(
     run: Path,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p")] = None,
@@ -67,32 +61,42 @@ def generate(
     flags["generate.prompts"] = _read_prompts(prompt, prompts_file)
     streamed: list[str] = []
     numbers: set[int] = set()  # of the texts on stdout
+    complete = 0
 
     def stream(piece: str) -> None:
         streamed.append(piece)
         write(piece)
 
-    def print_line(sample: Sample) -> None:
+    def print_line(number: int, made: Generation) -> None:
         with _uninterrupted():
-            show(sample, as_json=True)
-            numbers.add(sample.number)
+            show(Result("", _fields(number, made)), as_json=True)
+            numbers.add(number)
 
-    def finish(result: GenerateResult) -> None:
+    def on_end(number: int, made: Generation, total: int) -> None:
+        nonlocal complete
+        complete += 1
+        if as_lines:
+            print_line(number, made)
+        elif progress is not None:
+            progress("texts", complete, total)
+
+    def finish(generations: Mapping[int, Generation]) -> None:
         """Print what is not yet printed."""
         if streamed:
             stream("\n")
         elif as_lines:
-            for sample in result.samples:
-                if sample.number not in numbers:
-                    print_line(sample)
-        elif result.samples:
+            for number, made in generations.items():
+                if number not in numbers:
+                    print_line(number, made)
+        elif generations:
+            samples = [_fields(number, made) for number, made in generations.items()]
             with _uninterrupted():
-                show(result, as_json=as_json)
+                show(Result(as_text(generations.values()), {"samples": samples}), as_json=as_json)
 
     try:
         # rich's bar would redirect the lines of JSON to stderr.
         with nullcontext() if as_lines else progress_on_stderr() as progress:
-            result = continue_prompts(
+            made = continue_prompts(
                 run,
                 tokenizer=tokenizer,
                 overrides=set_ or (),
@@ -100,13 +104,12 @@ def generate(
                 device=device,
                 samples=samples,
                 stream=None if as_json or as_lines else stream,
-                on_sample=print_line if as_lines else None,
-                progress=progress,
+                on_end=on_end,
             )
     except KeyboardInterrupt as stop:  # once texts are written, it has them
-        finish(GenerateResult(tuple(Sample.of(*item) for item in getattr(stop, "generations", {}).items())))
+        finish(getattr(stop, "generations", {}))
         raise
-    finish(result)
+    finish(dict(enumerate(made)))
 
 
 @contextmanager
@@ -157,32 +160,15 @@ def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | Non
 SEPARATOR = "\n\n---\n\n"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and the text that follows it; `ended` says whether the model ended the document itself.
-
-    `number` counts prompts and their samples. `logprobs` holds the natural logarithm of each token's probability, if
-    the table asks for it.
-    """
-
-    number: int
-    prompt: str
-    text: str
-    num_tokens: int
-    ended: bool
-    logprobs: tuple[float, ...] | None
-
-    @classmethod
-    def of(cls, number: int, made: Generation) -> Sample:
-        return cls(number, made.prompt, made.text, len(made.tokens), made.ended, made.logprobs)
+def as_text(generations: Iterable[Generation]) -> str:
+    """Return the texts as they are printed, each with its prompt."""
+    return SEPARATOR.join((made.prompt + made.text).rstrip("\n") for made in generations) + "\n"
 
 
-@dataclass(frozen=True)
-class GenerateResult:
-    samples: tuple[Sample, ...]
-
-    def __str__(self) -> str:
-        return SEPARATOR.join((sample.prompt + sample.text).rstrip("\n") for sample in self.samples) + "\n"
+def _fields(number: int, made: Generation) -> dict[str, Any]:
+    """Return what JSON says of a text; `number` counts prompts and their samples."""
+    fields = {"number": number, "prompt": made.prompt, "text": made.text, "num_tokens": len(made.tokens)}
+    return {**fields, "ended": made.ended, "logprobs": made.logprobs}
 
 
 def continue_prompts(
@@ -194,17 +180,15 @@ def continue_prompts(
     device: str = "auto",
     samples: int = 1,
     stream: Callable[[str], None] | None = None,
-    on_sample: Callable[[Sample], None] | None = None,
-    progress: Progress | None = None,
-) -> GenerateResult:
+    on_end: Callable[[int, Generation, int], None] | None = None,
+) -> list[Generation]:
     """Continue the prompts of a run's [generate] table, or those given.
 
     Args:
         source, tokenizer, overrides, flags, device: as for `loaded_model`.
         samples: texts per prompt.
         stream: called with the prompt and then with each piece of text, if there is a single prompt.
-        on_sample: called with each text when it is complete.
-        progress: told how many texts are complete.
+        on_end: called with the number of a text, the text when it is complete, and the number of all texts.
 
     Raises:
         UsageError: as `loaded_model`.
@@ -217,25 +201,17 @@ def continue_prompts(
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
         prompts = [prompt for prompt in table.prompts for _ in range(samples)]
         unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
-        complete = 0
 
         def on_text(row: int, piece: str) -> None:
             assert stream is not None
             stream((unwritten.pop() if unwritten else "") + piece)
 
-        def on_end(number: int, generation: Generation) -> None:
-            nonlocal complete
-            complete += 1
-            if on_sample is not None:
-                on_sample(Sample.of(number, generation))
-            if progress is not None:
-                progress("texts", complete, len(prompts))
-
         report = on_text if unwritten else None
-        made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=on_end)
+        ended = None if on_end is None else lambda number, made: on_end(number, made, len(prompts))
+        made = generation.generate(model, loaded, prompts, table, on_text=report, on_end=ended)
         if unwritten:  # the model ended the text at once
             on_text(0, "")
-    return GenerateResult(tuple(Sample.of(*item) for item in enumerate(made)))
+    return made
 
 
 @contextmanager
@@ -290,145 +266,3 @@ def loaded_model(
         if can_run_kernels(model):
             import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it
         yield model, loaded, table, path
-
-
-RESET = "/reset"
-
-
-@app.add(
-    "lmkit chat artifacts/runs/quickstart",
-    keys=("generate.max_new_tokens", "generate.temperature", "generate.seed"),
-)
-def chat(
-    run: Path,
-    *,
-    flags: dict[str, Any],
-    tokenizer: Path | None = None,
-    device: str = "auto",
-    set_: list[str] | None = None,
-    as_json: bool = False,
-) -> Result | None:
-    """Talk with a trained model, line by line.
-
-    A model that was trained on conversations answers, by the chat_template.json beside its tokenizer. Any other model
-    continues all lines so far, its own and yours; an empty line lets it go on. The oldest text is forgotten where the
-    context is full. /reset forgets all. Ctrl-C ends an answer, Ctrl-D the program. Other settings:
-    --set generate.top_p=0.9.
-
-    Args:
-        run: A run folder, a checkpoint, or a Hugging Face folder.
-        tokenizer: A tokenizer.json; default: the model's.
-    """
-    from lmkit.tokenizer.chat import beside
-    from lmkit.training.exchange import their_template
-
-    turns = []
-    with loaded_model(run, tokenizer, set_ or (), flags, device) as (model, loaded, table, path):
-        template = beside(path) or their_template(path.parent)
-        conversation = Conversation(model, loaded, table, template)
-        for line in _lines():
-            if line == RESET:
-                conversation.reset()
-                continue
-            text = ""
-            try:
-                for piece in conversation.answer(line):
-                    text += piece
-                    if not as_json:
-                        write(piece)
-            except KeyboardInterrupt:
-                pass  # the answer has ended
-            if not as_json:
-                write("\n")
-            turns.append({"prompt": line, "text": text})
-    return Result("", {"turns": turns}) if as_json else None
-
-
-def _lines() -> Iterator[str]:
-    """Yield the lines of stdin; a terminal is asked for each, and Ctrl-C there begins a new one."""
-    if not sys.stdin.isatty():
-        for raw in sys.stdin.buffer:
-            yield raw.decode("utf-8", "replace").rstrip("\r\n")
-        return
-    import readline  # noqa: F401  lets `input` edit lines
-
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            write("\n")
-            return
-        except KeyboardInterrupt:
-            write("\n")
-
-
-class Conversation:
-    """Text that a user and a model write in turn. Only the newest that fits into the context is kept.
-
-    Args:
-        template: what stands around their messages; None: nothing, the model goes on in the same text.
-
-    Raises:
-        UsageError: the template is not for this tokenizer.
-    """
-
-    def __init__(
-        self,
-        model: TransformerLM,
-        tokenizer: Tokenizer,
-        options: GenerateConfig,
-        template: ChatTemplate | None,
-    ) -> None:
-        from lmkit.generation.generate import decoder_for, drawn_from
-
-        self._tokenizer, self._seed, self._template = tokenizer, options.seed, template
-        limits = drawn_from(tokenizer, options)
-        if template is not None:
-            template.check(tokenizer, "lmkit chat")
-            limits["stops"] = {*tokenizer.marks.stops, tokenizer.special_ids[template.end]}
-        self._decoder = decoder_for(model, options, rows=1, **limits)
-        # Room for the answer; one that needs more than half of the context makes the text slide.
-        capacity = self._decoder.capacity
-        self._kept = max(1, capacity - min(options.max_new_tokens, capacity // 2))
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the text: a new document begins."""
-        start = self._tokenizer.start_id
-        self._ids: list[int] = [*self._tokenizer.prefix] or ([] if start is None else [start])
-        self._goes_on = False
-        if self._template is not None:
-            self._ids, self._between = [], self._template.begin
-
-    def answer(self, line: str) -> Iterator[str]:
-        """Add a line to the text; yield pieces of what the model adds."""
-        from lmkit.generation.generate import TextStream, draw_tokens
-
-        self._ids = [*self._ids, *self._asked(line)][-self._kept :]
-        if not self._ids:
-            return
-        stream, self._goes_on = TextStream(self._tokenizer), True
-        self._seed += 1  # another stream for each answer
-        for _, token, _ in draw_tokens(self._decoder, [self._ids[:]], self._seed - 1):
-            if token not in self._decoder.stops:
-                self._ids.append(token)
-                yield stream.push(token)
-            elif self._template is None or token == self._tokenizer.special_ids[self._template.end]:
-                self._ids.append(token)
-                self._goes_on = False
-            # Any other stop is left out: the next message puts the template's end there, as in training.
-        yield stream.finish()
-
-    def _asked(self, line: str) -> list[int]:
-        """Return the tokens of a user's message and of all that stands around it."""
-
-        def encode(text: str, **allowed: Collection[str]) -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=False, **allowed)
-
-        if (template := self._template) is None:
-            return encode("\n" + line if line and self._goes_on else line, allowed_special=frozenset())
-        between = template.after if self._goes_on else self._between  # an answer that was cut has no end
-        self._between = template.rest
-        asked = encode(line.strip(), allowed_special=frozenset())
-        after = template.after + template.head("assistant")
-        return [*encode(between + template.head("user")), *asked, *encode(after)]

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -94,53 +94,29 @@ HELP = {
 """Parameter of a command -> its help, unless the command's docstring has another one."""
 
 
-class Group(TyperGroup):
-    """A group of `Commands`, each of which is made when it is used."""
-
-    owner: Commands
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return self.owner.command(cmd_name) if cmd_name in self.owner.names() else None
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, self.owner.prepared(args))
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self.owner.line(name)) for name in self.owner.names()])
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; keep the message of an interrupted one, which Typer would drop."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:
-            ctx.obj["interrupted"] = str(stop) or "interrupted"
-            raise
-
-
 def first_sentence(text: str) -> str:
     """Return the line of a command in the help of its group."""
     return text.strip().partition("\n")[0].partition(". ")[0].rstrip(".") + "."
 
 
-class Commands:
-    """The commands of one file, which may be a group.
+class Commands(TyperGroup):
+    """The commands of one file, which may be a group; each is made when it is used.
 
     `add` registers a function as a command. Its result is printed as text, or with `--json` as JSON; if it has an
     attribute `is_fine` that is false, the exit code is 1. A function that prints by itself declares `as_json` and
     returns None.
     """
 
-    def __init__(self, text: str = "", *, example: str = "", epilog: str = "") -> None:
-        self._group = {"help": text, "epilog": epilog or f"Example: {example}"}
-        self._added: dict[str, tuple[Callable[..., Any], Sequence[str], dict[str, Any]]] = {}
+    commands: dict[str, Any]
+    """Name -> function, keys of the recipe, and settings."""
+
+    def __init__(self, help: str = "", *, example: str = "", **settings: Any) -> None:  # noqa: A002  Typer's name
+        settings = {
+            "epilog": f"Example: {example}",
+            "rich_markup_mode": None,
+            "no_args_is_help": True,
+        } | settings
+        super().__init__(help=help, **settings)
 
     def add(
         self, *examples: str, name: str | None = None, keys: Sequence[str] = (), **settings: Any
@@ -159,48 +135,50 @@ class Commands:
         settings["epilog"] = head + "\n  ".join(examples)
 
         def register(function: Function) -> Function:
-            self._added[name or function.__name__] = function, keys, settings
+            self.commands[name or function.__name__] = function, keys, settings
             return function
 
         return register
 
-    def names(self) -> Collection[str]:
-        """Return the names of all commands."""
-        return self._added
-
     def line(self, name: str) -> str:
         """Return the line of a command in the help of the group."""
-        return first_sentence(self._added[name][0].__doc__ or "")
+        return first_sentence(self.commands[name][0].__doc__ or "")
 
-    def command(self, name: str) -> Any:
-        """Make one command."""
-        function, keys, settings = self._added[name]
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Make one command; None if there is none of this name."""
+        if cmd_name not in self.commands:
+            return None
+        function, keys, settings = self.commands[cmd_name]
         flags: dict[str, tuple[Any, Any]] = {}
-        for table, _, wanted in (key.partition(".") for key in keys):
+        for path in keys:
             from lmkit.recipe.keys import of_table  # not for other commands
 
+            table, _, wanted = path.partition(".")
             for key, (annotation, text) in of_table(table).items():
                 kind = get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
                 if key == wanted or (wanted == "*" and get_origin(kind) is not tuple):
                     help_ = f"{text.rstrip('.')} ({table}.{key})."
                     flags[f"{table}.{key}"] = Annotated[kind | None, option(help_)], None
-        return command_of(name, function, flags, **settings)
+        return command_of(cmd_name, function, flags, **settings)
 
-    def group(self, root: Callable[..., None] = lambda: None, **settings: Any) -> Group:
-        """Make the group of the commands; `root` has its own options."""
-        settings |= self._group
-        app = typer.Typer(
-            cls=Group, no_args_is_help=True, rich_markup_mode=None, add_completion=False, **settings
-        )
-        app.callback()(root)
-        group = typer.main.get_group(app)
-        assert isinstance(group, Group)
-        group.owner, group.commands = self, dict.fromkeys(self.names())  # type: ignore[assignment]
-        return group
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.line(name)) for name in self.commands])
 
-    def prepared(self, words: list[str]) -> list[str]:
-        """Return the words of a line, from the command's name on, as the group reads them."""
-        return words
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return `--help` with a default of False: Typer 0.29 imports pydantic to convert the default None."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; keep the message of an interrupted one, which Typer would drop."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            ctx.obj["interrupted"] = str(stop) or "interrupted"
+            raise
 
 
 def command_of(
@@ -224,8 +202,15 @@ def command_of(
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
+        from lmkit.storage.inputs import in_home  # not for --help
+
+        for name, value in values.items():  # a shell leaves `~` in `--output=~/new` as it is
+            if isinstance(value, Path):
+                values[name] = in_home(value)
+            elif isinstance(value, list):
+                values[name] = [in_home(item) if isinstance(item, Path) else item for item in value]
         values["flags"] = {key: values[name] for name, key in names.items()}
-        result = function(**{name: _in_home(values[name]) for name in own})
+        result = function(**{name: values[name] for name in own})
         if result is not None:
             from lmkit.cli.console import show
 
@@ -260,14 +245,3 @@ def _explained(parameter: inspect.Parameter, text: str | None) -> inspect.Parame
         made, kind = copy.copy(kind.__metadata__[0]), get_args(kind)[0]
     made.help = " ".join(text.split())
     return parameter.replace(annotation=Annotated[kind, made])
-
-
-def _in_home(value: Any) -> Any:
-    """Return an argument with the home folder in place of `~`: a shell leaves `--output=~/new` as it is."""
-    if isinstance(value, list):
-        return [_in_home(item) for item in value]
-    if not isinstance(value, Path):
-        return value
-    from lmkit.storage.inputs import in_home  # not for --help
-
-    return in_home(value)

@@ -1,56 +1,73 @@
 """The pipeline of `lmkit run`: corpus -> tokenizer -> token files -> training -> evaluation -> stories.
 
-`run` is one loop over `STAGES`: it does the stages that are not up to date (`lmkit.cli.stage_record` tells which).
-`Pipeline.check` raises before anything is made if a training would be lost. A run that trains anew first moves the
-earlier training to `old-<time>` inside its folder, a run folder that every command takes. Data files are made again
-from their sources: they are replaced.
+`run` is one loop over `STAGES`: it does the stages that are not up to date, as `StageRecord` knows. `Pipeline.check`
+raises before anything is made if a training would be lost. A run that trains anew first moves the earlier training to
+`old-<time>` inside its folder, a run folder that every command takes. Data files are made again from their sources:
+they are replaced.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any
 
 from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
-from lmkit.cli.stage_record import FILES, NO_EFFECT, Outputs, StageRecord, paths_of
-from lmkit.data.corpora import check_corpus, prepare_corpus
+from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
 from lmkit.data.encoding import encode_chat, encode_corpus
 from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
 from lmkit.errors import UsageError, some_of
-from lmkit.measure.progress import Progress
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
-from lmkit.recipe import run_folder
-from lmkit.recipe.load import load_recipe, required, save_recipe
+from lmkit.recipe import END_OF_TEXT, run_folder
+from lmkit.recipe.load import load_recipe, required, save_recipe, shipped_recipes
 from lmkit.recipe.schema import Recipe, differences, is_under, refused
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
+from lmkit.storage.atomic import noted_digest
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.streams import Progress
 from lmkit.tokenizer import Tokenizer, train_tokenizer
 from lmkit.tokenizer.chat import read_template, template_for
 from lmkit.tokenizer.vocabulary import end_of_text_of
 
 log = logging.getLogger("lmkit")
 
+Outputs = dict[str, list[Path]]
+"""What a stage made: role -> files."""
+# Tables that a stage reads besides the results of the stages before it, in the order of the stages.
+READS = {
+    "corpus": ("corpus",),
+    "tokenizer": ("tokenizer",),
+    "encode": (),
+    "train": ("run", "data", "model", "optimizer", "train", "parallel"),
+    "evaluate": (),
+    "generate": ("generate",),
+}
+FILES = ("corpus.train", "corpus.valid", "tokenizer.path")  # keys that name files which a stage reads
+# Keys on which no result depends.
+NO_EFFECT = (
+    *("tokenizer.workers", "data.workers", "corpus.folder", "run.folder", "run.name"),
+    *("train.tensorboard", "train.sample_interval"),
+)
+_INSIDE = "./"  # begins a path in the record that is relative to the run folder
 OLD = "old-"
 """Begins the name of the folder of a training that was set aside."""
 DATA_STAGES = ("corpus", "tokenizer", "encode")
 OF_DATA = (*run_folder.DATA_FILES, run_folder.TOKENIZER, *run_folder.BESIDE_TOKENIZER)
 OF_TRAINING = (
-    run_folder.CHECKPOINTS,
-    "tensorboard",
-    *(name for name in run_folder.RUN_FILES if name not in (*OF_DATA, run_folder.RECORD)),
+    *(run_folder.CHECKPOINTS, "tensorboard"),
+    *sorted({*run_folder.RUN_FILES} - {*OF_DATA, run_folder.RECORD}),
 )
 """What is set aside."""
 # These may change under the same run name: no stage before `generate` depends on them, or their content counts.
@@ -88,7 +105,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
             train(recipe, write_samples=write_samples, checks_tokens=False)
         return None
     pipeline = Pipeline(recipe, progress=progress, nproc=nproc, **options)
-    with leading() if ranks > 1 else nullcontext(lambda word: None) as pipeline.tell_ranks, pipeline.lock:
+    with leading() if ranks > 1 else nullcontext() as pipeline.tell_ranks, pipeline.lock:
         pipeline.check()
         remove_partials(pipeline.folder)
         pipeline.set_aside()
@@ -123,6 +140,130 @@ def plan(recipe: Recipe, **options: Any) -> Result:
     return Result("\n".join(lines), {"folder": pipeline.folder, "stages": states, "set_aside": kept})
 
 
+class StageRecord:
+    """Which stages of a run are up to date, on disk.
+
+    The record of a finished stage holds the values of the recipe and the content of the files on which its result
+    depends, and the content of its outputs. A stage is up to date if all three are still the same. Neither the place
+    of a file nor its times count: a run folder may be moved, and a corpus copied. A key that is newer than the record
+    counts with its default: a newer lmkit does not redo the stages of an older one.
+
+    Args:
+        reads_sources: hash the files that the recipe names; otherwise they count as unchanged and may be gone.
+
+    Attributes:
+        entries: stage -> its entry in the record.
+        content: key of the recipe -> hashes of the files that it names now.
+        mark: ends a document in text files; None: nothing does.
+        damage: says that the record is damaged; None if it is not.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
+        self.folder, self.mark = folder, _mark_of(recipe)
+        record = run_folder.read_record(folder)
+        self.entries = {stage: record[stage] for stage in READS if run_folder.is_entry(record.get(stage))}
+        lost = ", ".join([stage for stage in READS if stage in record and stage not in self.entries])
+        if not record and (folder / run_folder.RECORD).exists():
+            lost = "every stage"
+        self.damage = f"{folder / run_folder.RECORD}: damaged, so that {lost} may run again" if lost else None
+        noted = record.get("files")
+        self._noted: dict[str, Any] = noted if isinstance(noted, dict) else {}
+        self._sources: dict[str, list[Path]] = {}
+        self.content: dict[str, list[str]] = {}
+        for key in FILES:
+            self._sources[key] = paths = paths_of(recipe, key)
+            if reads_sources:
+                self.content[key] = [self._digest(_checked(path, key)) for path in paths]
+            else:
+                self.content[key] = []
+                for entry in reversed(self.entries.values()):
+                    self.content[key] = entry.get("content", {}).get(key, self.content[key])
+        # A stage reads its tables and those of the stages before it.
+        self._reads: dict[str, dict[str, Any]] = {}
+        self._defaults: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        for stage, tables in READS.items():
+            for name in tables:
+                table = getattr(recipe, name)
+                for into, source in ((values, table), (self._defaults, type(table)())):
+                    into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
+            values["corpus.separator"], self._defaults["corpus.separator"] = self.mark, END_OF_TEXT
+            counted = {key: value for key, value in values.items() if key not in (*NO_EFFECT, *FILES)}
+            content = {key: self.content[key] for key in FILES if key in values}
+            self._reads[stage] = {"values": counted, "content": content}
+
+    def _digest(self, path: Path) -> str:
+        """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
+        name = str(path.absolute())
+        self._noted[name] = noted = noted_digest(path, self._noted.get(name))
+        return noted[-1]
+
+    def changed_content(self) -> Iterator[str]:
+        """Yield `FILE (key KEY)` for the files whose content is not the one that the stages before training read."""
+        for key, new in self.content.items():
+            olds = [entry.get("content", {}).get(key, new) for entry in self.entries.values()]
+            for old in [old for old in olds if old != new][:1]:
+                triples = zip_longest(self._sources[key], old, new)
+                paths = [str(path) for path, before, now in triples if path and before != now]
+                yield f"{', '.join(paths) or 'no file'} (key {key})"
+
+    def was_made(self, stage: str) -> bool:
+        """Return whether the stage finished at some time, up to date or not."""
+        return self.entries.get(stage, {}).get("done") is True
+
+    def damaged(self, stage: str) -> list[Path] | None:
+        """Return the outputs that are missing or not as the stage left them; None if the stage is out of date."""
+        now, entry = self._reads[stage], self.entries.get(stage, {})
+        if not self.was_made(stage) or "values" not in entry or entry.get("content") != now["content"]:
+            return None
+        values = self._defaults | entry["values"]
+        if values | now["values"] != values:
+            return None
+        made, damaged = entry.get("made", {}), []
+        for path in chain.from_iterable(self.outputs(stage).values()):
+            digest = made.get(self._name(path))
+            is_whole = path.exists() if digest is None else path.is_file() and self._digest(path) == digest
+            damaged += [] if is_whole else [path]
+        return damaged
+
+    def outputs(self, stage: str) -> Outputs:
+        """Return what a finished stage made."""
+        outputs: Outputs = {}
+        for role, names in self.entries[stage]["outputs"].items():
+            outputs[role] = [self.folder / name if name.startswith(_INSIDE) else Path(name) for name in names]
+        return outputs
+
+    def _name(self, path: Path) -> str:
+        inside = path.is_relative_to(self.folder)
+        return _INSIDE + path.relative_to(self.folder).as_posix() if inside else str(path)
+
+    def begin(self, stage: str) -> None:
+        """Note that work on a stage starts."""
+        self.entries[stage] = self._reads[stage] | {"done": False, "outputs": {}}
+        self.save()
+
+    def finish(self, stage: str, outputs: Outputs) -> None:
+        """Note that a stage is done."""
+        sources = set(chain.from_iterable(self._sources.values()))
+        made: dict[str, str] = {}
+        for path in chain.from_iterable(outputs.values()):
+            # A corpus that is used where it lies is not the run's.
+            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                made[self._name(path)] = self._digest(path)
+        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
+        self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
+        self.save()
+
+    def forget(self, stages: Iterable[str]) -> None:
+        """Drop stages: they are out of date from now on."""
+        for stage in stages:
+            self.entries.pop(stage, None)
+
+    def save(self) -> None:
+        """Write the record, with the hashes of files that were read."""
+        run_folder.save_record(self.folder, self.entries | {"files": self._noted})
+
+
 class Pipeline:
     """One run: its recipe, its folder, and, after `check`, the record of its stages.
 
@@ -136,7 +277,7 @@ class Pipeline:
     """
 
     record: StageRecord
-    tell_ranks: Callable[[str], None]
+    tell_ranks: Callable[[str], None] | None
 
     def __init__(
         self,
@@ -181,10 +322,10 @@ class Pipeline:
         self.record = record = StageRecord(self.folder, self.recipe, reads_sources=not self.skip_data)
         if record.damage:
             log.warning("%s", record.damage)
-        missing = [stage for stage in DATA_STAGES if not record.was_made(stage)]
-        if self.skip_data and missing:
-            message = f"--skip-data: {self.folder} has no finished {missing[0]} stage"
-            raise UsageError("run.no_data", message, hint="run once without --skip-data")
+        for stage in DATA_STAGES if self.skip_data else ():
+            if not record.was_made(stage):
+                message = f"--skip-data: {self.folder} has no finished {stage} stage"
+                raise UsageError("run.no_data", message, hint="run once without --skip-data")
         if not self.force:
             self._refuse_another_recipe()
         record.forget(self.redone)
@@ -234,7 +375,20 @@ class Pipeline:
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
         own = [os.path.realpath(self.folder / name) for name in names]
-        for key, path in _sources(self.recipe):
+        recipe = self.recipe
+        sources = [(key, path) for key in FILES for path in paths_of(recipe, key)]
+        if recipe.checkpoint.resume not in ("auto", "never"):
+            sources.append(("checkpoint.resume", Path(recipe.checkpoint.resume)))
+        if self.train.init_from is not None:
+            sources.append(("train.init_from", self.train.init_from))
+        for part in ("train", "valid"):
+            tokens = getattr(recipe.data, part)  # the run's own token files are made again
+            if (
+                tokens is not None
+                and tokens.absolute() != run_folder.token_file(self.folder, part).absolute()
+            ):
+                sources.append((f"data.{part}", tokens))
+        for key, path in sources:
             real = os.path.realpath(path)
             if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
                 message = f"{path} (key {key}): belongs to the run in {self.folder} that would make it again"
@@ -244,8 +398,7 @@ class Pipeline:
     @property
     def newest(self) -> Path | None:
         """The newest checkpoint; it may be damaged."""
-        steps = (path for path in self.checkpoints.glob("step-*") if path.name[len("step-") :].isdecimal())
-        return max(steps, default=None)
+        return max(self.checkpoints.glob("step-" + 8 * "[0-9]"), default=None)
 
     def trained_with(self) -> str | None:
         """Return the hash of the tokenizer of the newest checkpoint, or else of the folder; None: neither says it."""
@@ -264,7 +417,7 @@ class Pipeline:
         damaged = self.record.damaged(stage)
         if stage == "train" and damaged is not None:
             made, newest = self.record.outputs("train").get("checkpoints", []), self.newest
-            if newest is not None and not any(path.parent == newest for path in made):
+            if newest is not None and newest / "manifest.json" not in made:
                 return ""  # `lmkit train` has gone on
         if stage in ("evaluate", "generate") and self.why("train") is not None:
             return ""
@@ -287,7 +440,7 @@ class Pipeline:
         if not paths:
             return
         stem = f"{OLD}{time.strftime('%Y%m%d-%H%M%S')}"
-        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        names = chain([stem], (f"{stem}-{number}" for number in count(2)))
         aside = next(place for name in names if not os.path.lexists(place := self.folder / name))
         moved: list[Path] = []
         try:
@@ -380,13 +533,13 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
     template = template_for(table, tokenizer, source=run.corpus.source)
     if template is not None:
         template.check(tokenizer, table.path or path)
-    beside = [run.folder / name for name in run_folder.BESIDE_TOKENIZER]
+    beside = tuple(map(run.folder.joinpath, run_folder.BESIDE_TOKENIZER))
     for file in beside:  # of the tokenizer before
         file.unlink(missing_ok=True)
     if template is not None:
         template.save(run.folder / run_folder.CHAT_TEMPLATE)
     tokenizer.save(path)
-    return {"tokenizer": [path, *(file for file in beside if file.exists())]}
+    return {"tokenizer": [path, *filter(Path.exists, beside)]}
 
 
 def _encode(run: Pipeline) -> Outputs:
@@ -409,7 +562,7 @@ def _encode(run: Pipeline) -> Outputs:
                 force=True,
                 progress=run.progress,
             )
-        outputs[part] = [file for file in parts_of(path) if file.exists()]
+        outputs[part] = list(filter(Path.exists, parts_of(path)))
     return outputs
 
 
@@ -419,7 +572,8 @@ def _train(run: Pipeline) -> Outputs:
 
     run.record.forget(("evaluate", "generate"))
     run.record.save()
-    run.tell_ranks("train")
+    if run.tell_ranks is not None:
+        run.tell_ranks("train")
     result = train(
         run.recipe, nproc=run.nproc, lock=run.lock, write_samples=write_samples, checks_tokens=False
     )
@@ -443,12 +597,12 @@ def _evaluate(run: Pipeline) -> Outputs:
 
 
 def _generate(run: Pipeline) -> Outputs:
-    from lmkit.cli.generate import continue_prompts
+    from lmkit.cli.generate import as_text, continue_prompts
 
     with alone():
-        result = continue_prompts(run.folder, device=run.recipe.run.device)
+        made = continue_prompts(run.folder, device=run.recipe.run.device)
     path = run.folder / run_folder.STORIES
-    write_atomic(path, str(result))
+    write_atomic(path, as_text(made))
     return {"stories": [path]}
 
 
@@ -464,8 +618,12 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
 
 def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
-    evaluation, training = (read_object(run.folder / f"{name}.json") for name in ("evaluation", "training"))
-    train, valid = (open_tokens(run_folder.token_file(run.folder, part)).meta for part in ("train", "valid"))
+    evaluation, training = (
+        read_object(run.folder / "evaluation.json"),
+        read_object(run.folder / "training.json"),
+    )
+    train = open_tokens(run_folder.token_file(run.folder, "train")).meta
+    valid = open_tokens(run_folder.token_file(run.folder, "valid")).meta
     fields: dict[str, Any] = {
         "folder": run.folder,
         "stages": done,
@@ -480,7 +638,7 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
         "story": read_input(run.folder / run_folder.STORIES).decode("utf-8", "replace"),
     }
-    speed, perplexity, bits = (fields[key] for key in ("tokens_per_second", "perplexity", "bits_per_byte"))
+    speed, perplexity, bits = fields["tokens_per_second"], fields["perplexity"], fields["bits_per_byte"]
     lines = [
         f"\n{fields['story'].strip()}\n",
         f"corpus      {size_of(fields['corpus_bytes'])} of text",
@@ -497,24 +655,51 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     return Result("\n".join(lines), fields)
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Yield the keys that name what a run reads, and the files or folders."""
-    for key in FILES:
-        for path in paths_of(recipe, key):
-            yield key, path
-    if recipe.checkpoint.resume not in ("auto", "never"):
-        yield "checkpoint.resume", Path(recipe.checkpoint.resume)
-    if recipe.train is not None and recipe.train.init_from is not None:
-        yield "train.init_from", recipe.train.init_from
-    for part in ("train", "valid"):
-        path = getattr(recipe.data, part)
-        if path is not None and path.absolute() != run_folder.token_file(recipe.run.path, part).absolute():
-            yield f"data.{part}", path  # the run's own token files are made again
-
-
 def _move(path: Path, place: Path) -> None:
     if path.is_symlink():  # a relative link would lead elsewhere
         place.symlink_to(os.path.realpath(path))
         path.unlink()
     else:
         os.replace(path, place)
+
+
+def _checked(path: Path, key: str) -> Path:
+    """Return the path of a file that the recipe names under `key`; refuse what is no file."""
+    is_corpus = key.startswith("corpus.")
+    if is_corpus:
+        refuse_directory(key, path)
+    if not path.is_file():
+        yours = '["FILE"]' if is_corpus else "FILE"
+        hint = f"name yours: --set '{key}={yours}'; paths are relative to the current folder"
+        if path.parent.name in shipped_recipes():  # a run that has not been made
+            hint = f"make it: lmkit run {path.parent.name}; or {hint}"
+        wrong = "not a regular file" if path.exists() else "no such file"
+        raise UsageError("run.missing_file", f"{path}: {wrong} (key {key})", hint=hint)
+    return path
+
+
+def _mark_of(recipe: Recipe) -> str | None:
+    """Return what ends a document in text files."""
+    corpus, table = recipe.corpus, recipe.tokenizer
+    if corpus is not None:
+        if end := mark_of((*corpus.train, *corpus.valid), corpus.separator, None):
+            return end
+        if corpus.source not in ("synth", "files", "chat"):
+            return END_OF_TEXT
+    path = None if table is None else table.path
+    if path is not None and not path.is_file():  # refused elsewhere; or the run has its own
+        return END_OF_TEXT
+    return end_of_text_of(recipe)
+
+
+def paths_of(recipe: Recipe, key: str) -> list[Path]:
+    """Return the files that a key of the recipe names; with a tokenizer those beside it that say more."""
+    table, _, name = key.partition(".")
+    value = getattr(getattr(recipe, table), name)
+    if isinstance(value, Path):
+        beside = [
+            value.parent / name
+            for name in (*run_folder.BESIDE_TOKENIZER, run_folder.SPECIAL_TOKENS_MAP, run_folder.ADDED_TOKENS)
+        ]
+        return [value, *(path for path in beside if path.is_file())]
+    return list(value or ())

@@ -79,8 +79,10 @@ def follow() -> str:
 @contextmanager
 def alone() -> Iterator[None]:
     """Hide the environment of torchrun: the code inside runs in one process and waits for no other rank."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    hidden = {}
+    for name in os.environ.keys() & names:
+        hidden[name] = os.environ.pop(name)
     try:
         yield
     finally:

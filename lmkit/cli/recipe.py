@@ -59,11 +59,7 @@ def validate(recipe: str, set_: list[str] | None = None) -> Result:
 
 
 @app.add("lmkit recipe copy quickstart my.toml")
-def copy(
-    recipe: str,
-    output: Path,
-    force: bool = False,
-) -> Result:
+def copy(recipe: str, output: Path, force: bool = False) -> Result:
     """Copy a shipped recipe with its comments to a new file.
 
     Args:

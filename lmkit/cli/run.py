@@ -63,11 +63,13 @@ def run(
         results = [pipeline.plan(it, **options) for it in recipes]
     if not dry_run:
         with progress_on_stderr() as progress:
-            results = [pipeline.run(it, progress=progress, **options) for it in recipes]
+            results = []
+            for it in recipes:
+                results.append(pipeline.run(it, progress=progress, **options))
     if seeds is None:
         return results[0]
     made = [result for result in results if result is not None]
-    return Result("\n".join(map(str, made)), {"runs": [result.fields for result in made]})
+    return Result("\n".join([result.text for result in made]), {"runs": [result.fields for result in made]})
 
 
 def _with_seeds(recipe: Recipe, count: int) -> list[Recipe]:

@@ -144,10 +144,7 @@ def decode(
 
 
 @app.add("lmkit tokenizer inspect tokenizer.json --text stories.txt")
-def inspect(
-    tokenizer: TokenizerArgument,
-    text: Path | None = None,
-) -> Result:
+def inspect(tokenizer: TokenizerArgument, text: Path | None = None) -> Result:
     """Show the size, the longest tokens, and the compression of a text.
 
     Args:
@@ -171,11 +168,7 @@ def inspect(
 
 
 @app.add("lmkit tokenizer import gpt2-files tokenizer.json", name="import")
-def import_(
-    folder: Path,
-    output: Path,
-    force: bool = False,
-) -> Result:
+def import_(folder: Path, output: Path, force: bool = False) -> Result:
     """Make a tokenizer.json from GPT-2's two files.
 
     Args:
@@ -189,11 +182,7 @@ def import_(
 
 
 @app.add("lmkit tokenizer export tokenizer.json gpt2-files")
-def export(
-    tokenizer: TokenizerArgument,
-    folder: Path,
-    force: bool = False,
-) -> Result:
+def export(tokenizer: TokenizerArgument, folder: Path, force: bool = False) -> Result:
     """Write a tokenizer as GPT-2's two files, for other libraries.
 
     Args:

@@ -44,7 +44,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"lr must be 0 or more, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
+        beta1, beta2 = betas
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"betas must be in [0, 1), got {betas}")
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
@@ -137,9 +138,10 @@ def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str
     Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
     out, and so are empty groups.
     """
-    trained = [param for param in params if param.requires_grad]
-    groups = [
-        {"params": [param for param in trained if param.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for param in params:
+        if param.requires_grad:
+            (matrices if param.dim() >= 2 else vectors).append(param)
+    decayed = [{"params": matrices, "weight_decay": weight_decay}] if matrices else []
+    return decayed + ([{"params": vectors, "weight_decay": 0.0}] if vectors else [])

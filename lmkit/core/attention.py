@@ -389,11 +389,6 @@ def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
     return frequencies * ((1 - kept) / config.rope_factor + kept)
 
 
-def plain_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Return radians per position of each pair of channels, (head_dim / 2) in float64 on the CPU."""
-    return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
-
-
 class RotaryEmbedding(nn.Module):
     """A table of cosines and sines of every position and pair of channels (Su et al. 2021, eq. 15).
 
@@ -440,7 +435,10 @@ class RotaryEmbedding(nn.Module):
     def _compute(self, begin: int, end: int) -> Tensor:
         # In float64: a float32 angle of 100,000 radians is off by 0.004.
         positions = torch.arange(begin, end, dtype=torch.float64, device="cpu")
-        frequencies = plain_frequencies(self.head_dim, self.theta)
+        channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = self.theta ** (
+            -channels / self.head_dim
+        )  # radians per position of each pair, (head_dim / 2)
         if self.scale is not None:
             frequencies = self.scale(frequencies)
         angles = torch.outer(positions, frequencies)  # (positions, head_dim / 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +34,8 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
+    numbers_per_row: int = field(default=1, init=False)
+    """Random numbers from which a row is cut or drawn."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -51,16 +52,13 @@ class Sampler:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
-        numbers = self._numbers_per_row()
+        numbers = self.numbers_per_row
         # numpy promises that the streams of Philox and SeedSequence never change; the methods of `Generator` may.
         # The remainder of 64 bits modulo n is biased by n / 2**64, which is negligible.
         stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
         rows = self.batch_size // self.world_size
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
         return self._rows(raw[self.rank * rows : (self.rank + 1) * rows])
-
-    def _numbers_per_row(self) -> int:
-        raise NotImplementedError
 
     def _rows(self, raw: np.ndarray) -> Batch:
         """Turn the random uint64 (rows, numbers per row) of this rank into its batch."""
@@ -98,8 +96,7 @@ class FileSampler(Sampler):
         """Return the windows that begin at these positions, as `batch` does."""
         ends = self.context_length + 1
         windows = np.stack([marked(self.tokens, self.mask, i, i + ends) for i in starts])
-        inputs, targets = inputs_of(windows[:, :-1]), targets_of(windows[:, 1:])
-        mark_documents(inputs, starts, self.borders)
+        inputs, targets = batch_of(windows[:, :-1], windows[:, 1:], starts, self.borders)
         shape = (self.accumulation, -1, self.context_length)
         return inputs.reshape(shape), targets.reshape(shape)
 
@@ -142,9 +139,6 @@ class TokenBatches(FileSampler):
             if len(self.document_starts) == 0:
                 raise ValueError(f"no document is followed by {self.context_length + 1} tokens")
 
-    def _numbers_per_row(self) -> int:
-        return 1
-
     def _rows(self, raw: np.ndarray) -> Batch:
         if self.document_starts is None:
             starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
@@ -159,8 +153,9 @@ class RandomTokens(Sampler):
 
     vocab_size: int = field(kw_only=False)
 
-    def _numbers_per_row(self) -> int:
-        return self.context_length + 1
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.numbers_per_row = self.context_length + 1
 
     def _rows(self, raw: np.ndarray) -> Batch:
         windows = torch.from_numpy((raw % np.uint64(self.vocab_size)).astype(np.int64))
@@ -187,27 +182,18 @@ def evaluation_windows(
         ValueError: there are fewer than `context_length + 1` tokens.
     """
     check_length(tokens, context_length)
-    return islice(_consecutive_windows(tokens, mask, borders, context_length, batch_size), max_batches)
+    end = len(tokens) - 1
+    whole = end // context_length * context_length
+    firsts = [*range(0, whole, batch_size * context_length), *([whole] if whole < end else [])]
 
-
-def _consecutive_windows(
-    tokens: np.ndarray,
-    mask: np.ndarray | None,
-    borders: np.ndarray | None,
-    context_length: int,
-    batch_size: int,
-) -> Iterator[Batch]:
-    def rows(first: int, last: int, length: int) -> Batch:
+    def rows(first: int) -> Batch:
+        length = context_length if first < whole else end - whole
+        last = min(first + batch_size * context_length, whole) if first < whole else end
         span = marked(tokens, mask, first, last + 1)
-        inputs, targets = inputs_of(span[:-1].reshape(-1, length)), targets_of(span[1:].reshape(-1, length))
-        mark_documents(inputs, range(first, last, length), borders)
-        return inputs, targets
+        before, after = span[:-1].reshape(-1, length), span[1:].reshape(-1, length)
+        return batch_of(before, after, range(first, last, length), borders)
 
-    whole = (len(tokens) - 1) // context_length * context_length
-    for first in range(0, whole, batch_size * context_length):
-        yield rows(first, min(first + batch_size * context_length, whole), context_length)
-    if rest := len(tokens) - 1 - whole:
-        yield rows(whole, len(tokens) - 1, rest)
+    return map(rows, firsts[:max_batches])
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
@@ -225,27 +211,20 @@ def marked(tokens: np.ndarray, mask: np.ndarray | None, start: int, end: int) ->
     return np.where(bits, ids, ~ids)
 
 
-def inputs_of(marked: np.ndarray) -> torch.Tensor:
-    """Return the tokens that `marked` returned some complements of."""
-    return torch.from_numpy(np.maximum(marked, ~marked))
-
-
-def mark_documents(inputs: torch.Tensor, starts: Sequence[int], borders: np.ndarray | None) -> None:
-    """Mark the input before each border by its bitwise complement, in place.
+def batch_of(
+    inputs: np.ndarray, targets: np.ndarray, starts: Sequence[int], borders: np.ndarray | None
+) -> Batch:
+    """Return inputs and targets as tensors, with the input before each border marked by its complement.
 
     Args:
-        inputs: (rows, length)
+        inputs, targets: (rows, length), as `marked` returns them.
         starts: the position of the first input of each row.
         borders: positions at which documents begin, ascending.
     """
-    if borders is None:
-        return
-    for row, start in zip(inputs.numpy(), starts, strict=True):
-        low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
-        before = borders[low:high].astype(np.int64) - 1 - start
-        row[before] = ~row[before]
-
-
-def targets_of(marked: np.ndarray) -> torch.Tensor:
-    """Return the tokens that count as targets, and -1 for each complement."""
-    return torch.from_numpy(np.maximum(marked, -1))
+    inputs = np.maximum(inputs, ~inputs)
+    if borders is not None:
+        for row, start in zip(inputs, starts, strict=True):
+            low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))
+            before = borders[low:high].astype(np.int64) - 1 - start
+            row[before] = ~row[before]
+    return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))

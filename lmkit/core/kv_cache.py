@@ -34,7 +34,7 @@ class KVCache:
         # Zeros, not empty: keys beyond a row's length get the probability 0, and 0 * nan is nan.
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        self.windows = [config.window(layer) for layer in range(config.num_layers)]
+        self.windows = list(map(config.window, range(config.num_layers)))
 
     def positions(self, seq: int) -> Tensor:
         """Return the positions of the next `seq` tokens of each text, (rows, seq); the model asks once per pass."""

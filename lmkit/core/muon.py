@@ -125,7 +125,14 @@ class Muon(AdamW):
         iterations: int = 5,
         **adamw: Any,
     ) -> None:
-        check_settings(lr, matrix_lr, momentum, iterations)
+        if matrix_lr and not lr:
+            raise ValueError(f"lr must not be 0, because matrix_lr is {matrix_lr} relative to it")
+        if not matrix_lr >= 0:
+            raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        if not iterations >= 1:
+            raise ValueError(f"iterations must be 1 or more, got {iterations}")
         super().__init__(params, lr=lr, **adamw)
         if not any("is_matrix" in group for group in self.param_groups):
             raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
@@ -155,15 +162,3 @@ class Muon(AdamW):
         rate = group["lr"] * group["lr_ratio"]
         decay = rate * group["weight_decay"]
         return move_matrices(params, directions, rate=rate, decay=decay, iterations=group["iterations"])
-
-
-def check_settings(lr: float, matrix_lr: float, momentum: float, iterations: int) -> None:
-    """Raise ValueError if a setting is out of range."""
-    if matrix_lr and not lr:
-        raise ValueError(f"lr must not be 0, because matrix_lr is {matrix_lr} relative to it")
-    if not matrix_lr >= 0:
-        raise ValueError(f"matrix_lr must be 0 or more, got {matrix_lr}")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    if not iterations >= 1:
-        raise ValueError(f"iterations must be 1 or more, got {iterations}")

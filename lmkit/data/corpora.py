@@ -19,13 +19,13 @@ from typing import IO, BinaryIO
 from lmkit.data.json_lines import holds_json, is_learned, json_records, messages_of
 from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
-from lmkit.measure.progress import Progress
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.tables import CorpusConfig
 from lmkit.storage import atomic_path, scratch_folder
 from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
+from lmkit.streams import Progress
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
-from lmkit.measure.progress import Progress
 from lmkit.registry import DATASETS
 from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX, naming
 from lmkit.storage.inputs import open_input, read_input
 from lmkit.storage.outputs import refuse_unwritable
+from lmkit.streams import Progress
 
 _BLOCK = 1 << 20
 _ATTEMPTS = 6

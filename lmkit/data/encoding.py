@@ -20,8 +20,8 @@ from lmkit.data.json_lines import holds_json, json_records, messages_of
 from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
-from lmkit.measure.progress import Progress
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
+from lmkit.streams import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, Part
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lmkit.core.batches import Batch, FileSampler, Sampler, marked, targets_of
+from lmkit.core.batches import Batch, FileSampler, Sampler, marked
 
 BLOCK = 2048
 """Documents that are packed together: enough to find exact fits, few enough to be packed in between steps."""
@@ -74,7 +74,7 @@ class PackedBatches(Sampler):
         shape = (self.accumulation, count // self.accumulation, self.context_length)
         parts = [self._read(piece) for row in range(first, first + count) for piece in self.pieces(row)]
         inputs, targets = (np.concatenate(side).reshape(shape) for side in zip(*parts, strict=True))
-        return torch.from_numpy(inputs), targets_of(targets)
+        return torch.from_numpy(inputs), torch.from_numpy(np.maximum(targets, -1))
 
     def _read(self, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs of a piece, the first as its complement, and its targets as of `marked`."""

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import UsageError
-from lmkit.measure.progress import Progress
 from lmkit.recipe import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.storage.outputs import refuse_existing, refuse_too_large
+from lmkit.streams import Progress
 
 _GRAMMAR = Path(__file__).with_name("stories.txt").read_text("utf-8")
 RULES, WORDS, ROWS, VOICE = (part.partition("\n")[2] for part in _GRAMMAR.split("\n== ")[1:])

@@ -3,7 +3,7 @@
 A step exists in three forms with the same state. A fast form reads the weights itself. So it is used only if it
 implements all switches of the model (`ModelConfig.switches`), and nobody replaced a layer, as LoRA adapters do:
 
-* to read, and for all other models: the model itself with a `KVCache` (`ModelStep`);
+* to read, and for all other models: the model itself with a `KVCache` (`Decoder.next_logits`);
 * fast on a CPU: as few calls as possible (`CPUStep`);
 * fast on a GPU: kernels recorded as a CUDA graph (`kernel_step`), from 17 rows on around a library's matrix products.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from lmkit.core.kv_cache import KVCache
 from lmkit.core.sampling import Sampling, draw
 from lmkit.errors import LmkitError, UsageError
-from lmkit.generation.prefill import TOKENS_AT_ONCE, Prefill, Text
+from lmkit.generation.prefill import TOKENS_AT_ONCE, Prefill
 from lmkit.kernels.decode.rows import (
     MOST_ROWS,
     Rows,
@@ -44,7 +44,6 @@ from lmkit.model.transformer import TransformerLM, is_original, join
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
-    from lmkit.generation.kernel_step import KernelStep
     from lmkit.recipe.tables import ModelConfig
 
 
@@ -64,13 +63,13 @@ class LayerWeights(NamedTuple):
 
 def layer_weights(block: Any) -> LayerWeights:
     attn, ffn = block.attn, block.ffn
-    qkv, bias = attn.joined_layers(), attn.q_proj.bias
+    q, k, v = attn.q_proj, attn.k_proj, attn.v_proj
     return LayerWeights(
         block.ln1.weight,
-        join([layer.weight for layer in qkv]),
-        None if bias is None else join([layer.bias for layer in qkv]),
+        join([q.weight, k.weight, v.weight]),
+        None if q.bias is None else join([q.bias, k.bias, v.bias]),
         *(attn.output_proj.weight, block.ln2.weight),
-        join([layer.weight for layer in ffn.joined_layers()]),
+        join([ffn.w1.weight, ffn.w3.weight]),
         ffn.w2.weight,
         None if attn.q_norm is None else (attn.q_norm.weight, attn.k_norm.weight),
     )
@@ -97,6 +96,9 @@ class Decoder:
     Attributes:
         state: of the rows; `state.drawn` holds their newest tokens.
         cache: keys and values of all tokens of the rows but the newest.
+        refill: number of rows that are best started together.
+        layers: weights of the blocks, if a step reads them itself.
+        begin: prepares the next step for new texts; None: nothing has to be.
 
     Raises:
         LmkitError: the rows do not fit into the device's free memory; nothing was allocated.
@@ -129,9 +131,7 @@ class Decoder:
         check_memory(model, rows, sampling, kernels=runs_kernels, fp8=self.fp8)
         self.cache = KVCache(model, rows)
 
-        def numbers(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=self.device)
-
+        numbers = partial(torch.zeros, dtype=torch.int64, device=self.device)
         self.state = Rows(
             place=self.cache.lengths,
             text=numbers(rows, self.capacity + 1),
@@ -158,35 +158,29 @@ class Decoder:
         viewed: Any = {"seen": self._view(seen), "stops": None if ending is None else self._view(ending)}
         columns: Any = map(self._view, self.state)
         self._views = Rows(*columns), self.rules._replace(**viewed)
-        if runs_kernels:
-            from lmkit.generation.kernel_step import KernelStep
-
-            self._step: KernelStep | CPUStep | ModelStep = KernelStep(self)
-        elif (
+        reads_weights = runs_kernels or (
             self.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.float64)
             and not self.rereads
             and config.switches <= SWITCHES
             and is_original(model)
-        ):
-            self._step = CPUStep(self)
+        )
+        self.layers = list(map(layer_weights, model.layers)) if reads_weights else []
+        self.begin: Callable[[Tensor, Tensor], None] | None = None
+        if runs_kernels:
+            from lmkit.generation.kernel_step import KernelStep
+
+            self._step: Callable[[int], Tensor | None] = (step := KernelStep(self))
+            self.begin = step.begin
         else:
-            self._step = ModelStep(self)
+            self._step = CPUStep(self) if reads_weights else self.next_logits
         self._prefill = Prefill(self, padded=runs_kernels)
-
-    @cached_property
-    def layers(self) -> list[LayerWeights]:
-        return [layer_weights(layer) for layer in self.model.layers]
-
-    @property
-    def refill(self) -> int:
-        """The number of rows that are best started together."""
-        return self._prefill.together
+        self.refill = self._prefill.together
 
     @torch.inference_mode()
     def start(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Put prompts of 1 to `capacity` ids into rows; the next step reads their last ids and draws."""
-        self._prefill([Text(*text) for text in zip(rows, prompts, seeds, strict=True)])
+        self._prefill(rows, prompts, seeds)
         if self.rules.penalizes:
             for row, ids in zip(rows, prompts, strict=True):
                 self.rules.seen[row] = 0
@@ -210,10 +204,9 @@ class Decoder:
         Args:
             longest: an upper bound on the tokens of a row, at most `capacity`.
         """
-        self._step(longest)
-
-    def advance(self, logits: Tensor) -> None:
-        """Draw the next token of every row from its logits, (rows, vocab_size), by PyTorch operations."""
+        logits = self._step(longest)
+        if logits is None:  # the kernels have drawn
+            return
         logits = plain_rules(logits, self.rules)
         tokens = draw(logits, self.state.seeds, self.state.number, self.sampling)
         chosen = log_probabilities(logits, tokens).to(torch.float32) if self.logprobs else None
@@ -221,11 +214,20 @@ class Decoder:
             self._view(tokens), *self._views, self.most, None if chosen is None else self._view(chosen)
         )
 
+    def next_logits(self, longest: int) -> Tensor:
+        """Return the logits of every row's next token, (rows, vocab_size): the model reads the newest of each row."""
+        place, text = self.state.place, self.state.text
+        if not self.rereads:
+            return self.model(text.gather(1, place[:, None]), self.cache)[:, 0]
+        # The cache does not know which keys the attention kernel hides: read whole texts.
+        texts = [ids[: last + 1] for ids, last in zip(text, place.tolist(), strict=True)]
+        return torch.cat([self.model(ids[None])[:, -1] for ids in texts])
+
     def newest(self) -> Newest:
         """Start copying the newest tokens to the host, without waiting."""
         columns = [self.state.drawn, *([self.state.logprobs] if self.logprobs else [])]
         if self.device.type != "cuda":
-            return Newest([column.clone() for column in columns], None)
+            return Newest(list(map(torch.clone, columns)), None)
         on_host = [torch.empty_like(column, device="cpu", pin_memory=True) for column in columns]
         for copy, column in zip(on_host, columns, strict=True):
             copy.copy_(column, non_blocking=True)
@@ -234,33 +236,11 @@ class Decoder:
         return Newest(on_host, event)
 
 
-class ModelStep:
-    """The step to read: the model reads the newest token of every row, with the cache."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-
-    def begin(self, rows: Tensor, tokens: Tensor) -> None:
-        """Prepare nothing: a step reads its tokens from the rows' texts."""
-
-    def __call__(self, longest: int) -> None:
-        self.decoder.advance(self.logits(longest))
-
-    def logits(self, longest: int) -> Tensor:
-        """Return the logits of every row's next token, (rows, vocab_size)."""
-        model, (place, text, *_) = self.decoder.model, self.decoder.state
-        if not self.decoder.rereads:
-            return model(text.gather(1, place[:, None]), self.decoder.cache)[:, 0]
-        # The cache does not know which keys the attention kernel hides: read whole texts.
-        texts = [ids[: last + 1] for ids, last in zip(text, place.tolist(), strict=True)]
-        return torch.cat([model(ids[None])[:, -1] for ids in texts])
-
-
 Array = Any  # of NumPy
 
 
-class CPUStep(ModelStep):
-    """The fast step on a CPU, in float32 or float64, by as few and as cheap calls as possible.
+class CPUStep:
+    """The fast form of `Decoder.next_logits` on a CPU, in float32 or float64.
 
     In a small model, calls take longer than arithmetic. So memory is allocated once, views of it are made once, and
     small operations are NumPy's, whose calls take less time than PyTorch's. PyTorch computes matrix products and
@@ -268,11 +248,10 @@ class CPUStep(ModelStep):
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
         model, config, rows = decoder.model, decoder.model.config, decoder.rows
         width, head_dim, kv_heads = config.d_model, config.head_dim, config.kv_heads
-        self.head = model.lm_head.weight.detach().T
-        self.x, self.normed = (self.head.new_zeros(rows, width) for _ in range(2))
+        self.decoder, self.head = decoder, model.lm_head.weight.detach().T
+        self.x, self.normed = self.head.new_zeros(2, rows, width)
         self.x_array, self.normed_array = self.x.numpy(), self.normed.numpy()
         self.qkv = self.head.new_zeros(rows, width + 2 * kv_heads * head_dim)
         heads = self.qkv.unflatten(-1, (-1, head_dim))  # (rows, heads + 2 kv_heads, head_dim)
@@ -290,17 +269,18 @@ class CPUStep(ModelStep):
         self.eps, self.root = config.norm_eps, math.sqrt(width)
         self.squares = np.zeros((rows, 1, 1), self.x_array.dtype)
         self.eps_sum = self.squares.dtype.type(config.norm_eps * width)
-        self.layers = [
-            (
+        self.layers = []
+        for layer, keys, values in zip(decoder.layers, decoder.cache.keys, decoder.cache.values, strict=True):
+            qk_gain = None
+            if layer.qk_gains is not None:  # the gain of every head of q|k, (heads + kv_heads, head_dim)
+                q_gain, k_gain = layer.qk_gains
+                parts = q_gain.expand(config.num_heads, -1), k_gain.expand(kv_heads, -1)
+                qk_gain = torch.cat(parts).detach().numpy()
+            weights = (
                 *(self.gain(layer.norm1), layer.qkv.detach().T, layer.qkv_bias, layer.output.detach().T),
                 *(self.gain(layer.norm2), layer.gate_up.detach().T, layer.down.detach().T),
-                self.gain_of_heads(layer.qk_gains, config),
-                *(keys.numpy(), values.numpy()),
             )
-            for layer, keys, values in zip(
-                decoder.layers, decoder.cache.keys, decoder.cache.values, strict=True
-            )
-        ]
+            self.layers.append((*weights, qk_gain, keys.numpy(), values.numpy()))
         self.last_gain = self.gain(model.ln_final.weight)
         self.each, self.place = np.arange(rows), decoder.state.place.numpy()
         self.text, self.positions = decoder.state.text.numpy(), torch.arange(decoder.capacity)
@@ -309,16 +289,7 @@ class CPUStep(ModelStep):
     def gain(self, weight: Tensor) -> Array:
         return (weight.detach() * self.root).numpy()
 
-    @staticmethod
-    def gain_of_heads(gains: tuple[Tensor, Tensor] | None, config: ModelConfig) -> Array | None:
-        """Return the gain of every head of q|k, (heads + kv_heads, head_dim)."""
-        if gains is None:
-            return None
-        counts = config.num_heads, config.kv_heads
-        return torch.cat([gain.expand(n, -1) for gain, n in zip(gains, counts, strict=True)]).detach().numpy()
-
-    def logits(self, longest: int) -> Tensor:
-        """Read the newest token of every row; return the logits of the next, (rows, vocab_size)."""
+    def __call__(self, longest: int) -> Tensor:
         cache, x, normed, each, place = self.decoder.cache, self.x, self.normed, self.each, self.place
         self.x_array[:] = self.table[self.text[each, place]]
         longest = int(place.max()) + 1
@@ -371,7 +342,7 @@ class CPUStep(ModelStep):
 
 @dataclass(frozen=True)
 class Newest:
-    """The tokens of a step on their way to the host."""
+    """The tokens of a step on their way to the host, with their log-probabilities if these are kept."""
 
     columns: list[Tensor]
     event: torch.cuda.Event | None
@@ -380,10 +351,10 @@ class Newest:
         return self.event is None or self.event.query()
 
     def read(self) -> tuple[list[int], list[float] | None]:
-        """Wait for the copy; return the token of every row, and its log-probability if that is kept."""
+        """Wait for the copy; return the token of every row, and its log-probability."""
         if self.event is not None:
             self.event.synchronize()
-        tokens, *logprobs = (column.tolist() for column in self.columns)
+        tokens, *logprobs = map(Tensor.tolist, self.columns)
         return tokens, logprobs[0] if logprobs else None
 
 
@@ -425,18 +396,14 @@ LIBRARIES = 500_000_000
 stream), and that the allocator's rounding costs."""
 
 
-class Needs(NamedTuple):
-    """Bytes: `cache` and `others` of every row, from the first step on, and `once` for all rows."""
-
-    cache: int
-    others: int
-    once: int
-
-
 def decoder_needs(
     model: TransformerLM, rows: int, sampling: Sampling, *, kernels: bool, fp8: bool = False
-) -> Needs:
-    """Count what a decoder with these arguments allocates, with and without the kernels' step."""
+) -> tuple[int, int, int]:
+    """Count what a decoder with these arguments allocates, with and without the kernels' step.
+
+    Returns:
+        Bytes: of every row the cache and all others, from the first step on, and those once for all rows.
+    """
     config, weight = model.config, model.lm_head.weight
     vocab_size, width = weight.shape
     element, capacity = weight.element_size(), config.context_length
@@ -459,7 +426,7 @@ def decoder_needs(
     if not ATTENTION.facts(config.attention).sees_all:
         once += capacity * vocab_size * element  # logits of a text that is read again
     once += LIBRARIES if weight.is_cuda else 0
-    return Needs(cache, state + seen + step, once)
+    return cache, state + seen + step, once
 
 
 def kernel_step_needs(model: TransformerLM, rows: int) -> tuple[int, int]:

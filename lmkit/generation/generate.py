@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +105,11 @@ def generate(
     if tokenizer.vocab_size > embeddings:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {embeddings} embeddings")
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    starts = PromptIds(model, tokenizer, prompts, allow_special=options.allow_special)
+    room = max(1, model.config.context_length - 1)
+    encode = partial(prompt_ids, tokenizer, most=room, allow_special=options.allow_special)
     if "" in prompts:
-        starts.encode("")  # refuses it before anything is written
-    streams = [TextStream(tokenizer) for _ in prompts]
+        encode("")  # refuses it before anything is written
+    streams = [] if on_text is None else [TextStream(tokenizer) for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
@@ -125,7 +127,8 @@ def generate(
 
     finished: dict[int, Generation] = {}
     try:
-        for number, token, logprob in generate_tokens(model, starts, options, kernels=kernels, **limits):
+        settings: dict[str, Any] = {"encode": encode, "kernels": kernels, **limits}
+        for number, token, logprob in generate_tokens(model, prompts, options, **settings):
             if token in stops:
                 ended[number] = True
             else:
@@ -193,9 +196,10 @@ class _Seat:
 
 def generate_tokens(
     model: TransformerLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
     options: GenerateConfig,
     *,
+    encode: Callable[[Any], Sequence[int]] = list,
     kernels: bool | None = None,
     **limits: Any,
 ) -> Iterator[Drawn]:
@@ -207,6 +211,7 @@ def generate_tokens(
 
     Args:
         prompts: token ids, at least one each and at most `context_length`.
+        encode: makes the ids of a prompt, when its turn comes: a GPU need not wait until thousands are encoded.
         kernels, limits: `kernels`, `vocab_size`, `never` and `stops` of `Decoder`. An id of `stops` is yielded before
             it ends a row; `options.max_new_tokens` ends the others.
 
@@ -220,7 +225,7 @@ def generate_tokens(
     rows = options.batch_size if in_graph else min(options.batch_size, len(prompts))
     try:
         decoder = decoder_for(model, options, rows, kernels=kernels, **limits)
-        yield from draw_tokens(decoder, prompts, options.seed)
+        yield from draw_tokens(decoder, prompts, options.seed, encode)
     except torch.OutOfMemoryError as error:
         why = ". ".join(str(error).split(". ")[:2])
         raise does_not_fit(f"{rows} texts do not fit: {why}", rows // 2) from error
@@ -228,25 +233,25 @@ def generate_tokens(
 
 def decoder_for(model: TransformerLM, options: GenerateConfig, rows: int, **limits: Any) -> Decoder:
     """Return a decoder that samples as the table `[generate]` says. limits: see `generate_tokens`."""
-    sampling = Sampling(**{key: getattr(options, key) for key in Sampling._fields})
-    fixed: dict[str, Any] = {
-        "most": options.max_new_tokens,
-        "logprobs": options.logprobs,
-        "weights": options.weights,
-    }
-    return Decoder(model, rows, sampling=sampling, **fixed, **limits)
+    sampling = Sampling(
+        *(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
+    )
+    fixed: dict[str, Any] = {"logprobs": options.logprobs, "weights": options.weights}
+    return Decoder(model, rows, sampling=sampling, most=options.max_new_tokens, **fixed, **limits)
 
 
 def drawn_from(tokenizer: Tokenizer, options: GenerateConfig) -> dict[str, Any]:
     """Return the arguments of `generate_tokens` for the ids that may be drawn and those that end a text."""
     return {
         "vocab_size": tokenizer.vocab_size,
-        "never": [number for number in range(tokenizer.vocab_size) if number not in tokenizer.vocab],
+        "never": sorted({*range(tokenizer.vocab_size)} - tokenizer.vocab.keys()),
         "stops": frozenset(tokenizer.marks.stops if options.stop_at_end else ()),
     }
 
 
-def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Drawn]:
+def draw_tokens(
+    decoder: Decoder, prompts: Sequence[Any], seed: int, encode: Callable[[Any], Sequence[int]] = list
+) -> Iterator[Drawn]:
     """Yield the tokens of prompts that take the rows of a decoder in turn; prompt i draws from stream `seed + i`.
 
     On KeyboardInterrupt the tokens come that were drawn and not yet read; then it is raised.
@@ -284,16 +289,21 @@ def draw_tokens(decoder: Decoder, prompts: Sequence[Sequence[int]], seed: int) -
     try:
         while True:
             if len(free) >= decoder.refill or not seats:
-                taking = list(zip(free, waiting))  # noqa: B905  fewer prompts than rows, or the other way round
+                # Fewer prompts than rows, or the other way round.
+                taking = [
+                    (row, number, encode(prompt))
+                    for row, (number, prompt) in zip(free, waiting, strict=False)
+                ]
                 if taking:
                     left -= len(taking)
                     del free[: len(taking)]
                     decoder.start(
-                        [row for row, _ in taking],
-                        [ids for _, (_, ids) in taking],
-                        [(seed + number) % (1 << 63) for _, (number, _) in taking],  # int64
+                        [row for row, _, _ in taking],
+                        [ids for _, _, ids in taking],
+                        [(seed + number) % (1 << 63) for _, number, _ in taking],  # int64
                     )
-                    seats |= {row: _Seat(number, len(ids)) for row, (number, ids) in taking}
+                    for row, number, ids in taking:
+                        seats[row] = _Seat(number, len(ids))
             if seats:
                 full = [row for row, seat in seats.items() if seat.length > decoder.capacity]
                 if full:
@@ -364,37 +374,21 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-class PromptIds(Sequence[list[int]]):
-    """The ids of prompts, encoded on access, so that the GPU does not wait until thousands are encoded."""
-
-    def __init__(
-        self, model: TransformerLM, tokenizer: Tokenizer, prompts: Sequence[str], *, allow_special: bool
-    ) -> None:
-        self._prompts, self._tokenizer = prompts, tokenizer
-        self._room = max(1, model.config.context_length - 1)
-        self._allowed = "all" if allow_special else frozenset()
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.encode(self._prompts[number])
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the ids of a prompt: at least one, and at most `context_length - 1`."""
-        ids = self._tokenizer.encode(prompt, allowed_special=self._allowed, add_special_tokens=False)
-        prefix = [*self._tokenizer.prefix]  # no suffix: the text goes on
-        ids = ids if ids[: len(prefix)] == prefix else prefix + ids
-        if not ids:
-            if self._tokenizer.start_id is None:
-                raise UsageError(
-                    "generate.empty_prompt",
-                    "generate.prompts: an empty prompt, and this tokenizer has no token that begins or ends a text",
-                    hint="give a prompt",
-                )
-            return [self._tokenizer.start_id]
-        if len(ids) > self._room:
-            log.warning(
-                "the prompt has %d tokens: only the last %d fit into the context", len(ids), self._room
+def prompt_ids(tokenizer: Tokenizer, prompt: str, *, most: int, allow_special: bool) -> list[int]:
+    """Return the ids of a prompt: at least one, and at most the last `most` (with a warning in the log)."""
+    ids = tokenizer.encode(
+        prompt, allowed_special="all" if allow_special else frozenset(), add_special_tokens=False
+    )
+    prefix = [*tokenizer.prefix]  # no suffix: the text goes on
+    ids = ids if ids[: len(prefix)] == prefix else prefix + ids
+    if not ids:
+        if tokenizer.start_id is None:
+            raise UsageError(
+                "generate.empty_prompt",
+                "generate.prompts: an empty prompt, and this tokenizer has no token that begins or ends a text",
+                hint="give a prompt",
             )
-        return ids[-self._room :]
+        return [tokenizer.start_id]
+    if len(ids) > most:
+        log.warning("the prompt has %d tokens: only the last %d fit into the context", len(ids), most)
+    return ids[-most:]

@@ -13,7 +13,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,18 +80,8 @@ class PromptCache(KVCache):
         return self.attention(q, k, v, causal=True, **options)
 
 
-class Text(NamedTuple):
-    """A text for a row: `ids` are its tokens; for `seed`, `number` and `done` see `Rows`."""
-
-    row: int
-    ids: Sequence[int]
-    seed: int
-    number: int = 0
-    done: int = 0
-
-
 HEADER = 5
-"""Count of the numbers before the ids of a packed text: row, tokens, seed, number, done."""
+"""Count of the numbers before the ids of a packed text: row, tokens, seed, number, done (see `Rows`)."""
 
 
 class Prefill:
@@ -115,10 +105,10 @@ class Prefill:
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._pool: Any = None  # memory pool of the graphs
 
-    def __call__(self, texts: Sequence[Text]) -> None:
-        by_length: dict[int, list[Text]] = defaultdict(list)
-        for text in texts:
-            by_length[self.padded_length(len(text.ids))].append(text)
+    def __call__(self, rows: Sequence[int], texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        by_length: dict[int, list[tuple[int, Sequence[int], int]]] = defaultdict(list)
+        for row, ids, seed in zip(rows, texts, seeds, strict=True):
+            by_length[self.padded_length(len(ids))].append((row, ids, seed))
         for length, alike in by_length.items():
             most = self.at_once(length)
             for first in range(0, len(alike), most):
@@ -126,8 +116,8 @@ class Prefill:
                 # Fill the free places with the first text again, which writes the same values to the same memory.
                 some += some[:1] * (most - len(some))
                 packed = array("q")
-                for row, ids, seed, number, done in some:
-                    packed.extend((row, len(ids), seed, number, done))
+                for row, ids, seed in some:
+                    packed.extend((row, len(ids), seed, 0, 0))
                     packed.extend(ids)
                     packed.extend([ids[-1]] * (length - len(ids)))
                 self.read(self.to_device(packed).view(most, -1))
@@ -197,4 +187,5 @@ class Prefill:
             cache = PromptCache(decoder.cache, row, self.attention, self.store)
             with suppress(AllStored):
                 decoder.model.hidden_states(ids[:, :-1], cache)
-        decoder._step.begin(row, ids.gather(1, last[:, None])[:, 0])
+        if decoder.begin is not None:
+            decoder.begin(row, ids.gather(1, last[:, None])[:, 0])

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,17 @@ def describe_environment() -> dict[str, Any]:
     """Return the content of `environment.json`, which is stored with every measurement; JSON types only."""
     import torch
 
+    versions = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     environment: dict[str, Any] = {
         "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "lmkit": __version__,
         "git": git_state(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: version for name in PACKAGES if (version := _package_version(name))},
+        "packages": versions,
         "cpu": {
             "name": _cpu_name(),
             "usable": usable_cpus(),
@@ -92,13 +97,6 @@ def device_name(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name()
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:

@@ -79,42 +79,39 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process (RSS)."""
+    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process: its RSS, or the peak of it
+    where the system does not tell."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
         malloc_trim(0)  # freed memory is not in use, and what is taken from it would not show as growth
-    return resident_memory()
+    status = Path("/proc/self/status")
+    return _bytes_in(status, "VmRSS") if status.exists() else _peak_rss()
 
 
 def _peak_rss() -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        return _bytes_of(status)["VmHWM"]
+        return _bytes_in(status, "VmHWM")
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, the others KiB
 
 
-def resident_memory() -> int:
-    """Return the RSS of this process now (Linux), or its peak where the system does not tell."""
-    status = Path("/proc/self/status")
-    return _bytes_of(status)["VmRSS"] if status.exists() else _peak_rss()
-
-
-def _bytes_of(path: Path) -> dict[str, int]:
-    """Return the lines `Name:   123 kB` of a /proc file as name -> bytes."""
-    fields = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE)
-    return {name: int(kib) * 1024 for name, kib in fields}
+def _bytes_in(path: Path, name: str) -> int:
+    """Return the number of a line `Name:   123 kB` of a /proc file."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def available_memory() -> int | None:
     """Return the bytes that the host can allocate without swapping (Linux), or None if the system does not tell."""
     info = Path("/proc/meminfo")
-    return _bytes_of(info)["MemAvailable"] if info.exists() else None
+    return _bytes_in(info, "MemAvailable") if info.exists() else None
 
 
 def release_memory(device: torch.device | str) -> None:

@@ -69,21 +69,20 @@ def _counts(config: ModelConfig) -> ParameterCounts:
 
     # All blocks have the same parameters; a config.json may ask for a billion of them.
     model = TransformerLM(config.model_copy(update={"num_layers": 1}), device="meta")
-    parameters = [
-        (name, parameter, config.num_layers if name.startswith("layers.") else 1)
-        for name, parameter in model.named_parameters()
-    ]
-    total = sum(times * parameter.numel() for _, parameter, times in parameters)
-    biases = sum(times * bias.numel() for name, bias, times in parameters if name.endswith(".bias"))
+    total = biases = vectors = in_blocks = rows = 0
+    for name, parameter in model.named_parameters():
+        in_block = name.startswith("layers.")
+        times = config.num_layers if in_block else 1
+        count = times * parameter.numel()
+        total += count
+        biases += count if name.endswith(".bias") else 0
+        if parameter.dim() < 2:
+            vectors += count
+        elif in_block:
+            in_blocks += count
+            rows += times * len(parameter)
     table = 0 if config.tie_embeddings else model.token_embeddings.weight.numel()
-    matrices = [parameter for parameter in model.layers.parameters() if parameter.dim() >= 2]
-    return ParameterCounts(
-        total=total,
-        multiplying=total - table - biases,
-        vectors=sum(times * parameter.numel() for _, parameter, times in parameters if parameter.dim() < 2),
-        in_blocks=config.num_layers * sum(matrix.numel() for matrix in matrices),
-        rows=config.num_layers * sum(len(matrix) for matrix in matrices),
-    )
+    return ParameterCounts(total, total - table - biases, vectors, in_blocks, rows)
 
 
 def least_bytes(

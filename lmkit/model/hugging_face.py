@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,18 +55,11 @@ _LONGEST_CONTEXT = 1 << 24
 
 def weight_names(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of every weight in lmkit and in a Hugging Face folder."""
-    for name in _own_names(config):
+    of_block = [name for name, _ in TransformerBlock(config, device="meta").named_parameters()]
+    in_blocks = (f"layers.{layer}.{name}" for layer in range(config.num_layers) for name in of_block)
+    head = [] if config.tie_embeddings else ["lm_head.weight"]
+    for name in chain(["token_embeddings.weight"], in_blocks, ["ln_final.weight"], head):
         yield name, ".".join(_THEIRS.get(part, part) for part in name.split("."))
-
-
-def _own_names(config: ModelConfig) -> Iterator[str]:
-    yield "token_embeddings.weight"
-    for layer in range(config.num_layers):
-        for name, _ in TransformerBlock(config, layer, device="meta").named_parameters():
-            yield f"layers.{layer}.{name}"
-    yield "ln_final.weight"
-    if not config.tie_embeddings:
-        yield "lm_head.weight"
 
 
 def output_biases(config: ModelConfig) -> list[str]:

@@ -324,7 +324,9 @@ def step_memory(
         product if form.reuses_memory and tokens <= tokens_per_slice(config.vocab_size, "fused") else FLOAT
     )
     loss = hidden + of_sums * table + COUNT
-    wide_head = _head_gradient(form, of_sums) * table
+    # While the head's gradient is scaled and rounded to the weights' dtype.
+    narrow_head = product if product < of_sums else 0
+    wide_head = ((1 if form.reuses_memory else 2) * of_sums + narrow_head) * table
     again = [_recomputed(config, form, keep) for keep in keeps]
     # A block's backward pass takes most at SwiGLU: gradients of the residual stream, around the result, and of w2.
     at_swiglu = stream + tokens * product * config.d_ff * (1 if form.blocks_reuse_memory else 2)
@@ -437,9 +439,3 @@ def tokens_per_slice(vocab_size: int, kind: str) -> int:
     """Return the tokens whose logits exist at a time. `kind` is a type of device, or "fused"."""
     fitting = max(1, SLICE_ELEMENTS.get(kind, SLICE_ELEMENTS["cuda"]) // vocab_size)
     return 1 << (fitting.bit_length() - 1)  # a power of two divides the usual batches evenly
-
-
-def _head_gradient(form: Form, of_sums: int) -> int:
-    """Return the bytes of a weight while the head's gradient is scaled and rounded to the weights' dtype."""
-    narrow = form.product if form.product < of_sums else 0
-    return (of_sums if form.reuses_memory else 2 * of_sums) + narrow

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
     if weight.is_meta:
         return PLAIN
     if name == "auto":
-        name = next(name for name in OPERATIONS.names if _runs(name, weight))
+        name = next(filter(partial(_runs, weight), OPERATIONS.names))
     elif (check := OPERATIONS.facts(name).check) is not None:
         OPERATIONS.function_of(name, check)(weight)
     made: Operations = OPERATIONS.load(name)()
@@ -105,7 +106,7 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
     return made
 
 
-def _runs(name: str, weight: Tensor) -> bool:
+def _runs(weight: Tensor, name: str) -> bool:
     facts = OPERATIONS.facts(name)
     if weight.device.type not in facts.devices or facts.missing:
         return False

@@ -7,6 +7,7 @@ device, in blocks with a switch that is not in `SWITCHES`, or with a layer that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -179,10 +180,8 @@ class Layers(core.Layers):
         sums: whether blocks get x + delta as one tensor, so that the first is compiled as the others are.
     """
 
-    def __init__(self, blocks: Sequence[TransformerBlock]) -> None:
-        super().__init__(blocks)
-        self.sums = False
-        self.operations: Operations | None = None
+    sums = False
+    operations: Operations | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -451,11 +450,11 @@ class SideBySide(torch.autograd.Function):
 def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters that are best placed side by side, in order."""
     for module in model.modules():
-        layers = getattr(module, "joined_layers", None)
-        if layers is not None and all(type(layer) is Linear for layer in layers()):
-            yield [layer.weight for layer in layers()]
-            if all(layer.bias is not None for layer in layers()):
-                yield [layer.bias for layer in layers()]
+        layers: Any = module.joined_layers() if isinstance(module, SelfAttention | SwiGLU) else ()
+        if {*map(type, layers)} == {Linear}:
+            yield [layer.weight for layer in layers]
+            if all(layer.bias is not None for layer in layers):
+                yield [layer.bias for layer in layers]
 
 
 @torch.no_grad()
@@ -467,16 +466,14 @@ def place_side_by_side(model: nn.Module, moved: set[nn.Parameter] | None = None)
     """
     for parameters in joined_sets(model):
         first = parameters[0]
-        alike = all(x.dtype == first.dtype and x.device == first.device for x in parameters)
         if moved is not None and moved.isdisjoint(parameters):
             continue
-        if first.is_meta or not alike or not all(x.is_contiguous() for x in parameters):
+        kinds = {(x.dtype, x.device, x.is_contiguous()) for x in parameters}
+        if first.is_meta or kinds != {(first.dtype, first.device, True)} or lie_side_by_side(parameters):
             continue
-        if not lie_side_by_side(parameters):
-            rows = [len(x) for x in parameters]
-            together = torch.cat([x.detach() for x in parameters])
-            for parameter, part in zip(parameters, together.split(rows), strict=True):
-                parameter.data = part
+        together = torch.cat(list(parameters)).split(list(map(len, parameters)))
+        for parameter, part in zip(parameters, together, strict=True):
+            parameter.data = part
 
 
 def in_order_of_memory(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
@@ -497,7 +494,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("module._orig_mod.layers.0.ln1.weight")
     'layers.0.ln1.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+    return re.sub(r"\b(_orig_mod|module)\.", "", name)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from lmkit.errors import LmkitError, UsageError, first_line
-from lmkit.measure.progress import Progress
 from lmkit.parallel.ranks import RankLost, hosted_store, shutdown
 from lmkit.plugins import PLUGINS, load_plugin, plugin_error
-from lmkit.streams import secure_streams
+from lmkit.streams import Progress, secure_streams
 
 GRACE_S = 3.0
 """Seconds that ranks get to report their errors after the first failure, to end after SIGTERM, and to end after a

@@ -78,7 +78,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_entry(entry: Any) -> bool:
-    """Return whether an entry of the record has the form that `lmkit.cli.stage_record.StageRecord` writes."""
+    """Return whether an entry of the record has the form that `lmkit.cli.pipeline.StageRecord` writes."""
 
     def has_lists(value: Any) -> bool:
         lists = list(value.values()) if isinstance(value, dict) else [None]

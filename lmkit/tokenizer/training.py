@@ -13,8 +13,8 @@ from typing import Any
 from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
-from lmkit.measure.progress import Progress
 from lmkit.recipe import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
+from lmkit.streams import Progress
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, exact_chunks, read_blocks, valid_utf8
 from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
 from lmkit.tokenizer.merge_learner import learn_merges_fast

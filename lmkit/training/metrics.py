@@ -28,13 +28,12 @@ from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason, some_of
 from lmkit.measure.plots import loss_curve
-from lmkit.measure.progress import wants_plain_text
 from lmkit.measure.tables import json_lines
 from lmkit.recipe.run_folder import METRICS, WANDB
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import open_input, read_object
-from lmkit.streams import harmless
+from lmkit.streams import harmless, wants_plain_text
 
 LOSS_PICTURE = "loss.png"
 SECONDS_BETWEEN_LINES = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmkit.cli.generate import Conversation
+from lmkit.cli.chat import Conversation
 from lmkit.generation import Decoder, Drawn
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import TEMPLATES, Message

@@ -182,6 +182,7 @@ def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal
         "@BENCHES.register('leaves')\ndef leaves(context):\n    sys.exit(0)\n"
     )
     try:
-        terminal.refuses(f"bench leaves --plugin {plugin} --output out", code="command.ended", exit_code=1)
+        words = f"bench leaves --plugin {plugin} --output out"
+        terminal.refuses(words, code="command.ended", exit_code=1, says=["lmkit bench leaves"])
     finally:
         BENCHES.unregister("leaves")

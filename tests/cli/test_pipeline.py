@@ -9,7 +9,7 @@ import pytest
 from raising import raises
 
 from lmkit.cli import pipeline
-from lmkit.cli.stage_record import StageRecord
+from lmkit.cli.pipeline import StageRecord
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe, recipe_to_toml
 from lmkit.recipe.run_folder import mark_run

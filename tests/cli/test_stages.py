@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from raising import raises
 
-from lmkit.cli import pipeline, stage_record
+from lmkit.cli import pipeline
 from lmkit.errors import LmkitError
 from lmkit.storage import FolderLock
 
@@ -216,7 +216,7 @@ def test_fault_120_a_run_holds_its_folder_from_the_first_stage_to_the_last(run, 
     for options in ("", "--from train", "--force"):
         looked.clear()
         terminal(f"run fish.toml {options}")
-        assert looked == list(stage_record.READS)
+        assert looked == list(pipeline.STAGES)
     with FolderLock(run):
         before = content(run)
         for command in ("run fish.toml", "run fish.toml --force", "train fish.toml --steps 9"):

@@ -45,14 +45,6 @@ every_source = pytest.mark.parametrize(
 )
 
 
-def test_targets_are_the_tokens_that_follow(tokens):
-    inputs, targets = token_batches(tokens).batch(0)
-    assert inputs.shape == targets.shape == (1, 24, CONTEXT)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, inputs + 1)
-    assert torch.equal(inputs, inputs[..., :1] + torch.arange(CONTEXT))
-
-
 @every_source
 def test_a_batch_depends_on_seed_and_step_alone(tokens, source):
     one, other = source(tokens), source(tokens)
@@ -74,14 +66,6 @@ def test_ranks_and_slices_partition_the_same_global_batch(tokens, source, world_
         assert part.shape == (2, accumulation, 24 // world_size // accumulation, CONTEXT)
         parts.append(part.reshape(2, -1, CONTEXT))
     assert torch.equal(torch.cat(parts, dim=1), whole)
-
-
-def test_every_window_of_the_file_can_be_drawn_and_none_beyond():
-    tokens = np.arange(CONTEXT + 3, dtype=np.uint16)
-    batches = token_batches(tokens, batch_size=300)
-    starts = batches.batch(0)[0][..., 0].flatten().tolist()
-    assert set(starts) == {0, 1, 2}  # the last target is the last token
-    assert min(starts.count(start) for start in (0, 1, 2)) > 60  # uniform: expected 100 each, sd 8
 
 
 def test_the_stream_never_changes(tokens):
@@ -174,6 +158,16 @@ def test_evaluation_stops_after_max_batches(tokens):
     short_row = np.arange(4 * CONTEXT + 3)  # two batches and two tokens
     assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=2))) == 2
     assert len(list(evaluation_windows(short_row, CONTEXT, 2, max_batches=3))) == 3
+
+
+def test_the_input_before_a_document_is_its_complement(tokens):
+    borders = np.array([1, 8, 9, 500, 999])
+    batches = [*evaluation_windows(tokens, CONTEXT, 50, borders=borders)]
+    assert sum((inputs < 0).sum().item() for inputs, _ in batches) == 5
+    for inputs, targets in [token_batches(tokens, batch_size=240, borders=borders).batch(0), *batches]:
+        ids = torch.maximum(inputs, ~inputs)
+        assert torch.equal(targets, ids + 1)
+        assert torch.equal(inputs < 0, torch.isin(targets, torch.from_numpy(borders)))
 
 
 def test_tokens_that_are_no_ids_are_refused():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from plain_text import plain_text
 
 from lmkit.core import kv_cache
-from lmkit.core.sampling import Sampling, draw, penalize
-from lmkit.generation import GenerateConfig, generate_tokens
+from lmkit.core.sampling import Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
@@ -26,20 +26,6 @@ def make_model(**fields):
     return model
 
 
-def without_cache(model, prompt, new, sampling, seed):
-    """Read one text again as a whole for each token; beyond the context it continues from its last half."""
-    context, text, first = model.config.context_length, list(prompt), 0
-    for number in range(new):
-        if len(text) - first > context:
-            first = len(text) - context // 2
-        with torch.no_grad():
-            logits = model(torch.tensor([text[first:]]))[:, -1]
-        seen = torch.zeros_like(logits).index_fill_(1, torch.tensor(text), 1)
-        logits = penalize(logits, seen, sampling.repetition_penalty)
-        text.append(draw(logits, torch.tensor([seed]), torch.tensor([number]), sampling).item())
-    return text[len(prompt) :]
-
-
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "attention_window": 4}], ids=str)
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.9), Sampling(1.2, repetition_penalty=1.4)], ids=str
@@ -49,16 +35,7 @@ def test_equals_the_loop_without_a_cache_beyond_the_context(fields, sampling):
     ids = torch.randint(50, (3, 5))
     made = kv_cache.generate(model, ids, 25, sampling, seed=7)
     for row, prompt in enumerate(ids.tolist()):  # float64: rounding decides no draw
-        assert made[row].tolist() == without_cache(model, prompt, 25, sampling, 7 + row)
-
-
-def test_writes_what_the_product_writes():
-    model, ids = make_model(), torch.randint(50, (2, 4))
-    options = GenerateConfig(max_new_tokens=20, temperature=0.8, top_k=9, top_p=0.9, seed=3)
-    texts = [[], []]
-    for number, token, _ in generate_tokens(model, ids.tolist(), options):
-        texts[number].append(token)
-    assert kv_cache.generate(model, ids, 20, Sampling(0.8, 9, 0.9), seed=3).tolist() == texts
+        assert made[row].tolist() == plain_text(model, prompt, 25, sampling, 7 + row)
 
 
 def test_texts_of_different_lengths_are_read_in_parts():

@@ -51,12 +51,6 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(lmkit, termina
     assert json.loads(again)["story"] == summary["story"]
     assert made_at(RUN) == before
 
-    # The evaluation is that of the training; when asked for, it is computed, with the same result.
-    evaluation = RUN / "evaluation.json"
-    of_training = json.loads(evaluation.read_text())
-    assert redone(terminal("run tiny.toml --json --from evaluate")) == ["evaluate", "generate"]
-    assert json.loads(evaluation.read_text()) == of_training
-
     # A run, the checkpoints in it and the last of them are continued by the run's [generate] table alike.
     places = [RUN, RUN / "checkpoints", max((RUN / "checkpoints").iterdir())]
     texts = [terminal("generate", place, "--json") for place in places]
@@ -66,11 +60,6 @@ def test_text_becomes_a_story_and_a_second_run_recomputes_nothing(lmkit, termina
 
     # Another prompt redoes the story alone.
     assert redone(terminal("run", "tiny.toml", "--json", "--set", 'generate.prompts=["The"]')) == ["generate"]
-
-    # Another model under the same name is refused, its difference named, and nothing is touched.
-    difference = "model.d_model: 16 -> 32"
-    terminal.refuses("run tiny.toml --set model.d_model=32", code="run.other_recipe", says=[difference])
-    assert made_at(RUN) == before
 
     # --from redoes a stage and all after it; the same seed gives the same losses.
     earlier = losses(RUN)
@@ -134,21 +123,6 @@ def test_fault_33_a_damaged_token_file_costs_no_checkpoint_and_the_hint_mends_it
         assert tokens.read_bytes() == whole
     terminal("run tiny.toml --dry-run")
     assert newest.stat().st_mtime_ns == before
-
-
-def test_training_beyond_a_run_is_kept_and_two_fresh_runs_have_identical_losses(terminal, recipe):
-    terminal("run tiny.toml")
-    terminal("run tiny.toml --set run.name=two")
-    assert losses(RUN) == losses(RUN.parent / "two")
-    assert len(set(losses(RUN))) == 20
-    terminal("train tiny.toml --steps 30")
-    longer = losses(RUN)
-    assert len(longer) == 30
-    summary = terminal("run", RUN / "recipe.toml", "--json")
-    assert json.loads(summary)["steps"] == 30
-    assert redone(summary) == ["train", "evaluate", "generate"]  # train has nothing to do
-    assert losses(RUN) == longer
-    assert (RUN / "checkpoints" / "step-00000030").exists()
 
 
 def test_dry_run_touches_nothing(terminal, recipe, tmp_path):

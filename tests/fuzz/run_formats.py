@@ -16,8 +16,7 @@ from formats import TEXT, Files, Format, content_of, form, safetensors_header
 from mutations import damage
 from tiny import RANDOM_TOKENS, TINY
 
-from lmkit.cli.pipeline import STAGES
-from lmkit.cli.stage_record import StageRecord
+from lmkit.cli.pipeline import STAGES, StageRecord
 from lmkit.errors import LmkitError
 from lmkit.optim.adamw import AdamW
 from lmkit.recipe.load import load_recipe, validate

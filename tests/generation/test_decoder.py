@@ -9,7 +9,7 @@ from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder
 from lmkit.generation import decoder as decoders
-from lmkit.generation.decoder import CPUStep, ModelStep, can_run_kernels, decoder_needs
+from lmkit.generation.decoder import CPUStep, can_run_kernels, decoder_needs
 from lmkit.generation.prefill import Prefill
 from lmkit.model.memory import SWITCHES as KNOWN
 
@@ -40,7 +40,7 @@ def check_next_logits(decoder, model):
     for _ in range(7):
         texts = texts_of(decoder)
         with torch.inference_mode():
-            logits = decoder._step.logits(max(map(len, texts)))
+            logits = decoder._step(max(map(len, texts)))
         for row, text in enumerate(texts):
             exact = model(torch.tensor([text]))[0, -1]
             # float64; matrix products of other shapes sum in another order.
@@ -49,11 +49,16 @@ def check_next_logits(decoder, model):
         assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
-@pytest.mark.parametrize("switch", [*SWITCHES, "all"])
+SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 32}
+
+
+@pytest.mark.parametrize(
+    "fields", [*({key: value} for key, value in SWITCHES.items()), SWITCHES, SCALED], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, switch):
+def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, fields):
     """A switch of the model that no faster step knows is computed by the model itself."""
-    model = make_model(num_kv_heads=2, **(SWITCHES if switch == "all" else {switch: SWITCHES[switch]}))
+    model = make_model(num_kv_heads=2, **fields)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -69,21 +74,7 @@ def test_a_step_lists_the_switches_that_it_knows(make_model):
     assert make_model(**SWITCHES).config.switches == set(SWITCHES)
     for key, value in SWITCHES.items():
         decoder = Decoder(make_model(**{key: value}), 2, sampling=GREEDY, most=ENDLESS)
-        assert isinstance(decoder._step, CPUStep if key in KNOWN else ModelStep)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_biases_and_scaled_positions_are_in_the_step(make_model, rows):
-    model = make_model(
-        num_kv_heads=2, qkv_bias=True, rope_scaling="llama3", rope_factor=8.0, rope_original_context=32
-    )
-    with torch.no_grad():
-        for layer in model.layers:
-            for part in layer.attn.joined_layers():
-                part.bias.normal_()
-    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
-    decoder.start(range(rows), [[1, 2, 3], [9]][:rows], seeds=[0] * rows)
-    check_next_logits(decoder, model)
+        assert isinstance(decoder._step, CPUStep) == (key in KNOWN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,7 +85,7 @@ def test_logits_in_other_dtypes(make_model, dtype):
     decoder = Decoder(model.to(dtype), 2, sampling=GREEDY, most=ENDLESS)
     decoder.start([1], [text], seeds=[0])
     with torch.inference_mode():
-        logits = decoder._step.logits(9)[1]
+        logits = decoder._step(9)[1]
     assert decoder.cache.keys.dtype == decoder.cache.values.dtype == logits.dtype == dtype
     # bfloat16 has 8 bits of mantissa, some twenty roundings deep: a percent or two of the norm.
     allowed = 0.05 if dtype == torch.bfloat16 else 1e-5
@@ -120,7 +111,7 @@ def test_the_fast_step_writes_what_the_model_writes(make_model, sampling, rows):
     for seed in range(0, 10, rows):
         fast, plain = (Decoder(model, rows, stops=(7, 11), most=12, **options) for _ in range(2))
         assert isinstance(fast._step, CPUStep)
-        plain._step = ModelStep(plain)
+        plain._step = plain.next_logits
         for decoder in (fast, plain):
             decoder.start(range(rows), [[1, 2, 9], [4] * 5][:rows], seeds=range(seed, seed + rows))
             for length in range(5, 19):
@@ -149,7 +140,7 @@ def test_texts_that_are_read_padded_and_together_are_read_the_same(make_model):
     for padded in (False, True):
         decoder = Decoder(model, 48, sampling=GREEDY, most=ENDLESS)
         decoder._prefill = Prefill(decoder, padded=padded)
-        assert decoder.refill == (3 if padded else 1)
+        assert decoder._prefill.together == (3 if padded else 1)
         rows = range(40, 30, -1)
         decoder.start(rows, prompts, seeds=[0] * 10)
         decoder.step(150)

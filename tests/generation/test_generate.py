@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from plain_text import plain_text
 from raising import raises
 
 from lmkit.attention import attention
-from lmkit.core import sampling as core
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
@@ -31,24 +31,9 @@ def greedy(new, **more):
 MakeModel = Callable[..., TransformerLM]
 
 
-def plain_loop(model, prompt, options, seed, stops=()):
-    """One text, read again as a whole for each token."""
-    context = model.config.context_length
-    text, first = list(prompt), 0
-    for number in range(options.max_new_tokens):
-        if len(text) - first > context:
-            first = len(text) - max(1, context // 2)
-        with torch.no_grad():
-            logits = model(torch.tensor([text[first:]]))[:, -1]
-        text.append(draw(logits, seed, number, options))
-        if text[-1] in stops:
-            break
-    return text[len(prompt) :]
-
-
-def draw(logits, seed, number, options):
-    sampling = Sampling(**{key: getattr(options, key) for key in Sampling._fields})
-    return core.draw(logits, torch.tensor([seed]), torch.tensor([number]), sampling).item()
+def plain_loop(model, prompt, options, seed):
+    settings = Sampling(**{key: getattr(options, key) for key in Sampling._fields})
+    return plain_text(model, prompt, options.max_new_tokens, settings, seed)
 
 
 def rows(model, prompts, options, stops=()):

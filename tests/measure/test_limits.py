@@ -17,9 +17,7 @@ from lmkit.measure.timing import Timing
     ("name", "dtype", "peak"),
     [
         ("NVIDIA H200", "bf16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "fp16", 756e12),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
         ("NVIDIA L4", "bf16", 121e12),
         ("NVIDIA L40S", "bf16", 362e12),

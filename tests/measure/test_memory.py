@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lmkit.measure.memory import is_out_of_memory, memory_in_use, track_peak
+from lmkit.measure.memory import is_out_of_memory, track_peak
 
 MIB = 2**20
 
@@ -34,14 +34,6 @@ def test_small_tensors_count_though_the_heap_had_room_for_them():
         again = [torch.ones(20_000) for _ in range(400)]
         del again
     assert peak.extra_bytes == pytest.approx(400 * 80_000, rel=0.2)
-
-
-def test_freed_memory_is_not_in_use():
-    before = memory_in_use(torch.device("cpu"))
-    hoard = [torch.ones(20_000) for _ in range(1500)]  # 120 MB, more than earlier tests left
-    last = hoard[-1]  # the end of the heap, which is then not given back by itself
-    del hoard
-    assert memory_in_use(last.device) - before < 24 * MIB
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from lmkit.measure.statistics import (
     spread,
     total,
     union,
-    verdict_in_words,
 )
 
 
@@ -108,21 +107,6 @@ def test_separate_runs_are_compared():
     with pytest.raises(ValueError, match="samples"):
         compare_runs([(slow, [])], [False], smallest_difference=0.05)
     assert compare_runs([], [], smallest_difference=0.05) == []
-
-
-@pytest.mark.parametrize(
-    ("verdict", "low", "high", "threshold", "said"),
-    [
-        ("no difference", 0.996, 1.004, 0.005, "no difference above 0.5%"),
-        ("no difference", 0.98, 1.02, 0.03, "no difference above 3%"),
-        ("unclear", 0.979, 1.013, 0.005, "unclear: between -2.1% and +1.3%"),
-        ("unclear", math.nan, math.nan, 0.005, "unclear"),
-        ("faster", 1.01, 1.02, 0.005, "faster"),
-        ("too few repeats", 0.9, 1.1, 0.005, "too few repeats"),
-    ],
-)
-def test_verdicts_in_words(verdict, low, high, threshold, said):
-    assert verdict_in_words(verdict, low, high, threshold) == said
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,6 @@ def test_markdown():
     assert "a\\|b" in markdown_table([{"x": "a|b"}], [Column("x", "x")])
 
 
-def test_a_reason_may_stand_where_a_number_is_missing():
-    column = Column("ms", "ms", ".3f", instead="status")
-    assert [column.text(row) for row in ROWS] == ["1.235", "out of memory"]
-
-
 def test_terminal():
     assert terminal_table(ROWS, COLUMNS).splitlines() == [
         "kernel                   ms   tokens  status",

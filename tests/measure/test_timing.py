@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from lmkit.measure import timing
-from lmkit.measure.timing import (
-    SteadyStateClock,
-    WallClock,
-    cache_flusher,
-    time_variants,
-)
+from lmkit.measure.timing import SteadyStateClock, WallClock, cache_flusher, time_variants
 
 
 class FakeMachine:

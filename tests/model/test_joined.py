@@ -90,7 +90,7 @@ def test_a_text_is_written_by_the_layer_that_somebody_put_in(make_model, name):
     decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
     decoder.start([0], [IDS[0].tolist()], seeds=[0])
     with torch.inference_mode():
-        torch.testing.assert_close(decoder._step.logits(9), model(IDS[:1])[:, -1], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(decoder._step(9), model(IDS[:1])[:, -1], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("keep", ["none", "block"])
@@ -182,7 +182,7 @@ def test_adapters_of_peft(make_model):
     decoder = Decoder(model, 1, sampling=Sampling(0.0), most=9)
     decoder.start([0], [IDS[0].tolist()], seeds=[0])
     with torch.inference_mode():
-        torch.testing.assert_close(decoder._step.logits(9), model(IDS[:1])[:, -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoder._step(9), model(IDS[:1])[:, -1], rtol=1e-4, atol=1e-4)
     found = adapted(IDS)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(IDS), found, rtol=1e-4, atol=1e-4)  # float32: other order of sums
