@@ -131,19 +131,6 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     )
 
 
-def misfit(recipe: Recipe, *, ranks: int) -> str | None:
-    """Return a warning if the recipe will not fit on this machine's GPUs; None if it will, or they are not used."""
-    if recipe.run.device == "cpu" or not torch.cuda.is_available():
-        return None
-    made = plan(recipe, card_here(), ranks=ranks)
-    if made.fits:
-        return None
-    return (
-        f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
-        f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
-    )
-
-
 def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
     """Return how a model computes, and whether fused operations compute its blocks."""
     operations = config.operations

@@ -83,7 +83,8 @@ def build_step(
         outcome = step(inputs, targets, lr=1e-3)    # int64, (accumulation, rows, seq)
     """
     ranks = ranks or Ranks.current(otherwise="auto")
-    check_kernel(model.attention, _one_query(model, precision, ranks.device))
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[precision], device=ranks.device)
+    check_kernel(model.attention, one_query)
     table = optimizer or OptimizerConfig()
     facts = STRATEGIES.facts(parallel.strategy)
     # A strategy that shards parameters draws them layer by layer: no rank holds the whole model.
@@ -267,7 +268,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse what does not run on the device, and options of the optimizer, before anything is written or built."""
     assert recipe.model is not None
     assert recipe.train is not None
-    one_query = _one_query(recipe.model, recipe.train.precision, device)
+    dtype = PRODUCTS[recipe.train.precision]
+    one_query = torch.empty(1, 1, 1, recipe.model.head_dim, dtype=dtype, device=device)
     check_kernel(recipe.model.attention, one_query)
     choose_operations(recipe.model.operations, one_query)
     if recipe.train.precision == "fp8":
@@ -281,10 +283,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     if not OPTIMIZERS.facts(table.name).elementwise:
         groups = _split(groups, set())
     _make_optimizer(table, groups)
-
-
-def _one_query(model: ModelConfig, precision: str, device: torch.device) -> Tensor:
-    return torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[precision], device=device)
 
 
 def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -357,29 +355,23 @@ def recipe_sha256(recipe: Recipe) -> str:
     return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
 
 
-def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | None], float]:
-    """Return the function (step, used fraction of `train.max_minutes` or None) -> learning rate.
+def learning_rate(table: OptimizerConfig, steps: int, done: int, fraction: float | None) -> float:
+    """Return the learning rate of the next update.
+
+    Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
+    always reaches its end.
 
     Args:
         table: [optimizer] of the recipe: `lr`, `schedule`, ...
         steps: `train.steps`.
-
-    Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
-    always reaches its end.
+        done: updates made so far.
+        fraction: the used share of `train.max_minutes`; None without that limit.
     """
-    schedule = partial(
-        SCHEDULES.load(table.schedule),
-        lr=table.lr,
-        min_lr=table.min_lr,
-        warmup_steps=table.warmup_steps,
-        total_steps=steps,
-        **{key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses},
-    )
-
-    def rate(step: int, fraction: float | None) -> float:
-        position: float = step + 1  # the update that is about to be made
-        if fraction is not None and position >= table.warmup_steps:
-            position = max(position, fraction * steps)
-        return schedule(position)
-
+    position: float = done + 1  # the update that is about to be made
+    if fraction is not None and position >= table.warmup_steps:
+        position = max(position, fraction * steps)
+    more = {key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses}
+    schedule = SCHEDULES.load(table.schedule)
+    ends = {"min_lr": table.min_lr, "warmup_steps": table.warmup_steps, "total_steps": steps}
+    rate: float = schedule(position, lr=table.lr, **ends, **more)
     return rate

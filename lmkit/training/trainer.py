@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lmkit.core.batches import Batch, BatchSource
+from lmkit.core.batches import BatchSource
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import device_name
@@ -28,7 +28,7 @@ from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.process import StopSignals, end_as_stopped
-from lmkit.training.resume import CheckpointWriter, Counters, Retention, own_files
+from lmkit.training.resume import CheckpointWriter, Counters, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.step import Outcome, Step, load_batch
@@ -130,15 +130,12 @@ class Trainer:
             rows = train.batch_size // train.accumulation
             self._held_out = held_out_of(data.valid, model, context_length=model.context_length, rows=rows)
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
-        self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
         dtype = "bf16" if train.precision == "fp8" else train.precision.removesuffix("-autocast")
         peak = known_peak(device_name(ranks.device), dtype)
         seen = getattr(batches, "seen_context", model.context_length)
         self._flops_share = None if peak is None else flops_per_token(model, seen) / peak
-        folder = recipe.run.path / CHECKPOINTS
-        retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
-        self._writer = CheckpointWriter(folder, ranks, retention)
+        self._writer = CheckpointWriter(recipe.run.path / CHECKPOINTS, ranks, keep)
         step.signals = signals
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = self._launched = counters.step
@@ -193,12 +190,17 @@ class Trainer:
         It waits for a step when it has launched the next one, or at once if something must happen in between.
         """
         intervals = (self._train.eval_interval, self._train.sample_interval, self._checkpoint.interval)
-        batch = None if self._is_done() else self._next_batch()
-        while batch is not None:
+        if self._is_done():
+            return False
+        device = self.ranks.device
+        batch = load_batch(self._batches, self._launched, device)
+        while True:
             landed = None
             with range_("step"):
                 with watch.step(self._launched + 1):
-                    lr = self._learning_rate(self._launched, self._fraction)
+                    lr = learning_rate(
+                        self._recipe.optimizer, self._train.steps, self._launched, self._fraction
+                    )
                     writer = self._writer
                     self.step.before_update = None if writer.writing is None else writer.release_weights
                     self._flying.append((self.step(*batch, lr=lr), lr))
@@ -206,7 +208,7 @@ class Trainer:
                     if (graph := self.step.graph) is not None and graph.note != self._graph_note:
                         self._graph_note = graph.note
                         self._sink.note(graph.note)
-                    batch = self._next_batch()  # the GPU is still computing
+                    batch = load_batch(self._batches, self._launched, device)  # the GPU is still computing
                 if len(self._flying) > 1 or not self.step.runs_ahead:
                     landed = self._land(watch)
             stopped = landed is not None and self._after_step(*landed)
@@ -216,8 +218,7 @@ class Trainer:
             if stopped:
                 return True
             if self._is_done():
-                break
-        return False
+                return False
 
     def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
         """Wait for the first step that was not waited for; count it."""
@@ -226,9 +227,6 @@ class Trainer:
             self._count(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
-
-    def _next_batch(self) -> Batch:
-        return load_batch(self._batches, self._launched, self.ranks.device)
 
     def _progress(self, step: int) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further.
@@ -332,7 +330,7 @@ class Trainer:
                 self.ranks,
                 precision=self._train.precision,
                 max_batches=max_batches,
-                asked_to_stop=lambda: self._signals.received is not None,
+                signals=self._signals,
             )
         if evaluation is not None:
             if not math.isfinite(evaluation.loss):

@@ -12,7 +12,7 @@ from lmkit.model import fp8
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.recipe.tables import CheckpointConfig, ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
@@ -143,7 +143,7 @@ def test_a_checkpoint_with_masters_goes_on_under_every_precision_and_strategy(sa
 
 def _saved(step: Step, tiny: Tiny) -> Any:
     """Make three steps and save them as a run does."""
-    from lmkit.training.resume import CheckpointWriter, Retention, own_files
+    from lmkit.training.resume import CheckpointWriter, own_files
     from lmkit.training.run_data import Data
     from lmkit.training.setup import initial_state
 
@@ -151,7 +151,7 @@ def _saved(step: Step, tiny: Tiny) -> Any:
     for _ in range(3):
         step(*batch(), lr=1e-3)
     folder = recipe.run.path / "checkpoints"
-    writer = CheckpointWriter(folder, Ranks(), Retention(folder, keep_last=1, keep_best=0))
+    writer = CheckpointWriter(folder, Ranks(), CheckpointConfig(keep_last=1))
     state = initial_state(recipe, step, Data(None, None)).model_copy(update={"step": 3})
     writer.save(state, own_files(step))
     writer.wait_for_all()

@@ -17,7 +17,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import session, trainer
-from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
@@ -158,9 +158,9 @@ def test_a_trained_model_is_found_and_loaded(tiny):
     assert checkpoint.state.model.vocab_size == 64
     model = weights_of(checkpoint).model("cpu")
     assert not model.training
-    assert run_tokenizer(checkpoint.path) is None
+    assert weights_of(checkpoint).tokenizer is None
     (recipe.run.path / "tokenizer.json").write_text("{}")
-    assert run_tokenizer(checkpoint.path) == (recipe.run.path / "tokenizer.json").resolve()
+    assert weights_of(checkpoint).tokenizer == (recipe.run.path / "tokenizer.json").resolve()
     with raises(UsageError, "checkpoint.not_found", recipe.run.path / "nothing"):
         newest_checkpoint(recipe.run.path / "nothing")
     with raises(UsageError, "checkpoint.not_found", recipe.run.folder):
