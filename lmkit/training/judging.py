@@ -94,7 +94,7 @@ def _opened_text(
         opened = open_tokens(file, tokenizer_sha256=known)
         if tokens is None:
             refuse_changed_file(file, other="--tokens FILE.npy")
-        trained.refuse_more_ids(opened.meta.vocab_size, file)
+        trained.weights.refuse_more_ids(opened.meta.vocab_size, file)
         yield opened, str(file)
         return
     if tokens is not None:

@@ -101,7 +101,8 @@ def build_step(
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
     call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
-    sync.take_first_ranks(masters.values())
+    if masters:
+        sync.take_first_ranks(masters.values())
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:

@@ -213,6 +213,13 @@ class GivenWeights(Mapping[str, torch.Tensor]):
             )
         return to_pairs(name, weight, self.config) if self.state is None else weight
 
+    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
+        """Refuse a file with ids that the model does not have."""
+        rows = self.config.vocab_size or 0
+        if vocab_size > rows:
+            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
+            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
+
     def model(self, device: torch.device | str) -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         return filled_model(self.config, dict(self), device=device, origin=self.path)
@@ -443,16 +450,8 @@ class TrainedModel:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
         tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
-        self.refuse_more_ids(tokenizer.vocab_size, path)
+        self.weights.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
-
-    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
-        """Refuse a file with ids that the model does not have."""
-        rows = self.weights.config.vocab_size or 0
-        if vocab_size > rows:
-            model = self.weights.path
-            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {model} {rows} rows"
-            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
 
 
 def open_trained(path: Path) -> TrainedModel:
@@ -495,32 +494,24 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     assert path is not None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
-        theirs = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
-        ours = data.train.meta.tokenizer_sha256
-        if theirs != ours:
+        sha256 = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
+        if sha256 != data.train.meta.tokenizer_sha256:
             raise UsageError(
                 "train.other_tokenizer",
-                f"train.init_from: {path} was trained with tokenizer {theirs[:12]}, "
-                f"the token file was made with {ours[:12]}",
+                f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, "
+                f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}",
                 hint=f"encode the text with its tokenizer: --set tokenizer.path={shlex.quote(str(given.tokenizer))}",
             )
-    differing = _differences(recipe.model, given.config)
+    ours, theirs = (config.changed(num_kv_heads=config.kv_heads) for config in (recipe.model, given.config))
+    differing = [
+        f"model.{key}: {getattr(ours, key)}, the weights have {getattr(theirs, key)}"
+        for key in ModelConfig.model_fields
+        if key not in FREE and getattr(ours, key) != getattr(theirs, key)
+    ]
     if differing:
-        told = "; ".join(f"model.{key}: {mine}, the weights have {other}" for key, mine, other in differing)
         raise UsageError(
             "train.other_model",
-            f"train.init_from: {path} is another model: {told}",
+            f"train.init_from: {path} is another model: {'; '.join(differing)}",
             hint="take over its values in [model] of the recipe",
         )
     return given
-
-
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, object, object]]:
-    """Return (key, value of the recipe, value of the weights) for every key that changes the model."""
-    resolved = [config.changed(num_kv_heads=config.kv_heads) for config in (ours, theirs)]
-    pairs = {
-        key: [getattr(config, key) for config in resolved]
-        for key in ModelConfig.model_fields
-        if key not in FREE
-    }
-    return [(key, mine, other) for key, (mine, other) in pairs.items() if mine != other]
