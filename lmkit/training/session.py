@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lmkit.core.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import card_here
+from lmkit.measure.limits import card_here, has_bf16
 from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -264,7 +264,7 @@ def _prepare(
         hold: locks the run folder, which is cleaned then; None writes nothing.
     """
     data = open_data(recipe)
-    resolved = with_precision(resolve(recipe, data), ranks.device)
+    resolved = with_precision(resolve(recipe, data), has_bf16=has_bf16(ranks.device))
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
@@ -282,7 +282,9 @@ def _prepare(
         return _Start(resolved, data, batches, None, given, begin, (*notes, *warnings))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
-    resolved = with_precision(resolve(recipe, data), ranks.device, saved=before.get("precision"))
+    resolved = with_precision(
+        resolve(recipe, data), has_bf16=has_bf16(ranks.device), saved=before.get("precision")
+    )
     notes += check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
     begin, done = f"resuming from {path}", None
     if is_finished(checkpoint.state, resolved, stop_at_step):

@@ -22,6 +22,7 @@ from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
 from lmkit.errors import UsageError
+from lmkit.measure.limits import has_bf16
 from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_side
@@ -315,7 +316,7 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         LmkitError: a checkpoint that the recipe names is damaged.
     """
     device = local_device(recipe.run.device, local_rank=nproc - 1)
-    check_device(with_precision(recipe, device), device)
+    check_device(with_precision(recipe, has_bf16=has_bf16(device)), device)
     ranks = max(nproc, read_place().world_size)
     random = recipe.changed(data={"source": "random"}, model={"vocab_size": 1})
     make_batches(random, RANDOM, Ranks(world_size=ranks))

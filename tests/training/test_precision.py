@@ -205,12 +205,12 @@ def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_auto_is_bf16_where_the_device_has_it_and_stays_what_it_was(tiny, monkeypatch, has_bf16):
-    monkeypatch.setattr("lmkit.training.precision.has_bf16", lambda device: has_bf16)
+    monkeypatch.setattr("lmkit.training.session.has_bf16", lambda device: has_bf16)
     recipe = tiny("train.precision=auto", "train.steps=4", "checkpoint.interval=2")
     train(recipe, stop_at_step=2)
     wanted = "bf16" if has_bf16 else "fp32"
     assert newest_checkpoint(recipe.run.path).state.recipe["train"]["precision"] == wanted
-    monkeypatch.setattr("lmkit.training.precision.has_bf16", lambda device: not has_bf16)
+    monkeypatch.setattr("lmkit.training.session.has_bf16", lambda device: not has_bf16)
     resumed = train(recipe)
     assert resumed is not None
     assert (resumed.resumed_from, resumed.step) == (2, 4)
