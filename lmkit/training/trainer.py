@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.ranks import Ranks, StepWatch, losses_named
+from lmkit.parallel.ranks import Ranks, losses_named, step_watch
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng
@@ -35,6 +35,8 @@ from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
+Watch = Callable[[int], AbstractContextManager[None]]
+"""Of `step_watch`."""
 WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
 """Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an
 argument because training does not import generation. It may change the model."""
@@ -161,7 +163,7 @@ class Trainer:
             if self._train.init_from is not None and self.counters.step == 0:  # to see what training changes
                 with losses_named(self.ranks, "before step 1"):
                     self._evaluate("valid", self._train.eval_batches or None)
-            with StepWatch(self.ranks) as watch:
+            with step_watch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
             self._await_save()
             completed = True
@@ -184,7 +186,7 @@ class Trainer:
             end_as_stopped(self._signals.received)
         return "finished", evaluation
 
-    def _run_steps(self, watch: StepWatch) -> bool:
+    def _run_steps(self, watch: Watch) -> bool:
         """Make steps until the end. Return True if a signal ended them.
 
         It waits for a step when it has launched the next one, or at once if something must happen in between.
@@ -197,7 +199,7 @@ class Trainer:
         while True:
             landed = None
             with range_("step"):
-                with watch.step(self._launched + 1):
+                with watch(self._launched + 1):
                     lr = learning_rate(
                         self._recipe.optimizer, self._train.steps, self._launched, self._fraction
                     )
@@ -220,10 +222,10 @@ class Trainer:
             if self._is_done():
                 return False
 
-    def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
+    def _land(self, watch: Watch) -> tuple[Outcome, float]:
         """Wait for the first step that was not waited for; count it."""
         outcome, lr = self._flying.popleft()
-        with watch.step(self.counters.step + 1):
+        with watch(self.counters.step + 1):
             self._count(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
