@@ -120,7 +120,7 @@ class Strategy(Sync):
         self.parameters = trainable_parameters(model)
         if self.ranks.world_size > 1 and self.averages:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model)
+            broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
@@ -298,11 +298,6 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
                 f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
                 hint="start every rank with the same recipe, overrides, token files and version of lmkit",
             )
-
-
-def broadcast_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; see `broadcast_tensors`."""
-    broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
 
 
 @torch.no_grad()

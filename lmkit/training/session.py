@@ -143,12 +143,12 @@ def train(
         from lmkit.parallel.launch import spawn_ranks
 
         return spawn_ranks(nproc, _run_rank, given)
-    live: Callable[..., TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        live = record(live)  # lets torchrun show the traceback of errors that are no LmkitError
-    return live(*given)
+        # Lets torchrun show the traceback of errors that are no LmkitError.
+        return record(_run_rank)(*given)
+    return _run_rank(*given)
 
 
 def _run_rank(
@@ -383,9 +383,8 @@ def _result(
     evaluation: Evaluation | None = None,
 ) -> TrainResult:
     model, train = resolved_tables(recipe)
-    # A checkpoint of a later step was damaged: the run was resumed from an earlier one.
-    steps = saved_steps(recipe.run.path / CHECKPOINTS)
-    saved = [str(saved.path) for saved in steps if saved.step <= position.step]
+    # Later ones were damaged: the run was resumed from an earlier one.
+    saved = [str(path) for step, path in saved_steps(recipe.run.path / CHECKPOINTS) if step <= position.step]
     reported = None
     if evaluation is not None and saved:
         held_out = str(token_paths(recipe)[1])

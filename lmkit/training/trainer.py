@@ -369,13 +369,13 @@ class Trainer:
             return
         self._writer.wait_for_all()
         counters.seconds = self.clock.seconds
-        others = {
-            "time_fraction": self._fraction,
-            "loss_scale": None if scale is None else scale.state(),
-            "spikes": None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
-            "rng": (capture_rng(self.ranks.device),),
-        }
-        state = self._initial_state.changed(**asdict(counters), **others)
+        state = self._initial_state.changed(
+            **asdict(counters),
+            time_fraction=self._fraction,
+            loss_scale=None if scale is None else scale.state(),
+            spikes=None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
+            rng=(capture_rng(self.ranks.device),),
+        )
         self._writer.save(state, own_files(self.step))
         self._saved_step = counters.step
         self.step.save_at = time.perf_counter() + self._save_every_s
