@@ -21,6 +21,7 @@ from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
+from lmkit.data.token_files import check_divisible
 from lmkit.errors import UsageError
 from lmkit.measure.limits import has_bf16
 from lmkit.model.fp8 import check_fp8, use_fp8
@@ -318,8 +319,8 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, has_bf16=has_bf16(device)), device)
     ranks = max(nproc, read_place().world_size)
-    random = recipe.changed(data={"source": "random"}, model={"vocab_size": 1})
-    make_batches(random, RANDOM, Ranks(world_size=ranks))
+    if recipe.train is not None:
+        check_divisible(recipe.train.batch_size, ranks, recipe.train.accumulation)
     check_token_files(recipe, are_made=False)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))

@@ -220,3 +220,13 @@ def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path
     assert told == [(True, False)] * 2
     may_write.set()
     writer.wait()
+
+
+def test_a_rank_that_cannot_save_tells_the_others(tmp_path, model, save, monkeypatch):
+    writer, told = make_writer(tmp_path), []
+    monkeypatch.setattr(resume, "on_any_rank", lambda ranks, *facts: told.append(facts) or facts)
+    model["w"][0, 0] = float("nan")
+    save(writer, 1)
+    with raises(LmkitError, "checkpoint.nonfinite"):
+        writer.wait_for_all()
+    assert told[-1] == (False, True)
