@@ -358,23 +358,29 @@ def recipe_sha256(recipe: Recipe) -> str:
     return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
 
 
-def learning_rate(table: OptimizerConfig, steps: int, done: int, fraction: float | None) -> float:
-    """Return the learning rate of the next update.
-
-    Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
-    always reaches its end.
+def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | None], float]:
+    """Return the function (step, used fraction of `train.max_minutes` or None) -> learning rate.
 
     Args:
         table: [optimizer] of the recipe: `lr`, `schedule`, ...
         steps: `train.steps`.
-        done: updates made so far.
-        fraction: the used share of `train.max_minutes`; None without that limit.
+
+    Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
+    always reaches its end.
     """
-    position: float = done + 1  # the update that is about to be made
-    if fraction is not None and position >= table.warmup_steps:
-        position = max(position, fraction * steps)
-    more = {key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses}
-    schedule = SCHEDULES.load(table.schedule)
-    ends = {"min_lr": table.min_lr, "warmup_steps": table.warmup_steps, "total_steps": steps}
-    rate: float = schedule(position, lr=table.lr, **ends, **more)
+    schedule = partial(
+        SCHEDULES.load(table.schedule),
+        lr=table.lr,
+        min_lr=table.min_lr,
+        warmup_steps=table.warmup_steps,
+        total_steps=steps,
+        **{key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses},
+    )
+
+    def rate(step: int, fraction: float | None) -> float:
+        position: float = step + 1  # the update that is about to be made
+        if fraction is not None and position >= table.warmup_steps:
+            position = max(position, fraction * steps)
+        return schedule(position)
+
     return rate

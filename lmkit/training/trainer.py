@@ -132,6 +132,7 @@ class Trainer:
             rows = train.batch_size // train.accumulation
             self._held_out = held_out_of(data.valid, model, context_length=model.context_length, rows=rows)
         self._end = train.steps if stop_at_step is None else min(stop_at_step, train.steps)
+        self._learning_rate = learning_rate(recipe.optimizer, train.steps)
         self._tokens_per_step = train.batch_size * model.context_length  # over all ranks
         dtype = "bf16" if train.precision == "fp8" else train.precision.removesuffix("-autocast")
         peak = known_peak(device_name(ranks.device), dtype)
@@ -200,9 +201,7 @@ class Trainer:
             landed = None
             with range_("step"):
                 with watch(self._launched + 1):
-                    lr = learning_rate(
-                        self._recipe.optimizer, self._train.steps, self._launched, self._fraction
-                    )
+                    lr = self._learning_rate(self._launched, self._fraction)
                     writer = self._writer
                     self.step.before_update = None if writer.writing is None else writer.release_weights
                     self._flying.append((self.step(*batch, lr=lr), lr))

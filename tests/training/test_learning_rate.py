@@ -1,7 +1,5 @@
 """Schedules at the points that define them."""
 
-from functools import partial
-
 import pytest
 
 from lmkit.core.schedule import constant_lr, cosine_lr, linear_lr, wsd_lr
@@ -45,7 +43,7 @@ def test_wsd(cooldown, at, rates):
 
 
 def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further():
-    rate = partial(learning_rate, OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear"), 100)
+    rate = learning_rate(OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear"), 100)
     assert rate(0, None) == pytest.approx(0.1)
     assert rate(4, 0.9) == pytest.approx(0.5)  # warm-up counts steps
     assert rate(54, None) == pytest.approx(0.5)
