@@ -27,9 +27,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:
-    result = train(recipe, stop_at_step=stop_at_step)
-    assert result is not None
-    return result
+    return train(recipe, stop_at_step=stop_at_step)
 
 
 def assert_resumes_exactly(

@@ -35,9 +35,7 @@ def plain_loss(model: TransformerLM, ids: np.ndarray) -> tuple[float, int]:
 
 
 def result_of(model: TransformerLM, ids: np.ndarray, **options: Any) -> Evaluation:
-    result = evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
-    assert result is not None
-    return result
+    return evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
 
 
 @pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])

@@ -198,5 +198,4 @@ def test_two_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "SAMPLED_S", 0.0)
     found = measure(load_recipe("quickstart", [*SMALL, "train.accumulation=2"]))
     assert found.peak_bytes is not None
-    assert found.seconds is not None
     assert found.seconds > 0

@@ -79,8 +79,6 @@ def test_gradients_are_near_those_of_float32(accumulation):
     for (name, parameter), other in zip(
         exact.model.named_parameters(), narrow.model.parameters(), strict=True
     ):
-        assert parameter.grad is not None
-        assert other.grad is not None
         assert other.grad.dtype == other.dtype
         error = (other.grad.float() - parameter.grad).norm() / parameter.grad.norm()
         assert error < 0.03, name  # bf16 has 8 bits: a few roundings of 2^-9 each
@@ -212,7 +210,6 @@ def test_auto_is_bf16_where_the_device_has_it_and_stays_what_it_was(tiny, monkey
     assert newest_checkpoint(recipe.run.path).state.recipe["train"]["precision"] == wanted
     monkeypatch.setattr("lmkit.training.session.has_bf16", lambda device: not has_bf16)
     resumed = train(recipe)
-    assert resumed is not None
     assert (resumed.resumed_from, resumed.step) == (2, 4)
     assert newest_checkpoint(recipe.run.path).state.recipe["train"]["precision"] == wanted
     assert load_recipe(recipe.run.path / "recipe.toml").train.precision == "auto"  # type: ignore[union-attr]

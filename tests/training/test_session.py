@@ -74,7 +74,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     result = train_here(recipe)
     for path in (recipe.run.path, newest(recipe).path):
         assert evaluate_run(path) == result.evaluation
-    assert result.evaluation is not None
     assert result.evaluation.tokens == 700
     assert result.evaluation.checkpoint == result.checkpoint
     assert train_here(recipe).evaluation == result.evaluation  # nothing to do
@@ -134,7 +133,6 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     rates = [record["lr"] for record in records(recipe)]
     assert rates[-1] < 0.05 * max(rates)
     fraction = newest(recipe).state.time_fraction
-    assert fraction is not None
     assert fraction >= 1
     assert train_here(recipe).status == "nothing to do"
     # A last evaluation that was cut short is made up for.
