@@ -99,7 +99,7 @@ class Trainer:
         recipe: resolved.
         step: of `step_of`, restored where the run is resumed.
         batches: this rank's batches.
-        signals: entered; they tell the trainer to stop.
+        signals: of `stop_signals`; they tell the trainer to stop.
         stop_at_step: end early after this step.
         write_samples: writes those of `train.sample_interval`.
     """
