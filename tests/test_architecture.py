@@ -266,13 +266,13 @@ BUDGETS = {
     "kernels": 5790,
     "measure": 1515,
     "model": 1325,
-    "optim": 475,
-    "parallel": 2580,
+    "optim": 466,
+    "parallel": 2568,
     "profile": 1015,
     "recipe": 1270,
     "storage": 430,
     "tokenizer": 1955,
-    "training": 4980,
+    "training": 4942,
 }
 
 

@@ -333,7 +333,7 @@ class Pipeline:
         if makes_corpus or "train" in self.redone:
             self._refuse_own_sources()
         if record.damaged("train") != []:
-            from lmkit.training.plan import misfit
+            from lmkit.training.session import misfit
             from lmkit.training.setup import check_before_data
 
             check_before_data(self.recipe, nproc=self.nproc)

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "AdamW": "adamw",
         "decay_groups": "lmkit.core.adamw",
-        "HostAdamW": "adamw",
+        "HostAdamW": "host",
         "Muon": "muon",
         "orthogonalize": "muon",
         "clip_gradients": "lmkit.core.step",

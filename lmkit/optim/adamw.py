@@ -269,12 +269,9 @@ class AdamW(core.AdamW):
 @OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
 def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
     """Make the optimizer of the recipe's table `[optimizer]`."""
-    return AdamW(groups, **settings_of(options))
-
-
-def settings_of(options: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of `AdamW` that the table `[optimizer]` holds; the groups hold the weight decay."""
-    return {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    return AdamW(
+        groups, lr=options.lr, betas=options.betas, eps=options.eps
+    )  # the groups hold the weight decay
 
 
 class Update(NamedTuple):
@@ -327,60 +324,3 @@ def sweeps(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[
         elements += size
     if sweep:
         yield sweep
-
-
-class HostAdamW(AdamW):
-    """`AdamW`, updated by the CPU from state in the host's memory: float32 weights and moments, 12 bytes a parameter
-    (ZeRO-Offload, Ren et al. 2021, on one GPU).
-
-    A step copies the gradients to the host and the weights back, and waits for both. Use it if the state does not fit
-    on the GPU. It costs least with many micro-batches a step.
-
-    The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
-
-    Attributes:
-        state_device: where its state lies, whatever the device of the parameters.
-    """
-
-    state_device = torch.device("cpu")
-    writes_copies = False
-
-    @property
-    def captured(self) -> Any:
-        """Say by an AttributeError, as `hasattr` asks for, that no CUDA graph can hold what the CPU computes."""
-        raise AttributeError("a CUDA graph cannot capture what the CPU computes")
-
-    def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Keep float32 weights of these parameters, in the host's memory."""
-        super().keep_masters({param: _on_host(master) for param, master in masters.items()})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an AdamW into the host's memory, without a copy on the GPU."""
-        groups = state_dict["param_groups"]
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        saved = [index for group in groups for index in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved, params, strict=True):
-            if state := state_dict["state"].get(index):
-                self.state[param] = {name: _on_host(value) for name, value in state.items()}
-
-    def _updates(self, group: dict[str, Any]) -> dict[_Kind, list[Update]]:
-        for param in group["params"]:
-            if param.grad is not None and MASTER not in self.state[param]:
-                self.state[param][MASTER] = _on_host(param)
-        by_kind = super()._updates(group)
-        return {
-            kind: [update._replace(grad=update.grad.to("cpu")) for update in updates]
-            for kind, updates in by_kind.items()
-        }
-
-
-def _on_host(x: Tensor) -> Tensor:
-    """Return a float32 copy in the host's memory."""
-    return x.detach().to("cpu", torch.float32, copy=True)
-
-
-@OPTIMIZERS.register("adamw_host", order=4, keeps_masters=True, on_host=True, state_of="adamw")
-def make_host_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> HostAdamW:
-    """Make the optimizer of the recipe's table `[optimizer]`."""
-    return HostAdamW(groups, **settings_of(options))

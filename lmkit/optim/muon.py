@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lmkit.core import muon as core
-from lmkit.core.muon import (
-    MOMENTUM,
-    directions_of,
-    move,
-    move_matrices,
-    orthogonalize,
-    scale_of,
-)
+from lmkit.core.muon import MOMENTUM, directions_of, move, move_matrices, orthogonalize, scale_of
 from lmkit.measure.limits import has_bf16
-from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, settings_of, sweeps
+from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, sweeps
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -71,13 +64,7 @@ class Muon(AdamW, core.Muon):
     State of a matrix: `momentum_buffer` (its shape; the dtype of `master` if that is there), `master` as in AdamW.
     """
 
-    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.shards: list[MatrixShard] = []
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("shards", [])
+    shards: Sequence[MatrixShard] = ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,4 +200,4 @@ class Muon(AdamW, core.Muon):
 def make_muon(groups: list[dict[str, Any]], options: OptimizerConfig) -> Muon:
     """Make the optimizer of the recipe's tables `[optimizer]` and `[optimizer.options]`."""
     own: dict[str, Any] = {**OPTIMIZERS.facts("muon").options, **options.options}
-    return Muon(groups, **settings_of(options), **own)
+    return Muon(groups, lr=options.lr, betas=options.betas, eps=options.eps, **own)

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
@@ -271,49 +271,47 @@ class RankLost(LmkitError):
     is_consequence = True
 
 
-class StepWatch:
+@contextmanager
+def step_watch(ranks: Ranks) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
     """Name the step in errors of communication, and on GPUs bound its time.
 
-        with StepWatch(ranks) as watch:
+        with step_watch(ranks) as watch:
             for step in ...:
-                with watch.step(step):
+                with watch(step):
                     ...  # forward, backward, finish, optimizer
 
-    A collective that fails inside `step(n)` becomes a `RankLost`, see `losses_named`. On GPUs, a step that is not
+    A collective that fails inside `watch(n)` becomes a `RankLost`, see `losses_named`. On GPUs, a step that is not
     finished after `ranks.timeout_s` seconds ends the process with exit code 1 and one line on stderr, because no
     exception can reach a thread that waits for the GPU.
     """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._armed: tuple[int, float] | None = None  # (step, deadline): replaced whole, so it needs no lock
-        self._stopped = threading.Event()
-
-    def __enter__(self) -> StepWatch:
-        if self._ranks.world_size > 1 and self._ranks.device.type == "cuda":
-            threading.Thread(target=self._watch, name="lmkit-step-watch", daemon=True).start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._stopped.set()
+    running: list[tuple[int, float]] = []  # the step and its deadline
+    ended = threading.Event()
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Name the step; raise RankLost if a collective inside it breaks."""
-        self._armed = (number, time.monotonic() + self._ranks.timeout_s)
+    def watch(step: int) -> Iterator[None]:
+        running.append((step, time.monotonic() + ranks.timeout_s))
         try:
-            with losses_named(self._ranks, f"step {number}"):
+            with losses_named(ranks, f"step {step}"):
                 yield
         finally:
-            self._armed = None
+            running.clear()
 
-    def _watch(self) -> None:
-        ranks = self._ranks
-        while not self._stopped.wait(min(1.0, ranks.timeout_s / 8)):
-            armed = self._armed
-            if armed is not None and time.monotonic() > armed[1]:
+    if ranks.world_size > 1 and ranks.device.type == "cuda":
+        threading.Thread(
+            target=_end_late_steps, args=(ranks, running, ended), name="lmkit-step-watch", daemon=True
+        ).start()
+    try:
+        yield watch
+    finally:
+        ended.set()
+
+
+def _end_late_steps(ranks: Ranks, running: Sequence[tuple[int, float]], ended: threading.Event) -> None:
+    while not ended.wait(min(1.0, ranks.timeout_s / 8)):
+        for step, deadline in tuple(running):
+            if time.monotonic() > deadline:
                 sys.stderr.write(
-                    f"error[parallel.step_hangs]: rank {ranks.rank}, step {armed[0]}: unfinished after "
+                    f"error[parallel.step_hangs]: rank {ranks.rank}, step {step}: unfinished after "
                     f"{ranks.timeout_s:g} s; this rank or one that it waits for hangs\n"
                 )
                 sys.stderr.flush()

@@ -419,10 +419,26 @@ class ShardedState(torch.optim.Optimizer):
         Raises:
             ValueError: a rank's state is missing, or a parameter, or a part of one, has none.
         """
-        whole = consolidate(states)
-        self._load(
-            [cut_state(whole, piece.names, piece.own) for piece in self._pieces], states[0]["param_groups"]
-        )
+        self.load_whole(consolidate(states), states[0]["param_groups"])
+
+    @torch.no_grad()
+    def load_whole(self, whole: ParameterStates, groups: Sequence[dict[str, Any]] | None = None) -> None:
+        """Load the state of whole parameters. Collective.
+
+        Args:
+            groups: hyperparameters of every group; None: they stay.
+
+        Raises:
+            ValueError: a parameter, or a part of one, has no state, or state of another size.
+        """
+        for piece in self._pieces:
+            for name, parameter in zip(piece.names, piece.parameters, strict=True):
+                for key, value in whole.get(name, {}).items():
+                    if value.ndim and value.numel() != parameter.numel():
+                        found, wanted = value.numel(), parameter.numel()
+                        raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
+        states = [cut_state(whole, piece.names, piece.own) for piece in self._pieces]
+        self._load(states, [{}] * len(self.param_groups) if groups is None else groups)
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -85,7 +85,7 @@ class Strategy(Sync):
     buckets: WatchedBuckets | None = None
     """The buckets of strategies that communicate inside the backward pass."""
     averages = True
-    """Whether `finish` averages gradients over the ranks."""
+    """Whether ranks train together: they begin with rank 0's values, and `finish` averages their gradients."""
 
     def __init__(self, ranks: Ranks, config: ParallelConfig) -> None:
         self.ranks = ranks
@@ -118,16 +118,16 @@ class Strategy(Sync):
                 differ between ranks.
         """
         self.parameters = trainable_parameters(model)
-        if self.ranks.world_size > 1:
+        if self.ranks.world_size > 1 and self.averages:
             check_same_model(model, self.ranks, fingerprint)
-            broadcast_model(model)
+            broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
 
     def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
         """Take rank 0's values of tensors that belong to the model, as `attach` does with its parameters."""
-        for value in values if self.ranks.world_size > 1 else ():
+        for value in values if self.ranks.world_size > 1 and self.averages else ():
             dist.broadcast(value, src=0)
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -254,13 +254,6 @@ class NoSync(Strategy):
 
     averages = False
 
-    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self.parameters = trainable_parameters(model)
-        return model
-
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        """Do nothing, as `attach`."""
-
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order of registration; tied parameters once."""
@@ -305,11 +298,6 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
                 f"rank {', '.join(map(str, differing))}: {what} differs from rank 0's",
                 hint="start every rank with the same recipe, overrides, token files and version of lmkit",
             )
-
-
-def broadcast_model(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; see `broadcast_tensors`."""
-    broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from lmkit.bench.summary import report_text
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.limits import has_bf16
 from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_available
 from lmkit.measure.tables import Column, Row, wrote
@@ -218,7 +219,7 @@ class Workload:
     @property
     def train(self) -> TrainConfig:
         required(self.recipe.train, "train", self.recipe, command="profile")
-        return cast(TrainConfig, with_precision(self.recipe, self.ranks.device).train)
+        return cast(TrainConfig, with_precision(self.recipe, has_bf16=has_bf16(self.ranks.device)).train)
 
     def numerics(self) -> AbstractContextManager[None]:
         """Set the recipe's threads and determinism while the block runs."""

@@ -39,7 +39,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.recipe.run_folder import CHECKPOINTS, TOKENIZER
+from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.tables import (
     Count,
     Int64,
@@ -166,8 +166,11 @@ def saved_steps(folder: Path) -> list[SavedStep]:
         what = "is a link to nothing" if isinstance(error, FileNotFoundError) else reason(error)
         hint = "bring back the disk that it lies on; if there are no checkpoints, delete it"
         raise LmkitError("checkpoint.no_folder", f"{folder}: {what}", hint=hint) from error
-    found = [(_STEP_NAME.fullmatch(path.name), path) for path in paths]
-    return sorted(SavedStep(int(match[1]), path) for match, path in found if match)
+    found = []
+    for path in paths:
+        if match := _STEP_NAME.fullmatch(path.name):
+            found.append(SavedStep(int(match[1]), path))
+    return sorted(found)
 
 
 # state.json
@@ -237,25 +240,19 @@ class TrainingState(Table):
 
 def capture_rng(device: torch.device) -> RngState:
     """Return the state of this rank's generators."""
-
-    def text(bits: torch.Tensor) -> str:
-        return base64.b64encode(bits.numpy().tobytes()).decode()
-
-    on_gpu = text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
-    return RngState(cpu=text(torch.get_rng_state()), cuda=on_gpu)
+    cpu, cuda = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(), None
+    if device.type == "cuda":
+        cuda = base64.b64encode(torch.cuda.get_rng_state(device).numpy().tobytes()).decode()
+    return RngState(cpu=cpu, cuda=cuda)
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
     """Set this rank's generators to a saved state."""
     try:
-        for kind, text in (("cpu", state.cpu), ("cuda", state.cuda)):
-            if text is None or kind not in ("cpu", device.type):
-                continue
-            bits = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            if kind == "cpu":
-                torch.set_rng_state(bits)
-            else:
-                torch.cuda.set_rng_state(bits, device)
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.cpu)), dtype=torch.uint8))
+        if state.cuda is not None and device.type == "cuda":
+            bits = torch.frombuffer(bytearray(base64.b64decode(state.cuda)), dtype=torch.uint8)
+            torch.cuda.set_rng_state(bits, device)
     except (ValueError, RuntimeError) as error:
         raise LmkitError(
             "checkpoint.bad_rng",
@@ -298,20 +295,22 @@ def write_tensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    values = map(read or tensors.__getitem__, names)
-    contents = (value.view(-1).view(torch.uint8).numpy().data for value in values)
-    return _write(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], contents))
+    return _write(path, len(text).to_bytes(8, "little") + text, map(read or tensors.__getitem__, names))
 
 
 def write_text(path: Path, text: str) -> FileEntry:
     """Write UTF-8 text, fsync it, and return its hash and size."""
-    return _write(path, (memoryview(text.encode()),))
+    return _write(path, text.encode())
 
 
-def _write(path: Path, contents: Iterable[memoryview]) -> FileEntry:
+def _write(path: Path, head: bytes, tensors: Iterable[torch.Tensor] = ()) -> FileEntry:
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
-        for data in contents:
+        parts: Iterable[bytes | torch.Tensor] = chain([head], tensors)
+        for part in parts:
+            data = (
+                memoryview(part) if isinstance(part, bytes) else part.view(-1).view(torch.uint8).numpy().data
+            )
             position = 0
             while position < len(data):
                 written = os.write(file.fileno(), data[position : position + _BLOCK])
@@ -330,7 +329,8 @@ def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 def manifest_checksum(content: Mapping[str, Any]) -> str:
     """Return the checksum that a manifest carries, of everything else in it."""
-    rest = {key: value for key, value in content.items() if key != "checksum"}
+    rest = dict(content)
+    rest.pop("checksum", None)
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -425,7 +425,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no number of a tensor is infinite or NaN, in one pass."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(torch.isfinite(end) for end in torch.aminmax(tensor))  # NaN propagates
+    smallest, largest = torch.aminmax(tensor)  # NaN propagates
+    return bool(torch.isfinite(smallest) and torch.isfinite(largest))
 
 
 def damaged_file(path: Path, what: str) -> LmkitError:
@@ -629,12 +630,6 @@ def hint_at_run(path: Path, *, otherwise: str) -> str:
     """Return a hint at the run of that name in the default folder, if there is one."""
     run = RunConfig().folder / path
     return f"did you mean {run}?" if run.is_dir() else otherwise
-
-
-def run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return `tokenizer.json` of the run that holds a checkpoint."""
-    path = checkpoint.resolve().parent.parent / TOKENIZER
-    return path if path.is_file() else None
 
 
 def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:

@@ -308,16 +308,9 @@ def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
         raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
     try:
         tokenizer = Tokenizer.load(weights.tokenizer)
+        weights.refuse_more_ids(tokenizer.vocab_size, weights.tokenizer)
     except UsageError as error:
         raise UsageError("import.tokenizer", error.message, hint=alone) from error
-    rows = weights.config.vocab_size
-    assert rows is not None
-    if tokenizer.vocab_size > rows:
-        raise UsageError(
-            "import.tokenizer",
-            f"{weights.tokenizer}: has ids up to {tokenizer.vocab_size - 1}, the model's embedding {rows} rows",
-            hint=alone,
-        )
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Define the records that a run reports, and the sinks: `metrics.jsonl`, the console, W&B and TensorBoard.
+"""Define the records that a run reports, and the sinks `metrics.jsonl` and the console; `services.py` has others.
 
 A record is one JSON object with a `kind`:
 
@@ -16,23 +16,18 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
-import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason, some_of
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.tables import json_lines
-from lmkit.recipe.run_folder import METRICS, WANDB
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.run_folder import METRICS
 from lmkit.storage import write_atomic
-from lmkit.storage.inputs import open_input, read_object
+from lmkit.storage.inputs import open_input
 from lmkit.streams import harmless, wants_plain_text
 
 LOSS_PICTURE = "loss.png"
@@ -67,55 +62,20 @@ class Sink:
         """End: no more records come."""
 
 
-class Fanout(Sink):
-    """Pass everything to each of several sinks, in order."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
-
-    def record(self, record: Record) -> None:
-        for sink in self._sinks:
-            sink.record(record)
-
-    def note(self, text: str) -> None:
-        for sink in self._sinks:
-            sink.note(text)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
-
-def open_sink(recipe: Recipe, *, after_step: int) -> Fanout:
-    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard.
-
-    Args:
-        after_step: the step from which the session goes on.
-    """
-    assert recipe.train is not None
-    folder = recipe.run.path
-    file = MetricsFile(folder / METRICS, after_step=after_step)
-    sinks: list[Sink] = [file, console(recipe.train.steps, first_step=after_step)]
-    if recipe.wandb.enabled:
-        sinks.append(wandb_sink(recipe, folder, after_step=after_step))
-    if recipe.train.tensorboard:
-        sinks.append(tensorboard_sink(folder, after_step=after_step))
-    return Fanout(sinks)
-
-
 # metrics.jsonl
 
 
 class MetricsFile(Sink):
-    """Write `metrics.jsonl`, one record a line. A record is in the file when `record` returns.
+    """Write `metrics.jsonl`, one record a line, and pass everything to other sinks. A record is in the file when
+    `record` returns.
 
     Args:
         after_step: keep the records up to this step. Later ones of an earlier session, and a line that a kill cut
             short, are dropped, so that the file has every step once.
     """
 
-    def __init__(self, path: Path, *, after_step: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, after_step: int, others: Sequence[Sink] = ()) -> None:
+        self._path, self._others = path, others
         kept = [record for record in read_metrics(path) if record["step"] <= after_step]
         write_atomic(path, json_lines(kept))
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
@@ -130,9 +90,17 @@ class MetricsFile(Sink):
                 f"{self._path}: {reason(error)}",
                 hint="make room, then train again to resume from the newest checkpoint",
             ) from error
+        for sink in self._others:
+            sink.record(record)
+
+    def note(self, text: str) -> None:
+        for sink in self._others:
+            sink.note(text)
 
     def close(self) -> None:
         self._file.close()
+        for sink in self._others:
+            sink.close()
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -149,7 +117,9 @@ def check_metrics(path: Path) -> tuple[list[Record], list[str]]:
     """Return the valid records of a metrics file; and for each other line, `line 3 (what is wrong)`."""
     records, mistakes = [], []
     with open_input(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
             try:
                 why = _mistake(record := json.loads(line))
             except (ValueError, RecursionError):
@@ -312,126 +282,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-START_TIMEOUT_S = 30
-FINISH_TIMEOUT_S = 60
-EVENTS = "tensorboard"
-
-log = logging.getLogger("lmkit")
-
-
-def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceSink:
-    """Return the sink of Weights & Biases. `wandb sync` can upload an offline run later.
-
-    Args:
-        after_step: > 0: go on with W&B's run of the earlier session, unless the run folder is a copy of another name.
-    """
-
-    def start() -> Any:
-        import wandb
-
-        ours = {"project": recipe.wandb.project, "name": recipe.run.name}
-        noted: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            noted = read_object(folder / WANDB)
-        goes_on = after_step > 0 and noted == ours | {"id": noted.get("id")} and isinstance(noted["id"], str)
-        ours["id"] = noted["id"] if goes_on else secrets.token_hex(8)
-        write_atomic(folder / WANDB, json.dumps(ours) + "\n")
-        return wandb.init(
-            **ours,
-            resume="allow",
-            dir=str(folder),
-            mode=recipe.wandb.mode,
-            config=recipe.model_dump(mode="json"),
-            settings=wandb.Settings(init_timeout=START_TIMEOUT_S, silent=True),
-        )
-
-    return ServiceSink("W&B", start, extra="wandb")
-
-
-def tensorboard_sink(folder: Path, *, after_step: int) -> ServiceSink:
-    """Return the sink of TensorBoard, whose files lie in `tensorboard` in the run folder.
-
-    Args:
-        after_step: TensorBoard drops what an earlier session wrote of later steps.
-    """
-
-    def start() -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return _Events(SummaryWriter(str(folder / EVENTS), purge_step=after_step + 1))
-
-    return ServiceSink("TensorBoard", start, extra="tensorboard")
-
-
-class _Events:
-    """A writer of event files, with the methods of W&B's run."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log(self, values: Mapping[str, float | str], *, step: int) -> None:
-        for name, value in values.items():
-            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-            add(name, value, step)
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class ServiceSink(Sink):
-    """Send the numbers and texts of every record to a service. At the first failure log one warning and stop.
-
-    A thread makes all calls, so that a slow or dead service costs training no time, and does not keep the process
-    alive. metrics.jsonl has everything.
-
-    Args:
-        start: returns W&B's run, or what has its methods `log` and `finish`.
-        extra: the extra of lmkit that installs the service's package.
-    """
-
-    def __init__(self, name: str, start: Callable[[], Any], *, extra: str) -> None:
-        self._name, self._extra = name, extra
-        self._values: queue.SimpleQueue[tuple[int, dict[str, float | str]] | None] = queue.SimpleQueue()
-        self._is_on, self._started, self._ended = True, threading.Event(), threading.Event()
-        threading.Thread(target=self._serve, args=(start,), name=f"lmkit {name}", daemon=True).start()
-        if not self._started.wait(START_TIMEOUT_S + 5):
-            self._give_up(f"still starting after {START_TIMEOUT_S + 5} s")
-
-    def record(self, record: Record) -> None:
-        values: dict[str, float | str] = {
-            f"{record['kind']}/{key}": value
-            for key, value in record.items()
-            if isinstance(value, (int, float)) and key != "step"
-        }
-        if record["kind"] == "sample":  # a step may have several
-            values = {f"sample/{record['number'] + 1}": record["text"]}
-        if self._is_on:
-            self._values.put((record["step"], values))
-
-    def close(self) -> None:
-        """Upload the rest, for a minute at most: with a dead network a service may wait for ever."""
-        self._values.put(None)
-        if self._is_on and not self._ended.wait(FINISH_TIMEOUT_S):
-            self._give_up(f"still uploading after {FINISH_TIMEOUT_S:g} s")
-
-    def _serve(self, start: Callable[[], Any]) -> None:
-        try:
-            run = start()
-            self._started.set()
-            while (found := self._values.get()) is not None:
-                run.log(found[1], step=found[0])
-            run.finish()
-        except ModuleNotFoundError:
-            self._give_up(f"the package is not installed (pip install 'lmkit[{self._extra}]')")
-        except BaseException as error:  # noqa: BLE001 (nothing that a service does ends a training)
-            self._give_up(repr(error))
-        finally:
-            self._started.set()
-            self._ended.set()
-
-    def _give_up(self, why: str) -> None:
-        if self._is_on:
-            log.warning("%s is off: %s; metrics.jsonl has everything", self._name, why)
-        self._is_on = False

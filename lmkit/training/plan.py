@@ -26,7 +26,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
 from lmkit.tokenizer.vocabulary import required_model
-from lmkit.training.precision import automatic_precision
+from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics, ranks_of
 from lmkit.training.setup import TrainingStep
 from lmkit.training.step import MEASURED, WARM_UPS
@@ -87,11 +87,8 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         UsageError: a table or the vocabulary is missing, or the ranks do not divide the batch.
     """
     config = required_model(recipe, command="plan")
+    recipe = with_precision(recipe, has_bf16=known_peak(card.name, "bf16") is not None)
     train = required(recipe.train, "train", recipe, command="plan")
-    if train.precision == "auto":
-        has_bf16 = known_peak(card.name, "bf16") is not None
-        precision = automatic_precision(recipe.optimizer.name, has_bf16=has_bf16)
-        train = train.changed(precision=precision)
     parallel = recipe.parallel if ranks > 1 else ParallelConfig(strategy="none")
     check_divisible(train.batch_size, ranks, train.accumulation)
     rows = train.batch_size // (ranks * train.accumulation)
@@ -128,19 +125,6 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         texts=writes.batch_size,
         kv_cache=writes.batch_size * config.context_length * of_token,
         generating=counted.total * element + (counted.multiplying if writes.weights == "fp8" else 0),
-    )
-
-
-def misfit(recipe: Recipe, *, ranks: int) -> str | None:
-    """Return a warning if the recipe will not fit on this machine's GPUs; None if it will, or they are not used."""
-    if recipe.run.device == "cpu" or not torch.cuda.is_available():
-        return None
-    made = plan(recipe, card_here(), ranks=ranks)
-    if made.fits:
-        return None
-    return (
-        f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
-        f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
     )
 
 

@@ -7,7 +7,7 @@
 | `fp8` | as `bf16` | bf16; fp8 for outputs and input gradients of large layers (`lmkit.model.fp8`) | as `bf16` |
 | `bf16-autocast` | float32, cast anew in every pass | bf16 (`torch.autocast`) | weights, float32 |
 | `fp16` | float32, cast anew in every pass | fp16 (`torch.autocast`), loss scaled | weights, float32 |
-| `auto` | see `automatic_precision` | | |
+| `auto` | see `with_precision` | | |
 
 `fsdp` gathers the weights of a layer in one dtype: in `bf16` and `fp8` it computes with gains in bf16, too. Their
 masters are float32.
@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from lmkit.measure.limits import has_bf16
 from lmkit.recipe.schema import Recipe
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.checkpoint import LossScaleState
@@ -41,27 +40,19 @@ INITIAL_SCALE = 65536.0
 SMALLEST_SCALE = 1.0
 
 
-def with_precision(recipe: Recipe, device: torch.device, *, saved: str | None = None) -> Recipe:
+def with_precision(recipe: Recipe, *, has_bf16: bool, saved: str | None = None) -> Recipe:
     """Return the recipe with the precision that "auto" stands for: that of a checkpoint, or what suits the device.
 
+    Without instructions for bf16 it is "fp32"; else "bf16", or "bf16-autocast" if the optimizer keeps no masters.
+
     Args:
+        has_bf16: whether the device has such instructions.
         saved: the precision of the checkpoint to resume from, if there is one.
     """
-    train = recipe.train
-    if train is None or train.precision != "auto":
+    if recipe.train is None or recipe.train.precision != "auto":
         return recipe
-    precision = saved or automatic_precision(recipe.optimizer.name, has_bf16=has_bf16(device))
-    return recipe.changed(train={"precision": precision})
-
-
-def automatic_precision(optimizer: str, *, has_bf16: bool) -> str:
-    """Return what "auto" stands for with this optimizer, on a device with or without instructions for bf16.
-
-    It is "fp32" without them; else "bf16", or "bf16-autocast" if the optimizer keeps no masters.
-    """
-    if not has_bf16:
-        return "fp32"
-    return "bf16" if OPTIMIZERS.facts(optimizer).keeps_masters else "bf16-autocast"
+    narrow = "bf16" if OPTIMIZERS.facts(recipe.optimizer.name).keeps_masters else "bf16-autocast"
+    return recipe.changed(train={"precision": saved or (narrow if has_bf16 else "fp32")})
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

@@ -59,10 +59,15 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """Seed torch and set threads and determinism as the recipe says; restore them afterwards.
 
     Several ranks on CPUs without `run.threads` share the CPUs evenly; torch would give all CPUs to every rank.
-    On a CPU, the process keeps freed memory; see `keep_freed_memory`.
+    On a CPU, the process keeps the memory of freed tensors of up to 1 GiB each, until it ends: by default glibc gives
+    large blocks back to the system, which maps and clears thousands of pages in every step. Environment variables
+    (`MALLOC_TRIM_THRESHOLD_`, ...) take precedence.
     """
-    if ranks.device.type == "cpu":
-        keep_freed_memory()
+    if ranks.device.type == "cpu" and sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such setting
+        for number, size, variable in _MALLOC.values():
+            if mallopt is not None and variable not in os.environ:
+                mallopt(number, size)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fill = _DETERMINISTIC.fill_uninitialized_memory
     if config.threads:
@@ -86,54 +91,42 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def keep_freed_memory() -> None:
-    """Let this process keep the memory of freed tensors of up to 1 GiB each, until it ends.
-
-    By default glibc gives large blocks back to the system, which then maps and clears thousands of pages in every
-    training step on a CPU. Environment variables (`MALLOC_TRIM_THRESHOLD_`, ...) take precedence. Other C libraries
-    have no such setting.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for number, size, variable in _MALLOC.values():
-        if mallopt is not None and variable not in os.environ:
-            mallopt(number, size)
-
-
 class StopSignals:
-    """Record the first SIGTERM or SIGINT in `received` and say what it does; end the process at the second.
+    """The first SIGTERM or SIGINT that this process received, or None."""
+
+    received: int | None = None
+
+
+@contextmanager
+def stop_signals(ranks: Ranks) -> Iterator[StopSignals]:
+    """Record the first SIGTERM or SIGINT and say what it does; end the process at the second.
 
     A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
     or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
-    removes them. Use it as a context manager in the main thread; elsewhere `with` raises ValueError.
+    removes them. Use it in the main thread; elsewhere `with` raises ValueError.
     """
+    signals = StopSignals()
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.received: int | None = None
-        self._speaks = ranks is None or ranks.is_first
-        self._before: dict[int, Any] = {}
+    def note(number: int, frame: FrameType | None) -> None:
+        if signals.received is None:
+            signals.received = number
 
-    def __enter__(self) -> StopSignals:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        reading, self._bell = os.pipe()
-        os.set_blocking(self._bell, False)
-        self._bell_before = signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
-        self._counting = threading.Thread(
-            target=_leave_at_the_second, args=(reading, self._speaks), name="lmkit-signals", daemon=True
-        )
-        self._counting.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        signal.set_wakeup_fd(self._bell_before)
-        os.close(self._bell)  # ends the thread
-        self._counting.join()
-        for number, handler in self._before.items():
+    handlers = {number: signal.signal(number, note) for number in _SIGNALS}
+    reading, bell = os.pipe()
+    os.set_blocking(bell, False)
+    bell_before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
+    counting = threading.Thread(
+        target=_leave_at_the_second, args=(reading, ranks.is_first), name="lmkit-signals", daemon=True
+    )
+    counting.start()
+    try:
+        yield signals
+    finally:
+        signal.set_wakeup_fd(bell_before)
+        os.close(bell)  # ends the thread
+        counting.join()
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = number
 
 
 def _leave_at_the_second(reading: int, speaks: bool) -> None:

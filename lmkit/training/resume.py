@@ -28,7 +28,7 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeGuard
+from typing import IO, Any
 
 import safetensors.torch
 import torch
@@ -44,7 +44,7 @@ from lmkit.recipe import schema as rule
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
 from lmkit.recipe.schema import Recipe, differences
-from lmkit.recipe.tables import OptimizerConfig
+from lmkit.recipe.tables import CheckpointConfig, OptimizerConfig
 from lmkit.storage import keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.inputs import read_input
@@ -79,9 +79,6 @@ from lmkit.training.checkpoint import (
 from lmkit.training.step import Step
 from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
 
-if TYPE_CHECKING:
-    from lmkit.parallel.shards import ShardedState
-
 _POLL_S = 0.02
 """How often a thread looks for a message, and the trainer for the other ranks while it waits."""
 Tensors = Mapping[str, torch.Tensor]
@@ -97,19 +94,15 @@ UNREPORTED = ("run.name", "run.folder", "checkpoint", "generate", "wandb", "corp
 # Optimizer state as named tensors
 
 
-def _is_sharded(optimizer: torch.optim.Optimizer) -> TypeGuard[ShardedState]:
-    return hasattr(optimizer, "shard_layout")
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's live state tensors by name. Numbers become scalar tensors (int64, float64)."""
-    if _is_sharded(optimizer):
-        states: States = optimizer.state_dict()["state"]
+    states: States = {}
+    if optimizer_layout(optimizer) is not None:
+        states = optimizer.state_dict()["state"]
     else:
-        held = _held(optimizer, model).items()
-        states = {
-            name: optimizer.state[parameter] for parameter, name in held if parameter in optimizer.state
-        }
+        for parameter, name in parameter_names(model).items():
+            if parameter in optimizer.state:
+                states[name] = optimizer.state[parameter]
     return {
         f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
     }
@@ -134,17 +127,11 @@ def own_files(step: Step) -> Files:
 
 def optimizer_layout(optimizer: torch.optim.Optimizer) -> Layout | None:
     """Return how the state is cut into shards, as JSON; None if every rank holds all of it."""
-    return optimizer.shard_layout if _is_sharded(optimizer) else None
-
-
-def own_shard(optimizer: torch.optim.Optimizer, layout: Layout | None) -> int | None:
-    """Return which shard of a saved state is just what this rank holds; None: there is none."""
-    is_own = _is_sharded(optimizer) and optimizer.shard_layout == layout
-    return int(optimizer.state_dict()["rank"]) if is_own else None
+    return getattr(optimizer, "shard_layout", None)
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     model: nn.Module,
     shards: Sequence[Tensors],
     layout: Layout | None,
@@ -157,35 +144,33 @@ def load_optimizer_tensors(
     Args:
         shards, layout: the state of all ranks that saved it, or one part without a layout.
         origin: names the checkpoint in errors.
-        own: of `own_shard`; `shards` is then that one alone.
+        own: the rank whose shard is just what this rank holds; `shards` is then that one alone.
 
     Raises:
         LmkitError: the state belongs to other parameters.
     """
     if not any(shards):
         return  # of an imported model: the optimizer begins afresh
-    grouped: list[States] = [{} for _ in shards]
-    for states, tensors in zip(grouped, shards, strict=True):
+    saved: list[dict[str, Any]] = []
+    for rank, tensors in enumerate(shards):
+        states: States = {}
         for full_name, tensor in tensors.items():
             owner, _, key = full_name.rpartition(".")
-            is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
-            states.setdefault(owner, {})[key] = tensor.item() if is_number else tensor
+            states.setdefault(owner, {})[key] = tensor
+        saved.append({"rank": rank, "layout": layout, "state": states})
     try:
-        if _is_sharded(optimizer):
-            groups = len(optimizer.param_groups)
-            if layout is None:
-                layout, grouped = _as_one_shard(grouped[0], model)
-            if own is not None:
-                (state,) = _shard_states(grouped, layout, groups=groups)
-                optimizer.load_state_dict({**state, "rank": own})
-            else:
-                optimizer.load_resharded(_shard_states(grouped, layout, groups=groups))
-        else:
-            whole = grouped[0]
-            if layout is not None:
-                from lmkit.parallel.shards import consolidate
+        if own is not None:
+            saved[0] |= {"rank": own, "param_groups": [{} for _ in optimizer.param_groups]}
+            optimizer.load_state_dict(saved[0])
+            return
+        whole = saved[0]["state"]
+        if layout is not None:
+            from lmkit.parallel.shards import consolidate
 
-                whole = consolidate(_shard_states(grouped, layout, groups=0))
+            whole = consolidate(saved)
+        if optimizer_layout(optimizer) is not None:
+            optimizer.load_whole(whole)
+        else:
             _load_into_whole(optimizer, model, whole)
     # Layouts are free-form JSON.
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -196,39 +181,18 @@ def load_optimizer_tensors(
         ) from error
 
 
-def load_masters(optimizer: torch.optim.Optimizer, model: nn.Module, weights: Tensors) -> None:
+def load_masters(optimizer: Any, model: nn.Module, weights: Tensors) -> None:
     """Load the masters of bf16 weights, if the optimizer keeps some, from whole weights of any dtype.
 
     Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
     """
-    if _is_sharded(optimizer):
+    if optimizer_layout(optimizer) is not None:
         optimizer.load_masters(weights)
         return
     for parameter, name in _held(optimizer, model).items():
         master = optimizer.state.get(parameter, {}).get(MASTER)
         if master is not None:
             master.copy_(weights[name])
-
-
-def _as_one_shard(whole: States, model: nn.Module) -> tuple[Layout, list[States]]:
-    """Return whole state as that of one rank whose buckets hold one parameter each."""
-    sizes = {name: parameter.numel() for parameter, name in parameter_names(model).items() if name in whole}
-    buckets = [{"names": [name], "sizes": [size], "shard_size": size} for name, size in sizes.items()]
-    states = {}
-    for index, name in enumerate(sizes):
-        tensors = {key: _as_tensor(value) for key, value in whole[name].items()}
-        states[str(index)] = {
-            key: value.reshape(-1) if value.dim() else value for key, value in tensors.items()
-        }
-    return {"world_size": 1, "buckets": buckets}, [states]
-
-
-def _shard_states(grouped: Sequence[States], layout: Layout, *, groups: int) -> list[dict[str, Any]]:
-    """Return state dicts as a sharded optimizer makes them; empty groups change no hyperparameter."""
-    return [
-        {"rank": rank, "layout": layout, "state": states, "param_groups": [{}] * groups}
-        for rank, states in enumerate(grouped)
-    ]
 
 
 def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: States) -> None:
@@ -241,12 +205,13 @@ def _load_into_whole(optimizer: torch.optim.Optimizer, model: nn.Module, whole: 
         kept = optimizer.state.get(parameter, {}).get(MASTER)
         restored = {} if kept is None else {MASTER: kept}  # of `load_masters`
         for key, value in whole[name].items():
-            if isinstance(value, torch.Tensor) and value.dim():  # it may be flat
-                if value.numel() != parameter.numel():
-                    found, wanted = value.numel(), parameter.numel()
-                    raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
-                value = value.reshape(parameter.shape)
-            restored[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            is_number = value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
+            if value.dim() and value.numel() != parameter.numel():
+                found, wanted = value.numel(), parameter.numel()
+                raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
+            # It may be flat.
+            shaped = value.reshape(parameter.shape) if value.dim() else value
+            restored[key] = value.item() if is_number else shaped.clone()
         if MASTER in whole[name]:
             with torch.no_grad():
                 parameter.copy_(restored[MASTER])
@@ -285,11 +250,12 @@ class CheckpointWriter:
 
     Args:
         folder: `checkpoints/` of the run; made with the first checkpoint.
-        retention: decides which checkpoints stay; used on rank 0.
+        keep: the table [checkpoint], which says how many checkpoints stay; used on rank 0.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, retention: Retention) -> None:
-        self._folder, self._ranks, self._retention = folder, ranks, retention
+    def __init__(self, folder: Path, ranks: Ranks, keep: CheckpointConfig) -> None:
+        self._folder, self._ranks, self._keep = folder, ranks, keep
+        self._losses: dict[int, float | None] = {}  # of the good checkpoints, see `prune`
         # One PyTorch thread on a CPU: with more threads than CPUs, OpenMP lets those of the training sleep between
         # tasks, which makes steps slower.
         self._thread = ThreadPoolExecutor(
@@ -297,7 +263,7 @@ class CheckpointWriter:
             thread_name_prefix="lmkit-checkpoint-writer",
             initializer=partial(torch.set_num_threads, 1) if ranks.device.type == "cpu" else None,
         )
-        self.writing: Future[None] | None = None  # until `wait` has returned
+        self.writing: Future[Any] | None = None  # until `wait` has returned
         self._step = 0
         # Host memory that tensors are copied to, kept between saves: fresh pages cost more than the copy.
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
@@ -312,14 +278,8 @@ class CheckpointWriter:
 
     def reserve(self, files: Files) -> None:
         """Allocate host memory in the background, so that the first save is as fast as the others; see `save`."""
-
-        def allocate() -> None:
-            for file, tensors in files.items():
-                for name, tensor in tensors.items():
-                    self._buffer(file, name, tensor).zero_()  # writing makes the system provide the pages
-
         self.wait()
-        self.writing = self._thread.submit(allocate)
+        self.writing = self._thread.submit(self._allocate, files)
 
     def save(self, state: TrainingState, files: Files) -> None:
         """Begin to save. Every rank calls it at the same step.
@@ -378,7 +338,7 @@ class CheckpointWriter:
         patience = 0.0
         while True:
             done, busy = wait_for_futures(writing, timeout=patience)
-            failed = any(future.exception() is not None for future in done)
+            failed = bool(done) and writing[0].exception() is not None
             busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
             if failed_somewhere or not busy_somewhere:
                 break
@@ -399,24 +359,30 @@ class CheckpointWriter:
 
     # The methods below run in the thread.
 
-    def _buffer(self, file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if (file, name) not in self._buffers:
-            pinned = self._stream is not None and tensor.is_cuda
-            self._buffers[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        return self._buffers[file, name]
+    def _allocate(self, files: Files) -> Files:
+        """Return host memory for tensors, which is kept for the next checkpoint: file name -> name -> tensor."""
+        buffers: dict[str, dict[str, torch.Tensor]] = {}
+        for file, tensors in files.items():
+            buffers[file] = {}
+            for name, tensor in tensors.items():
+                kept = self._buffers.get((file, name))
+                if kept is None:
+                    pinned = self._stream is not None and tensor.is_cuda
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                    self._buffers[file, name] = kept.zero_()  # writing makes the system provide the pages
+                buffers[file][name] = kept
+        return buffers
 
     def _write(self, state: TrainingState, live: Files) -> None:
         """Copy, release the weights, write this rank's files; on rank 0 collect those of the others and publish."""
-        copies: dict[str, dict[str, torch.Tensor]] = {}
         try:
+            copies = self._allocate(live)
             with torch.cuda.stream(self._stream):  # None: nothing changes
                 if self._stream is not None:
                     self._stream.wait_event(self._launched)
                 for file, tensors in live.items():
-                    buffers = {name: self._buffer(file, name, tensor) for name, tensor in tensors.items()}
                     for name, tensor in tensors.items():
-                        buffers[name].copy_(tensor.detach(), non_blocking=self._stream is not None)
-                    copies[file] = buffers
+                        copies[file][name].copy_(tensor.detach(), non_blocking=self._stream is not None)
                 if self._stream is not None:
                     self._arrived = self._stream.record_event()
         finally:
@@ -425,12 +391,13 @@ class CheckpointWriter:
             self._arrived.synchronize()
         for file, tensors in copies.items():
             # The very last update may have made weights NaN: they must not replace a good checkpoint.
-            for name in (name for name, tensor in tensors.items() if not is_finite(tensor)):
-                raise LmkitError(
-                    "checkpoint.nonfinite",
-                    f"step {state.step}: {file}: {name} is not finite; not saved",
-                    hint="resume from the newest checkpoint with a lower optimizer.lr",
-                )
+            for name, tensor in tensors.items():
+                if not is_finite(tensor):
+                    raise LmkitError(
+                        "checkpoint.nonfinite",
+                        f"step {state.step}: {file}: {name} is not finite; not saved",
+                        hint="resume from the newest checkpoint with a lower optimizer.lr",
+                    )
         partial = self._folder / (step_name(state.step) + PARTIAL_SUFFIX)
         if not self._ranks.is_first:
             self._write_part(state, copies, partial)
@@ -444,8 +411,8 @@ class CheckpointWriter:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._retention.remember(state.step, state.valid_loss)
-        self._retention.prune()
+        self._losses[state.step] = state.valid_loss  # good: it was just written and synced
+        prune(self._folder, self._losses, keep_last=self._keep.keep_last, keep_best=self._keep.keep_best)
 
     def _write_part(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On every rank but the first: write its files, if it has some; send the RNG state."""
@@ -503,57 +470,44 @@ class CheckpointWriter:
                 )
 
 
-class Retention:
-    """Delete checkpoints that are no longer wanted.
+def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep_best: int) -> list[Path]:
+    """Delete the checkpoints that are no longer wanted, and return their paths.
 
-    Damaged checkpoints do not count towards those to keep. Every checkpoint is read in full once before it counts,
-    except those that this process wrote.
+    A damaged one does not count towards those to keep, but stays while it is newer than the oldest of the last to
+    keep. A folder without a manifest always stays.
 
     Args:
+        losses: step -> validation loss of the checkpoints known to be good. Others are read in full, and added.
         keep_last: keep this many checkpoints with the highest steps, at least 1.
         keep_best: also keep this many with the lowest validation loss.
     """
-
-    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
-        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
-        self._losses: dict[int, float | None] = {}  # of the good ones seen so far
-
-    def remember(self, step: int, valid_loss: float | None) -> None:
-        """Count this checkpoint as good: it was just written and synced."""
-        self._losses[step] = valid_loss
-
-    def prune(self) -> list[Path]:
-        """Delete the checkpoints that are not kept, and return their paths.
-
-        A damaged one stays while it is newer than the oldest of the last to keep; a folder without a manifest always.
-        """
-        saved = saved_steps(self._folder)
-        kept = set()
-        for step, path in saved:
-            if step in self._losses:
-                continue
-            if not os.path.lexists(path / MANIFEST):  # somebody's folder
-                kept.add(step)
-                continue
-            try:
-                verify(path)
-            except DamagedCheckpoint:
-                continue
-            except LmkitError:  # not read, or of a newer format: it may be whole
-                kept.add(step)
-                continue
-            try:
-                self._losses[step] = open_checkpoint(path).state.valid_loss
-            except LmkitError:  # the checksums are right: another version wrote it
-                kept.add(step)
-        good = [step for step, _ in saved if step in self._losses]
-        last = good[-self._keep_last :]
-        rated = sorted((loss, step) for step in good if (loss := self._losses[step]) is not None)
-        kept.update(last, (step for _, step in rated[: self._keep_best]))
-        doomed = [path for step, path in saved if step not in kept and last and step < last[0]]
-        for path in doomed:
-            remove_folder(path)
-        return doomed
+    saved = saved_steps(folder)
+    kept = set()
+    for step, path in saved:
+        if step in losses:
+            continue
+        if not os.path.lexists(path / MANIFEST):  # somebody's folder
+            kept.add(step)
+            continue
+        try:
+            verify(path)
+        except DamagedCheckpoint:
+            continue
+        except LmkitError:  # not read, or of a newer format: it may be whole
+            kept.add(step)
+            continue
+        try:
+            losses[step] = open_checkpoint(path).state.valid_loss
+        except LmkitError:  # the checksums are right: another version wrote it
+            kept.add(step)
+    good = [step for step, _ in saved if step in losses]
+    last = good[-keep_last:]
+    rated = sorted([(loss, step) for step in good if (loss := losses[step]) is not None])
+    kept.update(last, [step for _, step in rated[:keep_best]])
+    doomed = [path for step, path in saved if step not in kept and last and step < last[0]]
+    for path in doomed:
+        remove_folder(path)
+    return doomed
 
 
 # Resume
@@ -696,7 +650,9 @@ def restore(checkpoint: Checkpoint, step: Step, optimizer: str) -> Counters:
     """
     state, ranks = checkpoint.state, step.ranks
     begin_with(weights_of(checkpoint), step)
-    own = own_shard(step.optimizer, state.optimizer_layout)
+    layout = optimizer_layout(step.optimizer)
+    is_own = layout is not None and layout == state.optimizer_layout
+    own = int(step.optimizer.state_dict()["rank"]) if is_own else None
     shards = checkpoint.all_optimizer_shards() if own is None else [checkpoint.optimizer_tensors(own)]
     before = state.recipe.get("optimizer") or {}  # an imported model has no optimizer
     if not rule.keeps_state(before.get("name", OptimizerConfig().name), optimizer):

@@ -42,7 +42,13 @@ class Data:
         """The identity of the training data, which a resumed run must find again."""
         if self.train is None:
             return None
-        return DataIdentity(**{name: getattr(self.train.meta, name) for name in DataIdentity.model_fields})
+        meta = self.train.meta
+        return DataIdentity(
+            num_tokens=meta.num_tokens,
+            vocab_size=meta.vocab_size,
+            source_sha256=meta.source_sha256,
+            tokenizer_sha256=meta.tokenizer_sha256,
+        )
 
 
 def open_data(recipe: Recipe) -> Data:
@@ -118,7 +124,8 @@ def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
     if recipe.data.source == "random":
         return
     train, valid = token_paths(recipe)
-    later = () if are_made else [token_file(recipe.run.path, part) for part in ("train", "valid")]
+    folder = recipe.run.path
+    later = () if are_made else (token_file(folder, "train"), token_file(folder, "valid"))
     if not train.exists() and train not in later:
         command = f"lmkit data encode TEXT {shlex.quote(str(train))} --tokenizer TOKENIZER.json"
         if recipe.corpus is not None and recipe.data.train is None:

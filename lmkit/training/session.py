@@ -9,13 +9,16 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
 from lmkit.measure.environment import describe_environment
+from lmkit.measure.limits import card_here, has_bf16
 from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
@@ -29,10 +32,9 @@ from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import Checkpoint, TrainingState, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
-from lmkit.training.metrics import Fanout, draw_losses, duration, open_sink, read_metrics
-from lmkit.training.plan import misfit
+from lmkit.training.metrics import MetricsFile, Sink, console, draw_losses, duration, read_metrics
 from lmkit.training.precision import with_precision
-from lmkit.training.process import StopSignals, numerics, ranks_of
+from lmkit.training.process import numerics, ranks_of, stop_signals
 from lmkit.training.resume import (
     Counters,
     begin_with,
@@ -141,12 +143,12 @@ def train(
         from lmkit.parallel.launch import spawn_ranks
 
         return spawn_ranks(nproc, _run_rank, given)
-    live: Callable[..., TrainResult | None] = _run_rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        live = record(live)  # lets torchrun show the traceback of errors that are no LmkitError
-    return live(*given)
+        # Lets torchrun show the traceback of errors that are no LmkitError.
+        return record(_run_rank)(*given)
+    return _run_rank(*given)
 
 
 def _run_rank(
@@ -162,20 +164,20 @@ def _run_rank(
         ExitStack() as held,
     ):
         own = FolderLock(recipe.run.path) if lock is None else nullcontext()
-        start = _prepare(recipe, ranks, stop_at_step, lambda: held.enter_context(own))
+        start = _prepare(recipe, ranks, stop_at_step, partial(held.enter_context, own))
         resolved, checkpoint = start.recipe, start.checkpoint
         if start.done is not None:
             for note in start.notes if ranks.is_first else ():
                 log.warning(note)
             return start.done if ranks.is_first else None
         resumed_from = None if checkpoint is None else checkpoint.state.step
-        sink = Fanout([])
+        sink = Sink()
         if ranks.is_first:
             mark_run(recipe.run.path)
             keep_tokenizer(recipe)
             save_recipe(recipe)
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-            sink = open_sink(resolved, after_step=resumed_from or 0)
+            sink = _open_sink(resolved, after_step=resumed_from or 0)
         try:
             for note in (*start.notes, start.begin):
                 sink.note(note)
@@ -183,7 +185,7 @@ def _run_rank(
             if start.given is not None:
                 begin_with(start.given, step)
             counters = Counters() if checkpoint is None else restore(checkpoint, step, recipe.optimizer.name)
-            with StopSignals(ranks) as signals:
+            with stop_signals(ranks) as signals:
                 trainer = Trainer(
                     resolved,
                     step,
@@ -200,7 +202,7 @@ def _run_rank(
             sink.close()
         if not ranks.is_first:
             return None
-        decorate("loss.png", lambda: draw_losses(recipe.run.path, title=f"{recipe.run.name}: loss"))
+        decorate("loss.png", partial(draw_losses, recipe.run.path, title=f"{recipe.run.name}: loss"))
         counters.seconds = trainer.clock.seconds
         return _result(
             resolved,
@@ -262,25 +264,27 @@ def _prepare(
         hold: locks the run folder, which is cleaned then; None writes nothing.
     """
     data = open_data(recipe)
-    resolved = with_precision(resolve(recipe, data), ranks.device)
+    resolved = with_precision(resolve(recipe, data), has_bf16=has_bf16(ranks.device))
     check_device(resolved, ranks.device)
     batches = make_batches(resolved, data, ranks)
     if hold is None:
         path, skipped = choose_start(recipe)
         notes = [f"skipped {why}" for why in skipped]
     else:
-        path, notes = decided_by_first(ranks, lambda: open_folder(recipe, hold))
+        path, notes = decided_by_first(ranks, partial(open_folder, recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
     no_fit = misfit(resolved, ranks=ranks.world_size)
     warnings = [] if no_fit is None else [no_fit]
     if path is None:
-        given = open_given(resolved, data)
+        given = None if recipe.train is None or recipe.train.init_from is None else open_given(resolved, data)
         begin = "no checkpoint yet: starting from scratch" if given is None else f"starting from {given.path}"
         return _Start(resolved, data, batches, None, given, begin, (*notes, *warnings))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
-    resolved = with_precision(resolve(recipe, data), ranks.device, saved=before.get("precision"))
+    resolved = with_precision(
+        resolve(recipe, data), has_bf16=has_bf16(ranks.device), saved=before.get("precision")
+    )
     notes += check_agreement(checkpoint, resolved, data.identity, ranks.world_size)
     begin, done = f"resuming from {path}", None
     if is_finished(checkpoint.state, resolved, stop_at_step):
@@ -288,6 +292,36 @@ def _prepare(
         what = "only the last evaluation is left" if done is None else "nothing to do"
         begin = f"{what}: already at step {checkpoint.state.step}"
     return _Start(resolved, data, batches, checkpoint, None, begin, (*notes, *warnings), done)
+
+
+def misfit(recipe: Recipe, *, ranks: int) -> str | None:
+    """Return a warning if the recipe will not fit on this machine's GPUs; None if it will, or they are not used."""
+    if recipe.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    from lmkit.training.plan import plan
+
+    made = plan(recipe, card_here(), ranks=ranks)
+    if made.fits:
+        return None
+    return (
+        f"this will not fit: a step takes {made.memory.peak / 1e9:.1f} GB in {made.memory.peaks_at}, and "
+        f"{made.usable / 1e9:.1f} GB of {made.card.name} are usable; lmkit plan says what fits"
+    )
+
+
+def _open_sink(recipe: Recipe, *, after_step: int) -> Sink:
+    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard.
+
+    Args:
+        after_step: the step from which the session goes on.
+    """
+    assert recipe.train is not None
+    others: list[Sink] = [console(recipe.train.steps, first_step=after_step)]
+    if recipe.wandb.enabled or recipe.train.tensorboard:
+        from lmkit.training.services import open_services
+
+        others += open_services(recipe, after_step=after_step)
+    return MetricsFile(recipe.run.path / METRICS, after_step=after_step, others=others)
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
@@ -349,9 +383,8 @@ def _result(
     evaluation: Evaluation | None = None,
 ) -> TrainResult:
     model, train = resolved_tables(recipe)
-    # A checkpoint of a later step was damaged: the run was resumed from an earlier one.
-    steps = saved_steps(recipe.run.path / CHECKPOINTS)
-    saved = [str(saved.path) for saved in steps if saved.step <= position.step]
+    # Later ones were damaged: the run was resumed from an earlier one.
+    saved = [str(path) for step, path in saved_steps(recipe.run.path / CHECKPOINTS) if step <= position.step]
     reported = None
     if evaluation is not None and saved:
         held_out = str(token_paths(recipe)[1])

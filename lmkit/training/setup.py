@@ -21,7 +21,9 @@ from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
+from lmkit.data.token_files import check_divisible
 from lmkit.errors import UsageError
+from lmkit.measure.limits import has_bf16
 from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_side
@@ -83,7 +85,8 @@ def build_step(
         outcome = step(inputs, targets, lr=1e-3)    # int64, (accumulation, rows, seq)
     """
     ranks = ranks or Ranks.current(otherwise="auto")
-    check_kernel(model.attention, _one_query(model, precision, ranks.device))
+    one_query = torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[precision], device=ranks.device)
+    check_kernel(model.attention, one_query)
     table = optimizer or OptimizerConfig()
     facts = STRATEGIES.facts(parallel.strategy)
     # A strategy that shards parameters draws them layer by layer: no rank holds the whole model.
@@ -100,7 +103,8 @@ def build_step(
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
     call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
-    sync.take_first_ranks(masters.values())
+    if masters:
+        sync.take_first_ranks(masters.values())
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:
@@ -267,7 +271,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse what does not run on the device, and options of the optimizer, before anything is written or built."""
     assert recipe.model is not None
     assert recipe.train is not None
-    one_query = _one_query(recipe.model, recipe.train.precision, device)
+    dtype = PRODUCTS[recipe.train.precision]
+    one_query = torch.empty(1, 1, 1, recipe.model.head_dim, dtype=dtype, device=device)
     check_kernel(recipe.model.attention, one_query)
     choose_operations(recipe.model.operations, one_query)
     if recipe.train.precision == "fp8":
@@ -281,10 +286,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     if not OPTIMIZERS.facts(table.name).elementwise:
         groups = _split(groups, set())
     _make_optimizer(table, groups)
-
-
-def _one_query(model: ModelConfig, precision: str, device: torch.device) -> Tensor:
-    return torch.empty(1, 1, 1, model.head_dim, dtype=PRODUCTS[precision], device=device)
 
 
 def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -316,10 +317,10 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
         LmkitError: a checkpoint that the recipe names is damaged.
     """
     device = local_device(recipe.run.device, local_rank=nproc - 1)
-    check_device(with_precision(recipe, device), device)
+    check_device(with_precision(recipe, has_bf16=has_bf16(device)), device)
     ranks = max(nproc, read_place().world_size)
-    random = recipe.changed(data={"source": "random"}, model={"vocab_size": 1})
-    make_batches(random, RANDOM, Ranks(world_size=ranks))
+    if recipe.train is not None:
+        check_divisible(recipe.train.batch_size, ranks, recipe.train.accumulation)
     check_token_files(recipe, are_made=False)
     if recipe.checkpoint.resume not in ("auto", "never"):
         open_checkpoint(Path(recipe.checkpoint.resume))

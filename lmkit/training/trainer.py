@@ -6,14 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from lmkit.core.batches import Batch, BatchSource
+from lmkit.core.batches import BatchSource
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError
 from lmkit.measure.environment import device_name
@@ -21,20 +21,22 @@ from lmkit.measure.limits import known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.ranks import Ranks, StepWatch, losses_named
+from lmkit.parallel.ranks import Ranks, losses_named, step_watch
 from lmkit.recipe.run_folder import CHECKPOINTS
 from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
 from lmkit.training.process import StopSignals, end_as_stopped
-from lmkit.training.resume import CheckpointWriter, Counters, Retention, own_files
+from lmkit.training.resume import CheckpointWriter, Counters, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
 from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import filled_model, model_weights
 
 Ending = Literal["finished", "stopped early"]
+Watch = Callable[[int], AbstractContextManager[None]]
+"""Of `step_watch`."""
 WriteSamples = Callable[[TransformerLM, Recipe], Sequence[str]]
 """Returns a text for each prompt of the table [generate], prompt included: `lmkit.generation.write_samples`. It is an
 argument because training does not import generation. It may change the model."""
@@ -97,7 +99,7 @@ class Trainer:
         recipe: resolved.
         step: of `step_of`, restored where the run is resumed.
         batches: this rank's batches.
-        signals: entered; they tell the trainer to stop.
+        signals: of `stop_signals`; they tell the trainer to stop.
         stop_at_step: end early after this step.
         write_samples: writes those of `train.sample_interval`.
     """
@@ -136,9 +138,7 @@ class Trainer:
         peak = known_peak(device_name(ranks.device), dtype)
         seen = getattr(batches, "seen_context", model.context_length)
         self._flops_share = None if peak is None else flops_per_token(model, seen) / peak
-        folder = recipe.run.path / CHECKPOINTS
-        retention = Retention(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
-        self._writer = CheckpointWriter(folder, ranks, retention)
+        self._writer = CheckpointWriter(recipe.run.path / CHECKPOINTS, ranks, keep)
         step.signals = signals
         self._initial_state = initial_state(recipe, step, data)
         self._began_at = self._launched = counters.step
@@ -164,7 +164,7 @@ class Trainer:
             if self._train.init_from is not None and self.counters.step == 0:  # to see what training changes
                 with losses_named(self.ranks, "before step 1"):
                     self._evaluate("valid", self._train.eval_batches or None)
-            with StepWatch(self.ranks) as watch:
+            with step_watch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
             self._await_save()
             completed = True
@@ -187,17 +187,20 @@ class Trainer:
             end_as_stopped(self._signals.received)
         return "finished", evaluation
 
-    def _run_steps(self, watch: StepWatch) -> bool:
+    def _run_steps(self, watch: Watch) -> bool:
         """Make steps until the end. Return True if a signal ended them.
 
         It waits for a step when it has launched the next one, or at once if something must happen in between.
         """
         intervals = (self._train.eval_interval, self._train.sample_interval, self._checkpoint.interval)
-        batch = None if self._is_done() else self._next_batch()
-        while batch is not None:
+        if self._is_done():
+            return False
+        device = self.ranks.device
+        batch = load_batch(self._batches, self._launched, device)
+        while True:
             landed = None
             with range_("step"):
-                with watch.step(self._launched + 1):
+                with watch(self._launched + 1):
                     lr = self._learning_rate(self._launched, self._fraction)
                     writer = self._writer
                     self.step.before_update = None if writer.writing is None else writer.release_weights
@@ -206,7 +209,7 @@ class Trainer:
                     if (graph := self.step.graph) is not None and graph.note != self._graph_note:
                         self._graph_note = graph.note
                         self._sink.note(graph.note)
-                    batch = self._next_batch()  # the GPU is still computing
+                    batch = load_batch(self._batches, self._launched, device)  # the GPU is still computing
                 if len(self._flying) > 1 or not self.step.runs_ahead:
                     landed = self._land(watch)
             stopped = landed is not None and self._after_step(*landed)
@@ -216,19 +219,15 @@ class Trainer:
             if stopped:
                 return True
             if self._is_done():
-                break
-        return False
+                return False
 
-    def _land(self, watch: StepWatch) -> tuple[Outcome, float]:
+    def _land(self, watch: Watch) -> tuple[Outcome, float]:
         """Wait for the first step that was not waited for; count it."""
         outcome, lr = self._flying.popleft()
-        with watch.step(self.counters.step + 1):
+        with watch(self.counters.step + 1):
             self._count(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
-
-    def _next_batch(self) -> Batch:
-        return load_batch(self._batches, self._launched, self.ranks.device)
 
     def _progress(self, step: int) -> float:
         """Return the share of the schedule that is done: of the steps or of the time, whichever is further.
@@ -332,7 +331,7 @@ class Trainer:
                 self.ranks,
                 precision=self._train.precision,
                 max_batches=max_batches,
-                asked_to_stop=lambda: self._signals.received is not None,
+                signals=self._signals,
             )
         if evaluation is not None:
             if not math.isfinite(evaluation.loss):
@@ -369,13 +368,13 @@ class Trainer:
             return
         self._writer.wait_for_all()
         counters.seconds = self.clock.seconds
-        others = {
-            "time_fraction": self._fraction,
-            "loss_scale": None if scale is None else scale.state(),
-            "spikes": None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
-            "rng": (capture_rng(self.ranks.device),),
-        }
-        state = self._initial_state.changed(**asdict(counters), **others)
+        state = self._initial_state.changed(
+            **asdict(counters),
+            time_fraction=self._fraction,
+            loss_scale=None if scale is None else scale.state(),
+            spikes=None if self.step.spikes is None else tuple(self.step.spikes.state.tolist()),
+            rng=(capture_rng(self.ranks.device),),
+        )
         self._writer.save(state, own_files(self.step))
         self._saved_step = counters.step
         self.step.save_at = time.perf_counter() + self._save_every_s

@@ -49,7 +49,6 @@ from lmkit.training.checkpoint import (
     load_tokenizer,
     model_files,
     newest_checkpoint,
-    run_tokenizer,
     unsupported_dtype,
     verify_file,
 )
@@ -92,8 +91,8 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
     wanted = _plain(state)
     wrong = [
         f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
-        for name in [*wanted, *(name for name in tensors if name not in wanted)]
-        if _shape(tensors.get(name)) != _shape(wanted.get(name))
+        for name in {**wanted, **tensors}
+        if name not in wanted or name not in tensors or tensors[name].shape != wanted[name].shape
     ]
     if wrong:
         raise UsageError(
@@ -214,6 +213,13 @@ class GivenWeights(Mapping[str, torch.Tensor]):
             )
         return to_pairs(name, weight, self.config) if self.state is None else weight
 
+    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
+        """Refuse a file with ids that the model does not have."""
+        rows = self.config.vocab_size or 0
+        if vocab_size > rows:
+            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {self.path} {rows} rows"
+            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
+
     def model(self, device: torch.device | str) -> TransformerLM:
         """Return the model, neither compiled nor wrapped, in eval mode, with kernels that run on the device."""
         return filled_model(self.config, dict(self), device=device, origin=self.path)
@@ -242,8 +248,9 @@ def weights_of(checkpoint: Checkpoint, *, is_verified: bool = False) -> GivenWei
     places = {name: (file, name) for file in files for name in file.tensors}
     config = checkpoint.state.model
     specs = _specs(checkpoint.path / MODEL, config, places)
-    tokenizer = run_tokenizer(checkpoint.path)
-    return GivenWeights(checkpoint.path, config, tokenizer, specs, places, checkpoint.state)
+    tokenizer = checkpoint.path.resolve().parent.parent / TOKENIZER  # of the run that holds it
+    own = tokenizer if tokenizer.is_file() else None
+    return GivenWeights(checkpoint.path, config, own, specs, places, checkpoint.state)
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -375,20 +382,21 @@ def _specs(
     if config.vocab_size is None:
         hint = "use another checkpoint"
         raise LmkitError("weights.other_model", f"{path}: model.vocab_size is missing", hint=hint)
-    specs = {name: file.tensors[stored_as] for name, (file, stored_as) in places.items()}
-    for name, spec in specs.items():
+    specs, held, wanted = {}, 0, count_parameters(config).total
+    for name, (file, stored_as) in places.items():
+        spec = specs[name] = file.tensors[stored_as]
+        held += spec.numel()
         if spec.dtype not in _DTYPES:
-            raise unsupported_dtype(path, places[name][1], str(spec.dtype).removeprefix("torch."))
-    held, wanted = sum(spec.numel() for spec in specs.values()), count_parameters(config).total
+            raise unsupported_dtype(path, stored_as, str(spec.dtype).removeprefix("torch."))
     wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
     if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
         changes = {"context_length": 1, "attention": "sdpa", "operations": "plain"}
         model = TransformerLM(config.changed(**changes), device="meta")
-        asked = {name: weight.shape for name, weight in model_weights(model).items()}
+        asked = model_weights(model)
         wrong = [
-            f"{name}: {tuple(spec.shape)}, the configuration asks for {tuple(asked.get(name, ()))}"
+            f"{name}: {_shape(spec)}, the configuration asks for {_shape(asked.get(name))}"
             for name, spec in specs.items()
-            if spec.shape != asked.get(name)
+            if name not in asked or spec.shape != asked[name].shape
         ]
     if wrong:
         raise LmkitError(
@@ -442,16 +450,8 @@ class TrainedModel:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
         tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
-        self.refuse_more_ids(tokenizer.vocab_size, path)
+        self.weights.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
-
-    def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
-        """Refuse a file with ids that the model does not have."""
-        rows = self.weights.config.vocab_size or 0
-        if vocab_size > rows:
-            model = self.weights.path
-            message = f"{path}: has ids up to {vocab_size - 1}, the embedding of {model} {rows} rows"
-            raise UsageError("weights.more_ids", message, hint="use the tokenizer of the model")
 
 
 def open_trained(path: Path) -> TrainedModel:
@@ -481,8 +481,8 @@ def open_trained(path: Path) -> TrainedModel:
 # Begin a training with given weights
 
 
-def open_given(recipe: Recipe, data: Data) -> GivenWeights | None:
-    """Open the weights that a resolved recipe names in `train.init_from`; None if it names none.
+def open_given(recipe: Recipe, data: Data) -> GivenWeights:
+    """Open the weights that a resolved recipe names in `train.init_from`.
 
     Raises:
         UsageError: they are those of another model, all its differences named, or of another tokenizer.
@@ -491,36 +491,27 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights | None:
     assert recipe.model is not None
     assert recipe.train is not None
     path = recipe.train.init_from
-    if path is None:
-        return None
+    assert path is not None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
-        theirs = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
-        ours = data.train.meta.tokenizer_sha256
-        if theirs != ours:
+        sha256 = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
+        if sha256 != data.train.meta.tokenizer_sha256:
             raise UsageError(
                 "train.other_tokenizer",
-                f"train.init_from: {path} was trained with tokenizer {theirs[:12]}, "
-                f"the token file was made with {ours[:12]}",
+                f"train.init_from: {path} was trained with tokenizer {sha256[:12]}, "
+                f"the token file was made with {data.train.meta.tokenizer_sha256[:12]}",
                 hint=f"encode the text with its tokenizer: --set tokenizer.path={shlex.quote(str(given.tokenizer))}",
             )
-    differing = _differences(recipe.model, given.config)
+    ours, theirs = (config.changed(num_kv_heads=config.kv_heads) for config in (recipe.model, given.config))
+    differing = [
+        f"model.{key}: {getattr(ours, key)}, the weights have {getattr(theirs, key)}"
+        for key in ModelConfig.model_fields
+        if key not in FREE and getattr(ours, key) != getattr(theirs, key)
+    ]
     if differing:
-        told = "; ".join(f"model.{key}: {mine}, the weights have {other}" for key, mine, other in differing)
         raise UsageError(
             "train.other_model",
-            f"train.init_from: {path} is another model: {told}",
+            f"train.init_from: {path} is another model: {'; '.join(differing)}",
             hint="take over its values in [model] of the recipe",
         )
     return given
-
-
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, object, object]]:
-    """Return (key, value of the recipe, value of the weights) for every key that changes the model."""
-    resolved = [config.changed(num_kv_heads=config.kv_heads) for config in (ours, theirs)]
-    pairs = {
-        key: [getattr(config, key) for config in resolved]
-        for key in ModelConfig.model_fields
-        if key not in FREE
-    }
-    return [(key, mine, other) for key, (mine, other) in pairs.items() if mine != other]

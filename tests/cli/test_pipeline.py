@@ -121,7 +121,7 @@ def test_a_run_takes_the_evaluation_of_its_training_unless_asked_for_another(run
 
 
 def test_what_will_not_fit_is_said_before_data_are_made(recipe, monkeypatch, caplog):
-    monkeypatch.setattr("lmkit.training.plan.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
+    monkeypatch.setattr("lmkit.training.session.misfit", lambda recipe, *, ranks: f"no fit on {ranks}")
     monkeypatch.setattr(pipeline, "STAGES", dict.fromkeys(pipeline.STAGES, lambda run: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         run_now(recipe, nproc=2)

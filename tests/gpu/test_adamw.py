@@ -146,7 +146,7 @@ def test_a_step_in_a_cuda_graph(optimizer):
 
 
 def test_state_on_the_host_makes_the_same_steps():
-    from lmkit.optim.adamw import HostAdamW
+    from lmkit.optim import HostAdamW
 
     sizes = [(50, 70), (3,)]
     made = []

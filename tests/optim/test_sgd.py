@@ -6,9 +6,10 @@ from raising import raises
 
 from lmkit.errors import UsageError
 from lmkit.optim.sgd import make_sgd
+from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.training.plan import held_by
-from lmkit.training.precision import automatic_precision
+from lmkit.training.precision import with_precision
 
 
 def test_steps_are_those_of_the_formula():
@@ -34,9 +35,13 @@ def test_momentum_out_of_range_is_refused(options):
 
 
 def test_auto_casts_weights_where_no_masters_are_kept():
-    found = {name: automatic_precision(name, has_bf16=True) for name in ("adamw", "muon", "sgd")}
+    def precision(name: str, has_bf16: bool) -> str:
+        recipe = Recipe(optimizer=OptimizerConfig(name=name), train=TrainConfig(precision="auto"))
+        return with_precision(recipe, has_bf16=has_bf16).train.precision
+
+    found = {name: precision(name, True) for name in ("adamw", "muon", "sgd")}
     assert found == {"adamw": "bf16", "muon": "bf16", "sgd": "bf16-autocast"}
-    assert automatic_precision("sgd", has_bf16=False) == "fp32"
+    assert precision("sgd", False) == "fp32"
 
 
 def test_a_plan_counts_one_moment_for_every_weight():

@@ -51,7 +51,7 @@ from lmkit.errors import LmkitError
 from lmkit.parallel import data_parallel
 from lmkit.parallel.collectives import Averager, Traffic, agree, largest_on_any_rank, on_any_rank
 from lmkit.parallel.ranks import Ranks, process_group, release_collectives
-from lmkit.parallel.strategy import broadcast_model, check_same_model
+from lmkit.parallel.strategy import broadcast_tensors, check_same_model
 from lmkit.recipe.tables import ParallelConfig
 
 
@@ -358,7 +358,7 @@ def check_the_first_rank_gives_tensors_of_any_strides_and_dtype(ranks: Ranks) ->
             f"of_{str(dtype)[6:]}", torch.full((2,), ranks.rank, dtype=dtype, device=ranks.device)
         )
     model.register_buffer("scalar", torch.tensor(ranks.rank, device=ranks.device))
-    broadcast_model(model)
+    broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
     assert bool((model.window == 0).all())
     assert bool((model.transposed == 5).all())
     assert all(not bool(buffer.any()) for buffer in model.buffers())

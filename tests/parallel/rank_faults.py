@@ -13,7 +13,7 @@ from rank_model import one_step, seeded_model, start
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.collectives import agree
-from lmkit.parallel.ranks import StepWatch, losses_named, process_group
+from lmkit.parallel.ranks import losses_named, process_group, step_watch
 
 FAULT_STEP = 2
 HANG_S = 1.0
@@ -33,11 +33,11 @@ def return_rank_sum_and_queues() -> tuple[int, int, str]:
 def train_until_fault(fault: str, strategy: str) -> str:
     """Three good steps with synchronisation; in the third, something happens to rank 1 inside backward."""
     torch.set_num_threads(1)
-    with process_group("cpu", timeout_s=PATIENT_S) as ranks, StepWatch(ranks) as watch:
+    with process_group("cpu", timeout_s=PATIENT_S) as ranks, step_watch(ranks) as watch:
         model = seeded_model(0, ranks)
         sync, call, optimizer = start(strategy, model, ranks)
         for step in range(4):
-            with watch.step(step):
+            with watch(step):
                 if step == FAULT_STEP and ranks.rank == 1:
                     model.layers[1].up.weight.register_hook(lambda gradient: happen(fault))
                 elif step == FAULT_STEP and fault == "hang":

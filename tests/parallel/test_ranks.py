@@ -142,15 +142,15 @@ class GoneStore:
 
 HANGING = """
 import threading, torch
-from lmkit.parallel.ranks import Ranks, StepWatch
+from lmkit.parallel.ranks import Ranks, step_watch
 
-with StepWatch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:
+with step_watch(Ranks(rank=3, world_size=4, device=torch.device("cuda", 3), timeout_s=1)) as watch:
     for step in range(3):
-        with watch.step(step):
+        with watch(step):
             pass
     threading.Event().wait(1.5)  # between steps nothing is awaited
     print("idle", flush=True)
-    with watch.step(7):
+    with watch(7):
         threading.Event().wait()
 """
 

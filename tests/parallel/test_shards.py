@@ -42,6 +42,9 @@ def test_a_state_survives_json_and_that_of_another_layout_is_refused():
     for optimizer, saved in ((zero1_of(6), state), (zero1_of(5), {**state, "rank": 1})):
         with pytest.raises(ValueError, match="load_resharded"):
             optimizer.load_state_dict(saved)
+    for elements in (4, 6):
+        with pytest.raises(ValueError, match=f"momentum has {elements} elements, the parameter 5"):
+            zero1_of(5).load_whole({"0": {"momentum": torch.ones(elements)}})
 
 
 def states_of(layout: dict, whole: dict[str, torch.Tensor]) -> list[dict]:

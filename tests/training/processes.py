@@ -25,7 +25,6 @@ from lmkit.parallel.collectives import Averager
 from lmkit.parallel.ranks import Ranks, hosted_store
 from lmkit.recipe.load import load_recipe
 from lmkit.training import resume, session, setup, trainer
-from lmkit.training.resume import Retention
 from lmkit.training.step import Step
 from lmkit.training.trainer import Trainer
 
@@ -281,12 +280,12 @@ def _raise(rank: int) -> None:
 def _killed_before_the_second_pruning(rank: int) -> None:
     calls = itertools.count(1)
 
-    def prune(original: Any, self: Retention) -> list[Path]:
+    def prune(original: Any, *given: Any, **how: Any) -> list[Path]:
         if next(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self)
+        return original(*given, **how)
 
-    around(Retention, "prune", prune)
+    around(resume, "prune", prune)
 
 
 def _never_finish_step_3(rank: int) -> None:

@@ -1,7 +1,7 @@
 """Helpers of the tests: train in this process, read run folders, expect errors."""
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,24 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:
-    result = train(recipe, stop_at_step=stop_at_step)
-    assert result is not None
-    return result
+    return train(recipe, stop_at_step=stop_at_step)
+
+
+def assert_resumes_exactly(
+    whole: Recipe, *, stops: Sequence[int] = (5,), of: Sequence[str] = ("train", "valid", "final")
+) -> tuple[TrainResult, Recipe]:
+    """Train in one go and in parts: the same state and losses, bit for bit. Returns the result of the whole run, and
+    the recipe of the parts."""
+    parts = whole.changed(run={"name": f"{whole.run.name}-in-parts"})
+    result = train_here(whole)
+    for stop in stops:
+        first = train_here(parts, stop_at_step=stop)
+        assert (first.status, first.step) == ("stopped early", stop)
+    second = train_here(parts)
+    assert (second.status, second.resumed_from) == ("finished", stops[-1])
+    assert_same_state(newest(whole), newest(parts))
+    assert all(losses(whole, kind) == losses(parts, kind) != [] for kind in of)
+    return result, parts
 
 
 def records(recipe: Recipe, kind: str = "train") -> list[dict[str, Any]]:

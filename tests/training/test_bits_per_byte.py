@@ -99,7 +99,6 @@ def test_windows_and_documents(case, folder):
     model = open_weights(folder).model("cpu").double()
     Path(case.name).write_bytes(case.content if isinstance(case.content, bytes) else case.content.encode())
     size = sum(len(text.encode()) for text in texts)
-    assert tokenizer.end_of_text_id is not None
     documents = [tokenizer.encode(text) for text in texts]
     stream = [i for ids in documents for i in (*ids, tokenizer.end_of_text_id)]
     parts = [stream[first : first + CONTEXT + 1] for first in range(0, len(stream) - 1, CONTEXT)]

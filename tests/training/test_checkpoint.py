@@ -15,7 +15,7 @@ from test_saving import make_state
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage import sha256_file
-from lmkit.training import checkpoint
+from lmkit.training import checkpoint, resume
 from lmkit.training.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -41,7 +41,6 @@ from lmkit.training.checkpoint import (
     write_tensors,
     write_text,
 )
-from lmkit.training.resume import Retention
 
 SHARD = "optimizer-00000-of-00001.safetensors"
 CPU = torch.device("cpu")
@@ -70,7 +69,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def prune(folder: Path, *, keep_last: int = 1, keep_best: int = 0) -> list[str]:
-    return [path.name for path in Retention(folder, keep_last=keep_last, keep_best=keep_best).prune()]
+    return [path.name for path in resume.prune(folder, {}, keep_last=keep_last, keep_best=keep_best)]
 
 
 def flip_a_bit(path: Path, generator: random.Random) -> bytes:

@@ -35,9 +35,7 @@ def plain_loss(model: TransformerLM, ids: np.ndarray) -> tuple[float, int]:
 
 
 def result_of(model: TransformerLM, ids: np.ndarray, **options: Any) -> Evaluation:
-    result = evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
-    assert result is not None
-    return result
+    return evaluate(model, HeldOut(ids, None, 8, rows=3), **options)
 
 
 @pytest.mark.parametrize("length", [9, 10, 24, 25, 26, 100])
@@ -85,8 +83,9 @@ def test_bits_per_byte_by_hand():
 
 
 def test_stops_when_asked_and_leaves_the_model_in_training_mode(model):
-    answers = iter([False, True])
+    received = iter([None, 15])
+    signals = type("Signals", (), {"received": property(lambda self: next(received))})()
     model.train()
     held_out = HeldOut(tokens(200), None, 8, rows=3)
-    assert evaluate(model, held_out, asked_to_stop=lambda: next(answers)) is None
+    assert evaluate(model, held_out, signals=signals) is None
     assert model.training

@@ -84,12 +84,10 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     before = ours_of(run).state_dict()
     keep = [value for value in settings() if not value.startswith("model.")]
     result = train(load_recipe(run / "recipe.toml", [*keep, "train.steps=4", "optimizer.lr=1e-2"]))
-    assert result is not None
     assert (result.resumed_from, result.step, result.status) == (0, 4, "finished")
     after = ours_of(run).state_dict()
     assert not torch.equal(before["layers.0.attn.q_proj.bias"], after["layers.0.attn.q_proj.bias"])
     again = train(load_recipe(run / "recipe.toml", [*keep, "train.steps=6", "optimizer.lr=1e-2"]))
-    assert again is not None
     assert (again.resumed_from, again.step) == (4, 6)
     assert newest_checkpoint(run).optimizer_tensors()["layers.0.attn.k_proj.bias.exp_avg"].any()
     assert again.evaluation is not None

@@ -18,7 +18,7 @@ from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import evaluation
+from lmkit.training import judging
 from lmkit.training.checkpoint import write_tensors
 from lmkit.training.exchange import import_model
 from lmkit.training.judging import evaluate_choices, evaluate_documents, evaluate_run
@@ -80,19 +80,19 @@ def test_a_hugging_face_folder_scores_as_the_run_made_of_it(folder):
 
 
 def test_ranks_share_the_batches(folder, monkeypatch):
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(judging, "TOKENS_AT_ONCE", 20)
     model = open_weights(folder).model("cpu")
-    texts = [evaluation.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
-    alone = evaluation.log_likelihoods(model, texts)
+    texts = [judging.Scored(list(range(2 + number)), 1 + number) for number in range(12)]
+    alone = judging.log_likelihoods(model, texts)
     shares: list[dict[int, float]] = []
 
     def all_gather_object(parts: list[dict[int, float]], found: dict[int, float]) -> None:
         shares.append(found)
         parts[:] = [dict(enumerate(alone)), {}]
 
-    monkeypatch.setattr(evaluation, "dist", SimpleNamespace(all_gather_object=all_gather_object))
+    monkeypatch.setattr(judging, "dist", SimpleNamespace(all_gather_object=all_gather_object))
     for rank in range(2):
-        assert evaluation.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
+        assert judging.log_likelihoods(model, texts, Ranks(rank=rank, world_size=2)) == alone
     assert not shares[0].keys() & shares[1].keys()
     assert shares[0] | shares[1] == dict(enumerate(alone))
     assert min(map(len, shares)) >= 4

@@ -7,24 +7,15 @@ import shutil
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from run_folders import losses, saved, train_here
 
-from lmkit.training import metrics
-from lmkit.training.metrics import (
-    Fanout,
-    MetricsFile,
-    PlainConsole,
-    ServiceSink,
-    console,
-    describe,
-    duration,
-    read_metrics,
-    tensorboard_sink,
-    wandb_sink,
-)
+from lmkit.training import metrics, services
+from lmkit.training.metrics import MetricsFile, PlainConsole, console, describe, duration, read_metrics
+from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -175,22 +166,22 @@ class Service(types.ModuleType):
         return self
 
 
-def drive(sink: ServiceSink) -> None:
-    fan = Fanout([sink])
+def drive(service: ServiceSink, folder: Path) -> None:
+    sink = MetricsFile(folder / "metrics.jsonl", after_step=0, others=[service])
     for step in (1, 2):
-        fan.record(train_record(step))
-    fan.record({"kind": "sample", "step": 2, "number": 0, "text": "once"})
-    fan.note("text")
-    fan.close()
+        sink.record(train_record(step))
+    sink.record({"kind": "sample", "step": 2, "number": 0, "text": "once"})
+    sink.note("text")
+    sink.close()
 
 
 def test_wandb_and_tensorboard_get_every_number_and_text(tiny, tmp_path, monkeypatch):
     wandb, tensorboard = Service("wandb"), Service("torch.utils.tensorboard")
     for fake in (wandb, tensorboard):
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    drive(wandb_sink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path))
+    drive(wandb_sink(tiny('wandb.mode="offline"', "run.name=abc"), tmp_path), tmp_path)
     assert (wandb.opened["mode"], wandb.opened["name"]) == ("offline", "abc")
-    drive(tensorboard_sink(tmp_path, after_step=2))
+    drive(tensorboard_sink(tmp_path, after_step=2), tmp_path)
     assert tensorboard.opened == (str(tmp_path / "tensorboard"), 3)
     for fake in (wandb, tensorboard):
         assert fake.finished
@@ -230,7 +221,7 @@ def test_a_resumed_training_goes_on_with_its_wandb_run(tiny, monkeypatch):
 def test_fault_79_training_goes_on_without_wandb_after_one_warning(fail_at, tiny, monkeypatch, caplog):
     train_here(tiny("run.name=alone"))
     monkeypatch.setitem(sys.modules, "wandb", None if fail_at == "missing" else Service("wandb", fail_at))
-    monkeypatch.setattr(metrics, "FINISH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(services, "FINISH_TIMEOUT_S", 0.05)
     recipe = tiny("wandb.enabled=true", 'wandb.mode="offline"')
     assert train_here(recipe).status == "finished"
     assert [record.getMessage().split()[0] for record in caplog.records] == ["W&B"]

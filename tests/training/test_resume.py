@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from raising import raises
-from run_folders import PACKED, assert_same_state, losses, newest, train_here
+from run_folders import PACKED, assert_resumes_exactly, assert_same_state, newest, train_here
 from torch import nn
 
 from lmkit.core.adamw import decay_groups
@@ -34,18 +34,9 @@ from lmkit.training.weights import load_weights, model_weights, weights_of
 @pytest.mark.parametrize("stop", [1, 5, 9])
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
 def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny):
-    chosen = (f"train.precision={precision}", f"optimizer.name={optimizer}")
-    whole, parts = tiny(*chosen, "run.name=whole"), tiny(*chosen, "run.name=parts")
-    train_here(whole)
-    first = train_here(parts, stop_at_step=stop)
-    assert (first.status, first.step) == ("stopped early", stop)
+    recipe = tiny(f"train.precision={precision}", f"optimizer.name={optimizer}")
+    _, parts = assert_resumes_exactly(recipe, stops=(stop,))
     assert newest(parts).state.valid_loss is None  # evaluated after steps 4 and 8
-    second = train_here(parts)
-    assert (second.status, second.resumed_from) == ("finished", stop)
-    assert_same_state(newest(whole), newest(parts))
-    assert losses(whole) == losses(parts)
-    assert losses(whole, "valid") == losses(parts, "valid")
-    assert losses(whole, "final") == losses(parts, "final")
 
 
 @pytest.mark.parametrize(
@@ -76,15 +67,8 @@ def test_fault_171_another_optimizer_takes_over_no_state(optimizers, strategies,
 
 def test_packed_documents_resume_bit_for_bit_in_the_middle_of_an_epoch(tiny):
     """4000 tokens are an epoch of 62.5 steps, whose last row ends in the next epoch."""
-    end = (*PACKED, "train.steps=66", "train.eval_interval=0")
-    whole, parts = tiny(*end, "run.name=whole"), tiny(*end, "run.name=parts")
-    train_here(whole)
-    for stop in (7, 62):
-        train_here(parts, stop_at_step=stop)
-    assert train_here(parts).resumed_from == 62
-    assert_same_state(newest(whole), newest(parts))
-    assert losses(whole) == losses(parts)
-    assert losses(whole, "final") == losses(parts, "final")
+    whole = tiny(*PACKED, "train.steps=66", "train.eval_interval=0", "run.name=whole")
+    assert_resumes_exactly(whole, stops=(7, 62), of=("train", "final"))
     with raises(LmkitError, "resume.other_recipe", "data.sampling"):
         train_here(tiny("model.separate_documents=true", "run.name=whole"))
 

@@ -42,7 +42,6 @@ def test_texts_are_those_of_the_model_at_that_step(writing, capsys):
     assert [(record["step"], record["number"]) for record in found] == [
         (s, n) for s in (2, 4, 6) for n in (0, 1)
     ]
-    assert recipe.tokenizer is not None
     tokenizer = Tokenizer.load(recipe.tokenizer.path)  # type: ignore[arg-type]
     for step in (2, 4, 6):
         checkpoint = open_checkpoint(recipe.run.path / f"checkpoints/step-{step:08d}")
@@ -72,7 +71,6 @@ def test_training_goes_on_without_texts(writing, monkeypatch, capsys):
         raise LmkitError("generate.not_finite", "predictions are not finite", hint="hint")
 
     result = train(writing(), write_samples=fail)
-    assert result is not None
     assert result.status == "finished"
     assert "step 2: no texts: " in capsys.readouterr().err
     with raises(LmkitError, "train.no_tokenizer", "nowhere.json"):

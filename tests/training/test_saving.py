@@ -13,7 +13,7 @@ from run_folders import file_size_limit
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RankLost, Ranks
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import CheckpointConfig, ModelConfig
 from lmkit.training import resume
 from lmkit.training.checkpoint import (
     MANIFEST,
@@ -26,7 +26,7 @@ from lmkit.training.checkpoint import (
     shard_name,
     step_name,
 )
-from lmkit.training.resume import CheckpointWriter, Retention
+from lmkit.training.resume import CheckpointWriter
 
 Save = Callable[..., None]
 
@@ -49,7 +49,7 @@ def make_state(step: int, **fields: object) -> TrainingState:
 
 
 def make_writer(folder: Path, keep_last: int = 2, ranks: Ranks | None = None) -> CheckpointWriter:
-    return CheckpointWriter(folder, ranks or Ranks(), Retention(folder, keep_last=keep_last, keep_best=0))
+    return CheckpointWriter(folder, ranks or Ranks(), CheckpointConfig(keep_last=keep_last))
 
 
 @pytest.fixture
@@ -146,13 +146,12 @@ def test_fault_68_weights_that_are_not_finite_never_replace_a_good_checkpoint(va
 
 
 def test_an_error_in_the_background_is_raised_before_the_next_update(tmp_path, save, monkeypatch):
-    def broken(self: Retention) -> list[Path]:
+    def broken(*_: object, **__: object) -> list[Path]:
         raise ZeroDivisionError
 
     writer = make_writer(tmp_path)
-    monkeypatch.setattr(Retention, "prune", broken)
+    monkeypatch.setattr(resume, "prune", broken)
     save(writer, 1)
-    assert writer.writing is not None
     assert isinstance(writer.writing.exception(), ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):  # a defect keeps its traceback
         writer.release_weights()
@@ -220,3 +219,13 @@ def test_a_rank_does_not_wait_for_its_own_part_once_another_cannot_save(tmp_path
     assert told == [(True, False)] * 2
     may_write.set()
     writer.wait()
+
+
+def test_a_rank_that_cannot_save_tells_the_others(tmp_path, model, save, monkeypatch):
+    writer, told = make_writer(tmp_path), []
+    monkeypatch.setattr(resume, "on_any_rank", lambda ranks, *facts: told.append(facts) or facts)
+    model["w"][0, 0] = float("nan")
+    save(writer, 1)
+    with raises(LmkitError, "checkpoint.nonfinite"):
+        writer.wait_for_all()
+    assert told[-1] == (False, True)

@@ -17,7 +17,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import session, trainer
-from lmkit.training.checkpoint import newest_checkpoint, run_tokenizer
+from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
@@ -74,7 +74,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     result = train_here(recipe)
     for path in (recipe.run.path, newest(recipe).path):
         assert evaluate_run(path) == result.evaluation
-    assert result.evaluation is not None
     assert result.evaluation.tokens == 700
     assert result.evaluation.checkpoint == result.checkpoint
     assert train_here(recipe).evaluation == result.evaluation  # nothing to do
@@ -134,7 +133,6 @@ def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
     rates = [record["lr"] for record in records(recipe)]
     assert rates[-1] < 0.05 * max(rates)
     fraction = newest(recipe).state.time_fraction
-    assert fraction is not None
     assert fraction >= 1
     assert train_here(recipe).status == "nothing to do"
     # A last evaluation that was cut short is made up for.
@@ -158,9 +156,9 @@ def test_a_trained_model_is_found_and_loaded(tiny):
     assert checkpoint.state.model.vocab_size == 64
     model = weights_of(checkpoint).model("cpu")
     assert not model.training
-    assert run_tokenizer(checkpoint.path) is None
+    assert weights_of(checkpoint).tokenizer is None
     (recipe.run.path / "tokenizer.json").write_text("{}")
-    assert run_tokenizer(checkpoint.path) == (recipe.run.path / "tokenizer.json").resolve()
+    assert weights_of(checkpoint).tokenizer == (recipe.run.path / "tokenizer.json").resolve()
     with raises(UsageError, "checkpoint.not_found", recipe.run.path / "nothing"):
         newest_checkpoint(recipe.run.path / "nothing")
     with raises(UsageError, "checkpoint.not_found", recipe.run.folder):

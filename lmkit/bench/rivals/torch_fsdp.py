@@ -20,7 +20,7 @@ from lmkit.parallel.fsdp import draw, leave_meta
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
-    broadcast_model,
+    broadcast_tensors,
     check_same_model,
     forward_units,
     present_gradients,
@@ -56,7 +56,7 @@ class TorchFsdp(Strategy):
         if self.config.options.get("state_dtype") == "bf16":
             for parameter in model.parameters():
                 parameter.data = parameter.detach().bfloat16()
-        broadcast_model(model)
+        broadcast_tensors((*model.named_parameters(), *model.named_buffers()))
         keys: dict[str, Any] = {
             "mesh": init_device_mesh(self.ranks.device.type, (self.ranks.world_size,)),
             "reshard_after_forward": self.config.options.get("reshard_after_forward", True),
