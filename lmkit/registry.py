@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -111,7 +112,9 @@ class Registry(Generic[F]):
                 hint = "they separate names, and names from variants and options"
                 raise UsageError("registry.wrong_name", message, hint=hint)
             for spelling in (name, *entry.facts.aliases):
-                other = self._entries.get(self.aliases.get(spelling, spelling), entry)
+                other = self._entries.get(spelling) or self._entries.get(
+                    self.aliases.get(spelling, ""), entry
+                )
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     message = f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}"
                     raise UsageError("registry.name_taken", message, hint="register it under another name")
@@ -145,7 +148,8 @@ class Registry(Generic[F]):
         Raises:
             UsageError: no object has this name.
         """
-        if (found := self._entries.get(self.aliases.get(name, name))) is None:
+        found = self._entries.get(name) or self._entries.get(self.aliases.get(name, ""))
+        if found is None:
             message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
             raise UsageError("registry.unknown_name", message, hint="there are: " + ", ".join(self.names))
         return found
@@ -202,17 +206,22 @@ class Registry(Generic[F]):
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
-        for path in (p for folder in self._folders for p in sorted((_PACKAGE / folder).glob("*.py"))):
-            for arguments, attribute in re.findall(
-                decorated, path.read_text("utf-8"), re.MULTILINE | re.DOTALL
-            ):
+        paths: list[Path] = []
+        for folder in self._folders:
+            paths += sorted((_PACKAGE / folder).glob("*.py"))
+        for path in paths:
+            text = path.read_text("utf-8")
+            for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
-                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+                facts = {}
+                for keyword in call.keywords:
+                    facts[str(keyword.arg)] = ast.literal_eval(keyword.value)
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
-        return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
+        found.sort(key=attrgetter("facts.order"))
+        return dict(zip(map(attrgetter("name"), found), found, strict=True))
 
 
 @dataclass(frozen=True)

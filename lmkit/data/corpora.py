@@ -49,7 +49,7 @@ class CorpusFiles:
 
 def as_paths(paths: PathOrPaths) -> list[Path]:
     """Return a list of paths for one path or several."""
-    return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    return list(map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths))
 
 
 def prepare_corpus(
@@ -188,7 +188,7 @@ def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
     if not any(map(holds_json, paths)):
         raise UsageError(
             "corpus.unused_field",
-            f"{key}: {some_of([str(path) for path in paths])} is read as text, not as JSON objects",
+            f"{key}: {some_of(paths)} is read as text, not as JSON objects",
             hint="end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out",
         )
 
@@ -203,7 +203,7 @@ def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> st
     if separator is not None and len(kinds) > 1:
         raise UsageError(
             "corpus.mixed_kinds",
-            f"{some_of([str(path) for path in paths])}: a separator ends documents of text files, not of JSON",
+            f"{some_of(paths)}: a separator ends documents of text files, not of JSON",
             hint="write the text files as JSON lines, or leave the separator out",
         )
     return end if separator is None or kinds == {True} else separator

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.inputs import parse_json
-from lmkit.tokenizer.chat import ROLES, Message
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
+
+if TYPE_CHECKING:
+    from lmkit.tokenizer.chat import Message
 
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HALF = re.compile("[\ud800-\udfff]")
@@ -154,6 +156,8 @@ def messages_of(record: Any, where: str) -> list[Message]:
         UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
             ("chat.wrong_message"); a key changes what a model reads or learns ("corpus.unsupported_key").
     """
+    from lmkit.tokenizer.chat import ROLES, Message
+
     found = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(found, list) or not found:
         raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)

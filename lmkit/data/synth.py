@@ -29,8 +29,9 @@ from lmkit.recipe import END_OF_TEXT
 from lmkit.storage import atomic_path
 from lmkit.storage.outputs import refuse_existing, refuse_too_large
 
-_GRAMMAR = Path(__file__).with_name("stories.txt").read_text("utf-8")
-RULES, WORDS, ROWS, VOICE = (part.partition("\n")[2] for part in _GRAMMAR.split("\n== ")[1:])
+_, RULES, WORDS, ROWS, VOICE = re.split(
+    r"\n== .*\n", Path(__file__).with_name("stories.txt").read_text("utf-8")
+)
 _PROGRESS_EVERY = 1 << 20
 _PRONOUNS = {
     "girl": {"he": "she", "him": "her", "his": "her"},
@@ -74,7 +75,7 @@ def _read_grammar() -> tuple[dict[str, _Rule], dict[str, dict[str, dict[str, str
     rules: dict[str, _Rule] = defaultdict(list)
     rows = {}
     voices = [entry.split(", ") for entry in " ".join(VOICE.split()).split("; ")]
-    longest_first = sorted((word for word, *_ in voices), key=len, reverse=True)
+    longest_first = sorted([word for word, *_ in voices], key=len, reverse=True)
     voiced = re.compile(rf"(?<![{{.<])\b({'|'.join(longest_first)})\b")  # not in {beast.cried}
     for name, body in _sections(RULES):
         rules[name] += _parse(voiced.sub(r"{\1}", body), rules)
@@ -109,7 +110,8 @@ class _Story(dict[str, str]):
             is_animal = draw() < 0.3
             self._add_person(role, self._another("pet" if is_animal else gender), gender)
             self[f"{role}.kind"] = self._another("species") if is_animal else gender
-        self.update({name: self[f"hero.{name}"] for name in ("kind", "he", "him", "his")})
+        for name in ("kind", "he", "him", "his"):
+            self[name] = self[f"hero.{name}"]
         gender = "girl" if draw() < 0.5 else "boy"
         title, look = self._another(f"{gender}_elder"), self["elder_look"]
         is_parent = title in ("Mom", "Dad")
@@ -122,7 +124,8 @@ class _Story(dict[str, str]):
 
     def _add_person(self, role: str, name: str, gender: str) -> None:
         self[role] = name
-        self.update({f"{role}.{pronoun}": word for pronoun, word in _PRONOUNS[gender].items()})
+        for pronoun, word in _PRONOUNS[gender].items():
+            self[f"{role}.{pronoun}"] = word
 
     def __missing__(self, name: str) -> str:
         if name[0].isupper() and name not in _RULES:
@@ -132,7 +135,8 @@ class _Story(dict[str, str]):
         kind = owner.rstrip("0123456789")
         if kind in _ROWS:
             row = _ROWS[kind][self._another(f"{kind} row")]
-            self.update({owner + column: word for column, word in row.items()})
+            for column, word in row.items():
+                self[owner + column] = word
         else:
             self[owner] = self._another(kind)
         return self[name]

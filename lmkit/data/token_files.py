@@ -146,14 +146,12 @@ class TokenFileWriter:
             message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
             raise UsageError("tokens.replaces_json", message, hint="give the token file another name")
         with ExitStack() as stack:
-
-            def begin(path: Path) -> BinaryIO:
-                return stack.enter_context(open(stack.enter_context(atomic_path(path)), "wb"))
-
-            self._file = begin(self._path)
-            if self._masked:
-                self._mask_file = begin(self._path.with_suffix(MASK))
-            self._documents_file = begin(self._path.with_suffix(DOCUMENTS))
+            files: list[BinaryIO] = []
+            for suffix in (".npy", DOCUMENTS, *([MASK] if self._masked else [])):
+                partial = stack.enter_context(atomic_path(self._path.with_suffix(suffix)))
+                files.append(stack.enter_context(open(partial, "wb")))
+            self._file, self._documents_file = files[:2]
+            self._mask_file = files[-1]  # written to if `masked`
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             self._stack = stack.pop_all()

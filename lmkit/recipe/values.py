@@ -71,11 +71,12 @@ class RegisteredName:
         if self.with_variant:
             name, plus, variant = value.partition("+")
             return self.registry.aliases.get(name, name) + plus + variant
-        name = self.registry.aliases.get(value, value)
-        if name not in self.names:
+        if value in self.also or value in self.registry.names:
+            return value
+        if value not in self.registry.aliases:
             known = ", ".join(self.names) + did_you_mean(value, self.names)
             raise UnregisteredName(f'"{value}" is not one of {known}, and no --plugin FILE registers it')
-        return name
+        return self.registry.aliases[value]
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
     Raises:
         UsageError: names the source ("output.replaces_source").
     """
-    written = {os.path.realpath(path): path for path in outputs}
+    written = list(outputs)
+    places = list(map(os.path.realpath, written))
     for source in sources:
-        output = written.get(os.path.realpath(source))
-        if output is not None:
-            message = f"{source}: {output.name} would replace this source"
+        if (place := os.path.realpath(source)) in places:
+            message = f"{source}: {written[places.index(place)].name} would replace this source"
             raise UsageError("output.replaces_source", message, hint="give the output another name")
 
 
