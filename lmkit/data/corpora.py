@@ -186,11 +186,9 @@ def _is_converted(path: Path) -> bool:
 def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
     """Refuse a key of JSON objects where no file holds them by its name: JSON would be read as text."""
     if not any(map(holds_json, paths)):
-        raise UsageError(
-            "corpus.unused_field",
-            f"{key}: {some_of(paths)} is read as text, not as JSON objects",
-            hint="end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out",
-        )
+        message = f"{key}: {some_of(paths)} is read as text, not as JSON objects"
+        hint = "end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out"
+        raise UsageError("corpus.unused_field", message, hint=hint)
 
 
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
@@ -201,11 +199,9 @@ def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> st
     """
     kinds = set(map(holds_json, paths))
     if separator is not None and len(kinds) > 1:
-        raise UsageError(
-            "corpus.mixed_kinds",
-            f"{some_of(paths)}: a separator ends documents of text files, not of JSON",
-            hint="write the text files as JSON lines, or leave the separator out",
-        )
+        message = f"{some_of(paths)}: a separator ends documents of text files, not of JSON"
+        hint = "write the text files as JSON lines, or leave the separator out"
+        raise UsageError("corpus.mixed_kinds", message, hint=hint)
     return end if separator is None or kinds == {True} else separator
 
 
@@ -213,11 +209,8 @@ def _check_files(key: str, paths: Sequence[Path]) -> None:
     for path in paths:
         refuse_directory(key, path)
         if not path.is_file() and not path.is_fifo():
-            raise UsageError(
-                "corpus.missing_file",
-                f"{key}: {path} is not a file",
-                hint="give the path of a text or .jsonl file",
-            )
+            message = f"{key}: {path} is not a file"
+            raise UsageError("corpus.missing_file", message, hint="give the path of a text or .jsonl file")
     if paths and not any(path.is_fifo() or path.stat().st_size for path in paths):
         raise _empty(key, paths)
 

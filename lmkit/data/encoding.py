@@ -98,13 +98,7 @@ def encode_corpus(
             *(len(tokenizer.missing_bytes), output),
         )
     with plain_text_files(
-        paths,
-        output.parent,
-        errors=errors,
-        field=field,
-        mark=mark,
-        separator=separator,
-        progress=progress,
+        paths, output.parent, errors=errors, field=field, mark=mark, separator=separator, progress=progress
     ) as texts:
         specials = tokenizer.specials
         if end is not None and mark is not None and mark != end:
@@ -333,7 +327,5 @@ def encode_chat(
             hint = "conversations to learn from, and to hold out, need messages of the role assistant"
             raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
         return writer.finish(
-            num_bytes=num_bytes,
-            source_sha256=digest.hexdigest(),
-            counted_bytes=counted_bytes,
+            num_bytes=num_bytes, source_sha256=digest.hexdigest(), counted_bytes=counted_bytes
         )

@@ -280,11 +280,9 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
     meta = read_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
-        raise UsageError(
-            "tokens.wrong_tokenizer",
-            f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
-            hint="encode the text again, or use the tokenizer that the file was made with",
-        )
+        message = f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}"
+        hint = "encode the text again, or use the tokenizer that the file was made with"
+        raise UsageError("tokens.wrong_tokenizer", message, hint=hint)
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
     return TokenFile(tokens, meta, mask, *_map_documents(path, meta))
 
@@ -317,11 +315,8 @@ def read_meta(path: Path) -> TokenMeta:
         )
     content = _read_object(path)
     if content.get("format", FORMAT) != FORMAT:
-        raise LmkitError(
-            "tokens.other_format",
-            f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
-            hint="encode the text again, or upgrade lmkit",
-        )
+        message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
+        raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")
     try:
         return TokenMeta(**content)
     except ValidationError as error:
@@ -410,11 +405,9 @@ def document_starts(file: TokenFile) -> np.ndarray:
         UsageError: the token file has no `.documents` file ("tokens.no_documents").
     """
     if file.documents is None:
-        raise UsageError(
-            "tokens.no_documents",
-            f"{_name(file.tokens)}: no .documents beside it says where its documents begin",
-            hint='copy it, too, or encode the text again; or use data.sampling = "windows"',
-        )
+        message = f"{_name(file.tokens)}: no .documents beside it says where its documents begin"
+        hint = 'copy it, too, or encode the text again; or use data.sampling = "windows"'
+        raise UsageError("tokens.no_documents", message, hint=hint)
     return file.documents
 
 
@@ -427,11 +420,8 @@ def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) 
     """
     starts = starts[starts <= len(file.tokens) - context_length - 1]
     if len(starts) == 0:
-        raise UsageError(
-            "tokens.too_short",
-            f"{_name(file.tokens)}: no document is followed by {context_length + 1} tokens",
-            hint="lower model.context_length or sample raw windows",
-        )
+        message = f"{_name(file.tokens)}: no document is followed by {context_length + 1} tokens"
+        raise UsageError("tokens.too_short", message, hint="lower model.context_length or sample raw windows")
     if file.mask is None:
         return starts
     before = np.concatenate(([0], np.cumsum(np.unpackbits(file.mask)[: len(file.tokens)], dtype=np.int64)))

@@ -239,10 +239,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-KEY_ALIASES = (
-    ("checkpoint", "checkpointing_interval", "interval"),
-    ("optimizer", "learning_rate", "lr"),
-)
+KEY_ALIASES = (("checkpoint", "checkpointing_interval", "interval"), ("optimizer", "learning_rate", "lr"))
 """Table, key of similar projects, our key. The registry has the aliases of kernels and strategies."""
 
 

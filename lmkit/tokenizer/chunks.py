@@ -195,11 +195,8 @@ class TextFiles:
             yield chunk
         # A write to the file changes its size or its time.
         if text_file_status(path).st_mtime_ns != before.st_mtime_ns or num_bytes != self.sizes[source]:
-            raise LmkitError(
-                "corpus.changed",
-                f"{path}: changed while it was being read",
-                hint="run again when it is complete",
-            )
+            message = f"{path}: changed while it was being read"
+            raise LmkitError("corpus.changed", message, hint="run again when it is complete")
 
     def text_of(self, chunk: Chunk) -> bytes:
         """Return a chunk as valid UTF-8; safe to call from any thread."""

@@ -327,11 +327,9 @@ def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[in
         else:
             sides = []
         if len(sides) != 2 or found:
-            raise UsageError(
-                "tokenizer.unsupported",
-                f"{path}: {field} = {json.dumps(processor)[:60]} is not supported",
-                hint="a post-processor may put tokens before and after the text, once",
-            )
+            message = f"{path}: {field} = {json.dumps(processor)[:60]} is not supported"
+            hint = "a post-processor may put tokens before and after the text, once"
+            raise UsageError("tokenizer.unsupported", message, hint=hint)
         if any(type(token_id) is not int for side in sides for token_id in side):
             raise ValueError(f"{field}: an id is not an integer")
         found = [tuple(side) for side in sides]

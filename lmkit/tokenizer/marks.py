@@ -76,11 +76,9 @@ def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
 
 def no_end_of_text(where: object) -> UsageError:
     """Return the error for a tokenizer without a token that ends a document."""
-    return UsageError(
-        "tokenizer.no_end_of_text",
-        f"{where}: holds documents, and the tokenizer has no token that ends one",
-        hint="name one of its special tokens: tokenizer.end_of_text in a recipe, or --end-of-text",
-    )
+    message = f"{where}: holds documents, and the tokenizer has no token that ends one"
+    hint = "name one of its special tokens: tokenizer.end_of_text in a recipe, or --end-of-text"
+    return UsageError("tokenizer.no_end_of_text", message, hint=hint)
 
 
 def read_beside(path: Path) -> Beside:
@@ -181,11 +179,9 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass
     if path.name != TOKENIZER:
-        raise UsageError(
-            "tokenizer.marks",
-            f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
-            hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
-        )
+        message = f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text"
+        hint = f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token"
+        raise UsageError("tokenizer.marks", message, hint=hint)
     files: dict[Path, dict[str, Any]] = {
         path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},

@@ -95,11 +95,8 @@ class _Learner:
     def __init__(self, words: WordCounts, num_merges: int, max_token_bytes: int) -> None:
         num_slots = len(words.text) + len(words.lengths) + 1
         if num_slots >= 1 << _SLOT_BITS:
-            raise LmkitError(
-                "tokenizer.corpus_too_large",
-                "the distinct words of the corpus exceed 2 GiB",
-                hint="train on less text",
-            )
+            message = "the distinct words of the corpus exceed 2 GiB"
+            raise LmkitError("tokenizer.corpus_too_large", message, hint="train on less text")
         self.merges: list[Pair] = []
         self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
         # Each byte is inverted, and the end sorts last.

@@ -183,11 +183,9 @@ class Tokenizer:
             UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
         """
         if token not in self.special_ids:
-            raise UsageError(
-                "tokenizer.end_of_text",
-                f"{token!r} is not a special token, so that it cannot end a text",
-                hint=f"special tokens: {', '.join(self.special_tokens) or 'none'}",
-            )
+            message = f"{token!r} is not a special token, so that it cannot end a text"
+            hint = f"special tokens: {', '.join(self.special_tokens) or 'none'}"
+            raise UsageError("tokenizer.end_of_text", message, hint=hint)
         make, _ = self.__reduce__()
         return make(marks=self.marks._replace(end=token, stops=()))
 

@@ -66,11 +66,8 @@ def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
     model = required(recipe.model, "model", recipe, command=command)
     size = vocabulary_of(recipe)
     if size is None:
-        raise UsageError(
-            "recipe.no_vocabulary",
-            f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it",
-            hint="for example --set model.vocab_size=10000",
-        )
+        message = f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it"
+        raise UsageError("recipe.no_vocabulary", message, hint="for example --set model.vocab_size=10000")
     return model.changed(vocab_size=size)
 
 

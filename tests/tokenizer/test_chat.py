@@ -9,15 +9,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import (
-    ROLES,
-    TEMPLATES,
-    ChatTemplate,
-    Message,
-    beside,
-    from_jinja,
-    read_template,
-)
+from lmkit.tokenizer.chat import ROLES, TEMPLATES, ChatTemplate, Message, beside, from_jinja, read_template
 from lmkit.tokenizer.pretokenize import PATTERNS
 
 MARKS = (
@@ -28,7 +20,7 @@ MARKS = (
     "<|begin_of_text|>",
     "<|end_header_id|>",
 )
-PAIRS = (
+PAIRS = [
     (b"h", b"e"),
     (b" ", b"t"),
     (b"\n", b"\n"),
@@ -36,7 +28,7 @@ PAIRS = (
     (b"\n", b" "),
     (b"\n", b"t"),
     (b"1", b"2"),
-)
+]
 WORDS = st.lists(
     st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im", "<|end", "assistant"]),
     max_size=12,

@@ -1,48 +1,19 @@
 """`Tokenizer`: round trips, special tokens, streams, other libraries."""
 
-import doctest
-import importlib
 import itertools
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lmkit.tokenizer
 from lmkit.errors import UsageError
 from lmkit.tokenizer import PATTERN, Tokenizer, inspect_tokenizer
 
 SMALL = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
 MERGES = [(b"h", b"e"), (b"he", b"l")]
-
-
-MODULES = ["", *(f".{path.stem}" for path in Path(lmkit.tokenizer.__file__).parent.glob("[a-z]*.py"))]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_the_examples_in_the_docstrings(module):
-    result = doctest.testmod(importlib.import_module(f"lmkit.tokenizer{module}"))
-    assert result.failed == 0
-    # The example of the first is that of bpe.py; the others read recipes and files.
-    assert result.attempted or module in (".merge_learner", ".vocabulary")
-
-
-def test_public_names_are_exported_lazily_and_without_torch():
-    code = (
-        "import sys, lmkit.tokenizer as t; assert 'numpy' not in sys.modules;"
-        "[getattr(t, name) for name in t.__all__]; sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert callable(lmkit.tokenizer.train_tokenizer)
-    assert set(lmkit.tokenizer.__all__) <= set(dir(lmkit.tokenizer))
-    with pytest.raises(AttributeError):
-        lmkit.tokenizer.nothing  # noqa: B018
 
 
 @settings(max_examples=300, deadline=None)
