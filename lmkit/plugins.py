@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 import traceback
+from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,7 @@ def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> 
     Raises:
         LmkitError: it lacks one of the attributes ("plugin.returned").
     """
-    lacking = [attribute for attribute in attributes if not hasattr(made, attribute)]
-    if lacking:
+    if lacking := list(filterfalse(partial(hasattr, made), attributes)):
         raise wrong_result(registry, name, f"{type(made).__name__} without {', '.join(lacking)}")
     return made
 

@@ -54,13 +54,8 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass
 class Entry(Generic[F]):
-    """One registered object.
-
-    Attributes:
-        module: imported when the object is asked for.
-        attribute: the object's name in the module.
-        loaded: the object, once its module was imported.
-    """
+    """One registered object: the module that is imported when it is asked for, its name there, and the object itself
+    once it was loaded."""
 
     name: str
     module: str
@@ -92,13 +87,10 @@ class Registry(Generic[F]):
         self._variable, self._facts, self._folders, self._core = variable, facts, folders, core
 
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
-        """Register the decorated function or class under `name`.
+        """Register the decorated function or class under `name`; `facts` are fields of the registry's dataclass.
 
         Inside lmkit all arguments are literals: they are read from the source, too. A function or class that a module
         defines anew replaces its first definition.
-
-        Args:
-            facts: fields of the registry's dataclass.
 
         Raises:
             UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
@@ -143,11 +135,7 @@ class Registry(Generic[F]):
         return {alias: entry.name for entry in self._entries.values() for alias in entry.facts.aliases}
 
     def entry(self, name: str) -> Entry[F]:
-        """Return the entry of a name or an alias.
-
-        Raises:
-            UsageError: no object has this name.
-        """
+        """Return the entry of a name or an alias; raise UsageError if there is none."""
         found = self._entries.get(name) or self._entries.get(self.aliases.get(name, ""))
         if found is None:
             message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
@@ -375,28 +363,14 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
-ATTENTION = Registry(
-    "ATTENTION",
-    "attention kernel",
-    KernelFacts,
-    "attention",
-    core=(
-        Entry(
-            "reference",
-            "lmkit.core.attention",
-            "reference",
-            KernelFacts(
-                1,
-                ("scaled_dot_prod_attention",),
-                masks=True,
-                windows=True,
-                second_derivatives=True,
-                keeps_scores=True,
-            ),
-        ),
-        Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
-    ),
+_REFERENCE = KernelFacts(
+    1, ("scaled_dot_prod_attention",), masks=True, windows=True, second_derivatives=True, keeps_scores=True
 )
+_IN_CORE = [
+    Entry("reference", "lmkit.core.attention", "reference", _REFERENCE),
+    Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
+]
+ATTENTION = Registry("ATTENTION", "attention kernel", KernelFacts, "attention", core=_IN_CORE)
 OPERATIONS = Registry("OPERATIONS", "set of operations", OperationsFacts, "model")
 STRATEGIES = Registry("STRATEGIES", "strategy", StrategyFacts, "parallel", "bench/rivals")
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", OptimizerFacts, "optim")

@@ -98,16 +98,13 @@ def owt() -> Dataset:
 def download_dataset(
     dataset: str | Dataset, folder: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> list[Path]:
-    """Fetch a dataset into `folder` and return its text files: train, then valid.
+    """Fetch a dataset (or the one of a registered name) into `folder`; return its text files: train, then valid.
 
         >>> download_dataset("tinystories", "artifacts/data")  # doctest: +SKIP
 
     Files that are there with their recorded digest are kept. An interrupted transfer is resumed if the file on the
     server is still the same (`If-Range`): at once after a cut connection, at the next call after a kill.
-
-    Args:
-        dataset: a registered name, or the dataset itself.
-        progress: called with (stage, bytes done, bytes in all or 0 if the server does not say).
+    `progress` is called with (stage, bytes done, bytes in all or 0 if the server does not say).
 
     Raises:
         UsageError: no dataset has this name ("registry.unknown_name").

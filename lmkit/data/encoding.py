@@ -51,16 +51,14 @@ def encode_corpus(
 ) -> TokenMeta:
     """Encode UTF-8 text files into one token file, in memory that does not grow with their size.
 
-        >>> encode_corpus("stories.txt", "tokens.npy", tokenizer)        # doctest: +SKIP
         >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
 
     A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
     each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
-    stand around every document, unless its text has them already. Nothing else is added: the other ids are those of
-    the text. A source that ends in `.jsonl`, `.ndjson` or `.json` holds documents under a key of JSON objects.
+    stand around every document, unless its text has them already.
 
     Args:
-        sources: one path or several.
+        sources: one path or several; `.jsonl`, `.ndjson` and `.json` hold documents under a key of JSON objects.
         output: the token file; ends in `.npy`.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
@@ -72,10 +70,9 @@ def encode_corpus(
 
     Raises:
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
-            ("corpus.empty_separator"); `output` exists
-            ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
-            ("output.replaces_source"); there are several documents, and the tokenizer has no end-of-text token
-            ("tokenizer.no_end_of_text").
+            ("corpus.empty_separator"); `output` exists ("output.exists"), does not end in `.npy` ("tokens.name") or
+            would replace a source ("output.replaces_source"); there are several documents, and the tokenizer has no
+            end-of-text token ("tokenizer.no_end_of_text").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output = Path(output)

@@ -70,7 +70,7 @@ def json_records(
         if whole is not None:
             for number, record in enumerate(whole if isinstance(whole, list) else [whole], 1):
                 where = f"{path}, item {number}"
-                yield where, _without_halves(record, where, errors) if _SURROGATE.search(text) else record
+                yield where, _without_halves(record, text, where, errors)
             return
         stream = io.BytesIO(data)  # JSON lines
     read = number = 0
@@ -85,7 +85,7 @@ def json_records(
             record = parse_json(text)
         except ValueError as error:
             raise LmkitError("corpus.not_json", f"{where}: {error}", hint=_HINT) from None
-        yield where, _without_halves(record, where, errors) if _SURROGATE.search(text) else record
+        yield where, _without_halves(record, text, where, errors)
 
 
 def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
@@ -96,12 +96,14 @@ def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
     return data
 
 
-def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
-    """Return the content of a line with U+FFFD in place of surrogates that are in no pair.
+def _without_halves(record: Any, source: str, where: str, errors: ErrorMode) -> Any:
+    """Return the content of a line, `source`, with U+FFFD in place of surrogates that are in no pair.
 
     Raises:
         LmkitError: there are such, and `errors` is "strict".
     """
+    if not _SURROGATE.search(source):
+        return record
     text = json.dumps(record, ensure_ascii=False)
     half = _HALF.search(text)
     if half is not None and errors == "strict":

@@ -20,6 +20,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _parse(text: str, rules: dict[str, _Rule]) -> _Rule:
 def _read_grammar() -> tuple[dict[str, _Rule], dict[str, dict[str, dict[str, str]]]]:
     """Return the rules by name, and the rows by name and first word."""
     rules: dict[str, _Rule] = defaultdict(list)
-    rows = {}
+    rows: dict[str, dict[str, dict[str, str]]] = {}
     voices = [entry.split(", ") for entry in " ".join(VOICE.split()).split("; ")]
     longest_first = sorted([word for word, *_ in voices], key=len, reverse=True)
     voiced = re.compile(rf"(?<![{{.<])\b({'|'.join(longest_first)})\b")  # not in {beast.cried}
@@ -85,15 +86,17 @@ def _read_grammar() -> tuple[dict[str, _Rule], dict[str, dict[str, dict[str, str
         rules[words[0]] += [[word] for word in words]
     for heading, body in _sections(ROWS):
         name, *columns = re.findall(r"\w+", heading)
-        keys = ["", *(f".{column}" for column in columns)]
-        table = [row.split(", ") for row in body.split("; ")]
-        rows[name] = {row[0]: dict(zip(keys, row, strict=True)) for row in table}
+        keys = ["", *[f".{column}" for column in columns]]
+        rows[name] = {}
+        for row in body.split("; "):
+            words = row.split(", ")
+            rows[name][words[0]] = dict(zip(keys, words, strict=True))
         rules[f"{name} row"] += [[word] for word in rows[name]]
     return rules, rows
 
 
 _RULES, _ROWS = _read_grammar()
-_SPEECH = "|".join(["thought", *(word for key in ("said", "replied", "asked") for (word,) in _RULES[key])])
+_SPEECH = "|".join(["thought", *chain(*_RULES["said"], *_RULES["replied"], *_RULES["asked"])])
 # The letter that begins a sentence. After "Look!" and the like the sentence may go on: "Look!" said Tom.
 _SENTENCE_START = re.compile(rf'(?:^|\n\n|[.!?]"? )"?(?!(?:{_SPEECH})\b)[a-z]')
 

@@ -105,17 +105,13 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 class TokenFileWriter:
-    """Write a token file piece by piece.
+    """Write a token file (`.npy`), and a mask beside it if `masked`, piece by piece.
 
         >>> with TokenFileWriter(path, vocab_size=300, tokenizer_sha256=digest) as writer:  # doctest: +SKIP
         ...     writer.append(ids, documents=[0])
         ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
 
     If the `with` block fails or ends without `finish`, no file is left.
-
-    Args:
-        path: ends in `.npy`.
-        masked: write a mask beside it.
 
     Raises:
         ValueError: `path` does not end in `.npy`.
@@ -265,14 +261,13 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
     """Open a token file for reading. It is read once to check that every id is in the vocabulary.
 
         >>> file = open_tokens("tokens.npy", tokenizer_sha256=tokenizer.sha256)  # doctest: +SKIP
-        >>> file.tokens[:3], file.meta.vocab_size                                # doctest: +SKIP
 
     Args:
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
 
     Raises:
-        UsageError: no such file ("tokens.missing"), nothing beside it describes it ("tokens.not_described"), or
-            another tokenizer made it ("tokens.wrong_tokenizer").
+        UsageError: no such file ("tokens.missing"), no description ("tokens.not_described"), or another tokenizer
+            made it ("tokens.wrong_tokenizer").
         LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
             another format ("tokens.other_format").
     """

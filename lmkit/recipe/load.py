@@ -48,10 +48,9 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` or `model.depth` replaces the sizes that the file gives; that of `optimizer.name` or
-    `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's `train.epochs`, and
-    that of `train.tokens_per_parameter` its `train.steps`. What else follows from `model.depth` follows only if the
-    file does not give it. The recipe that lies in a run folder is that folder's, wherever it is now.
+    An override of `model.preset` or `model.depth` replaces the sizes of the file; that of `optimizer.name` or
+    `parallel.strategy` drops the options of another one, that of `train.steps` drops `train.epochs`, and that of
+    `train.tokens_per_parameter` drops `train.steps`. The recipe in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -130,10 +129,7 @@ def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the recipes that come with lmkit: name -> file, sorted by name.
-
-    They are inside the wheel, and in `recipes/` of a source tree.
-    """
+    """Return the recipes of the wheel, or of `recipes/` in a source tree: name -> file, sorted by name."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
@@ -201,8 +197,8 @@ def recipe_to_toml(recipe: Recipe) -> str:
 def save_recipe(recipe: Recipe) -> None:
     """Write the resolved recipe into its run folder; a file that says the same stays, with its comments."""
     path, text = recipe.run.path / RECIPE, recipe_to_toml(recipe)
-    with suppress(UsageError):  # there is none, or it is damaged
-        if read_toml(path) == tomllib.loads(text):
+    with suppress(UsageError):  # it is damaged
+        if path.exists() and read_toml(path) == tomllib.loads(text):
             return
     from lmkit.storage import write_atomic  # not to load a recipe
 

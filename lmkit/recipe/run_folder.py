@@ -106,12 +106,6 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def has_environment(folder: Path) -> bool:
-    """Return whether lmkit wrote the `environment.json` of this folder: that of a run, a bench or a profile."""
-    environment = _object(folder / ENVIRONMENT)
-    return isinstance(environment.get(_MARK), str) and "packages" in environment
-
-
 def mark_run(folder: Path) -> None:
     """Make a folder a run, if it is none."""
     if not is_run(folder):
@@ -140,7 +134,8 @@ def refuse_results(folder: Path, *, force: bool) -> None:
     Raises:
         UsageError: names such a file ("output.exists").
     """
-    is_ours = has_environment(folder) and not is_run(folder)
+    environment = _object(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
+    is_ours = isinstance(environment.get(_MARK), str) and "packages" in environment and not is_run(folder)
     patterns = _RESULTS if not force else () if is_ours else (RECIPE, ENVIRONMENT)
     for found in (path for pattern in patterns for path in folder.glob(pattern)):
         what, hint = "holds results", "choose another folder, or add --force"

@@ -51,12 +51,9 @@ class UnregisteredName(ValueError):
 
 @dataclass(frozen=True)
 class RegisteredName:
-    """Validate a name of a registry; an alias becomes the name.
+    """Validate a name of a registry, or one of `also`; an alias becomes the name.
 
-    Attributes:
-        also: further values, in front of the names.
-        with_variant: accept `name:variant` and `name+compile`, and leave unknown names to the bench, which has
-            rivals of its own.
+    With `with_variant`, `name:variant` and `name+compile` are accepted, and unknown names are left to the bench.
     """
 
     registry: Registry[Any]

@@ -143,14 +143,8 @@ class MergeTable(bpe.MergeTable):
 
 @dataclass(frozen=True)
 class WordCounts:
-    """The distinct words of a corpus.
-
-    Attributes:
-        text: all words, joined; uint8.
-        lengths: bytes of each word; int64.
-        counts: occurrences of each word; int64.
-        num_special: occurrences of special tokens, which belong to no word.
-    """
+    """The distinct words of a corpus, joined (uint8); the bytes and the occurrences of each (int64); and how often
+    special tokens, which belong to no word, occur."""
 
     text: np.ndarray
     lengths: np.ndarray

@@ -213,7 +213,10 @@ def load_json(path: Path) -> dict[str, Any]:
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens = {name: name if (token := to_bytes(name)) is None else token for name in names}
+        tokens: dict[str, bytes | str] = {}
+        for name in names:
+            token = to_bytes(name)
+            tokens[name] = name if token is None else token
         merges = read_merges(model["merges"], tokens)
         added = {}
         for described in filter(itemgetter("content"), given):
@@ -229,7 +232,9 @@ def load_json(path: Path) -> dict[str, Any]:
                     f"eos_token = {json.dumps(mark)} is no token of {path.name}",
                     hint="name a token that the vocabulary has, or remove the key",
                 )
-        prefix, suffix = _around(content.get("post_processor"), path)
+        around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        if (post_processor := content.get("post_processor")) is not None:
+            around = _around(post_processor, path)
         new = [text for text in added if text not in names]
         ids = (*names.values(), *range(len(names), len(names) + len(new)))
         vocab = by_id(zip((*tokens.values(), *new), ids, strict=True))
@@ -249,8 +254,8 @@ def load_json(path: Path) -> dict[str, Any]:
         "vocab": vocab,
         "merges": merges,
         "special_tokens": tuple(added.values()),
-        "prefix": prefix,
-        "suffix": suffix,
+        "prefix": around[0],
+        "suffix": around[1],
         "pattern": _pattern_of(_steps(content["pre_tokenizer"])),
         "whole_words": bool(model.get("ignore_merges")),
         "nfc": bool(_steps(content.get("normalizer"), "normalizers")),
@@ -304,10 +309,8 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     return found
 
 
-def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _around(post_processor: dict[str, Any], path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the post-processor puts before and after a text."""
-    if post_processor is None:
-        return (), ()
     is_sequence = post_processor["type"] == "Sequence"
     found: list[tuple[int, ...]] = []
     for i, processor in enumerate(post_processor["processors"] if is_sequence else [post_processor]):

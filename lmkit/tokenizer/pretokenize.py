@@ -98,11 +98,8 @@ class AddedToken(NamedTuple):
 class SpecialTokens:
     """Strings that are one token each: never split, and never merged with their neighbours.
 
-    They are found from left to right. Of several that begin at the same place the longest is taken. Those with
-    `normalized` are found in the text that the others leave.
-
-    Args:
-        ids: text or `AddedToken` -> token id.
+    They are found from left to right; of several that begin at the same place, the longest. Those with `normalized`
+    are found in the text that the others leave. `ids`: text or `AddedToken` -> token id.
 
     >>> list(SpecialTokens({"<|end|>": 7}).split(b"one<|end|>two"))
     [(b'one', 7), (b'two', None)]

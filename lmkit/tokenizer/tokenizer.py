@@ -41,24 +41,22 @@ _IN_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
 class Tokenizer:
     """Byte-level BPE with GPT-2's pre-tokenization, or that of another model.
 
-    If the vocabulary has all 256 bytes, every string has ids, and `decode(encode(text)) == text`. Exceptions: `nfc`
-    changes the text, and an `AddedToken` may take the whitespace around it. From a vocabulary without all bytes,
-    Hugging Face's library leaves characters out, or encodes them as the unknown token; so does this class.
+    If the vocabulary has all 256 bytes, `decode(encode(text)) == text`, except that `nfc` changes the text, and that
+    an `AddedToken` may take the whitespace around it. Characters of other bytes are left out, or become the unknown
+    token, as in Hugging Face's library.
 
     Args:
-        vocab: token id -> bytes. A token given as a string is not made of bytes: no text is encoded to its id unless
-            it is a special token or `unk_id`.
-        merges: pairs of tokens in the order in which they were learned; `vocab` contains the merged tokens.
-        special_tokens: never split, never merged across; `AddedToken` has more fields. One with the name that an
-            ordinary token has in `tokenizer.json` is that token; one that `vocab` lacks gets the next free id.
-        prefix: ids before every text, such as a begin-of-sequence token.
-        suffix: ids after every text.
+        vocab: token id -> bytes. A string is not made of bytes: only a special token or `unk_id` uses its id.
+        merges: pairs of tokens, first learned first; `vocab` contains the merged tokens.
+        special_tokens: never split, never merged across. One with the name that an ordinary token has in
+            `tokenizer.json` is that token; one that `vocab` lacks gets the next free id.
+        prefix, suffix: ids before and after every text, such as a begin-of-sequence token.
         pattern: finds words: a name of `lmkit.tokenizer.pretokenize.PATTERNS`.
         whole_words: whether a word that is in `vocab` is one token even if no merges make it (Llama 3).
         nfc: whether text is put into Unicode's normal form C first (Qwen2).
         unk_id: the token for a byte that `vocab` lacks; None leaves the byte out.
         fuse_unk: whether a run of such bytes in a word is one token.
-        marks: which special tokens begin and end a text; by default those with a conventional name.
+        marks: the special tokens that begin and end a text; by default those with a conventional name.
 
     Raises:
         ValueError: a part of a merge, a merged token or an id is missing in `vocab`, two ids have the same bytes, a
@@ -108,7 +106,7 @@ class Tokenizer:
             table = [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in merges]
         except KeyError as error:
             raise ValueError(f"the vocabulary lacks {error.args[0]!r}, which a merge uses or makes") from None
-        made = {*_BYTES, *[left + right for left, right in merges]}
+        made = {*_BYTES, *itertools.starmap(operator.add, merges)}
         added_ids = _place(added, ordinary, verbatim, made, whole_words)
         special = set(verbatim.values())
         if not special.isdisjoint(itertools.chain.from_iterable(table)):
@@ -152,7 +150,7 @@ class Tokenizer:
         >>> Tokenizer.from_merges([(b"h", b"e")], "<|endoftext|>").encode("he<|endoftext|>")
         [256, 257]
         """
-        tokens = [*_BYTES, *[left + right for left, right in merges]]
+        tokens = [*_BYTES, *itertools.starmap(operator.add, merges)]
         specials = (special_tokens,) if isinstance(special_tokens, str) else special_tokens
         return cls(vocab=dict(enumerate(tokens)), merges=merges, special_tokens=specials)
 
@@ -190,10 +188,9 @@ class Tokenizer:
         return make(marks=self.marks._replace(end=token, stops=()))
 
     def for_training(self) -> Tokenizer:
-        """Return this tokenizer for a model that is trained on token files.
+        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents.
 
-        In these, documents begin with the prefix. Another begin-of-text token that the files name stands nowhere, and
-        a text that begins with it would begin where no training was.
+        A prompt must not begin with another begin-of-text token, which the training never saw.
         """
         begin = self.marks.begin
         if begin is None or self.special_ids[begin] in self.prefix:
@@ -222,8 +219,7 @@ class Tokenizer:
             add_special_tokens: whether to put the prefix and suffix of the tokenizer around the text.
 
         Raises:
-            ValueError: `allowed_special` names a string that is not a special token of this tokenizer, or `text`
-                contains a lone surrogate, which has no UTF-8.
+            ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
         """
         ids = self._encode_utf8(text.encode(), self.specials.only(allowed_special))
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
@@ -282,9 +278,7 @@ class Tokenizer:
     # ---- decoding
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
-        """Return the text of `ids`.
-
-        A token may contain a part of a character. By default, bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`; by default, parts of characters become U+FFFD.
 
         Raises:
             ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
@@ -292,11 +286,7 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids`, joined.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
-        """
+        """Return the bytes of `ids`, joined. Raises ValueError as `decode`."""
         ids = ids if isinstance(ids, (list, tuple)) else list(ids)
         with suppress(KeyError):  # a wrong id, or an id as a tensor, which is not equal to a key
             return b"".join(map(self.vocab.__getitem__, ids))
@@ -335,14 +325,13 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there.
 
-        Exception: characters that are letters in one version of Unicode and unassigned in another. `regex` and
-        `tokenizers` each bring their own version.
+        Characters that only one of the two libraries' versions of Unicode knows as letters are an exception.
 
-        Where the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
+        If the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
         `generation_config.json` beside it do.
 
         Raises:
-            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
+            UsageError: these are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
                 somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
@@ -350,12 +339,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
-        """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
-        knows.
+        """Read the `tokenizer.json` of a byte-level BPE; the ids are those of Hugging Face's `tokenizers`.
 
-        The ids are those of Hugging Face's `tokenizers`. Post-processors that put tokens around a text become
-        `prefix` and `suffix`. The files beside a `tokenizer.json` name the tokens that begin and end a text; these
-        are special tokens. Truncation and padding are ignored, with a warning.
+        Post-processors that put tokens around a text become `prefix` and `suffix`. The files beside it name the
+        tokens that begin and end a text. Truncation and padding are ignored, with a warning.
 
         Args:
             path: the file, or a folder with a file of that name.
@@ -367,13 +354,14 @@ class Tokenizer:
             LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
         path = tokenizer_in(Path(path))
-        tokenizer = cls._from_file(files.load_json(path), path)
+        try:
+            tokenizer = cls(**files.load_json(path))
+        except ValueError as error:
+            raise files.damaged(path, error) from error
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:
-        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.
-
-        These files have no place for `prefix` and `suffix`: they are left out, with a warning.
+        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`, without `prefix` and `suffix`, with a warning.
 
         Raises:
             UsageError: the words are not GPT-2's.
@@ -387,14 +375,10 @@ class Tokenizer:
         Raises:
             UsageError: no such file. LmkitError: a file is damaged.
         """
-        return cls._from_file(files.load_gpt2(Path(vocab_json), Path(merges_txt)), vocab_json)
-
-    @classmethod
-    def _from_file(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
         try:
-            return cls(**content)
+            return cls(**files.load_gpt2(Path(vocab_json), Path(merges_txt)))
         except ValueError as error:
-            raise files.damaged(path, error) from error
+            raise files.damaged(vocab_json, error) from error
 
 
 def _place(
