@@ -13,31 +13,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "lmkit"
 
 # From the top down; a package may import those after it.
 LAYERS = (
-    *(
-        "__main__",
-        "cli",
-        "profile",
-        "bench",
-        "training",
-        "generation",
-        "parallel",
-        "optim",
-        "model",
-        "attention",
-    ),
-    *(
-        "kernels",
-        "data",
-        "tokenizer",
-        "recipe",
-        "measure",
-        "storage",
-        "plugins",
-        "registry",
-        "streams",
-        "errors",
-    ),
-    *("lazy", "core"),
+    *("__main__", "cli", "profile", "bench", "training", "generation", "parallel", "optim", "model"),
+    *("attention", "kernels", "data", "tokenizer", "recipe", "measure", "storage", "plugins", "registry"),
+    *("streams", "errors", "lazy", "core"),
 )
 FOUNDATIONS = {"recipe", "measure", "storage"}  # these import little: errors, and how files are opened
 STRANGERS = {("training", "generation"), ("generation", "parallel")}  # neighbours that stay apart
@@ -205,7 +183,7 @@ def test_files_are_read_in_one_place():
     assert readers == OPENS_BY_ITSELF.keys()
 
 
-ERRORS = (
+ERRORS = {
     "LmkitError",
     "UsageError",
     "RankLost",
@@ -213,7 +191,7 @@ ERRORS = (
     "Diverged",
     "DamagedCheckpoint",
     "NewerFormat",
-)
+}
 CODE = re.compile(r"f?'[a-z0-9_]+\.[a-z0-9_{}]+'")
 
 
@@ -269,14 +247,8 @@ def _code_lines(text: str) -> int:
         match getattr(node, "body", None):
             case [ast.Expr(value=ast.Constant(value=str())) as doc, *_]:
                 words |= {*range(doc.lineno, (doc.end_lineno or 0) + 1)}
-    layout = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    names = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+    layout = [getattr(tokenize, name) for name in names]
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout:

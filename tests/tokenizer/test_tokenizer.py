@@ -94,10 +94,8 @@ def test_what_the_constructor_makes_of_special_tokens():
     ("vocab", "merges", "special"),
     [
         (SMALL | {300: b"he"}, [], ()),
-        (SMALL, [(b"x", b"y")], ()),
-        (SMALL, [(b"xy", b"z")], ()),
-        (SMALL, MERGES, ("<|a|>", "<|a|>")),
-        (SMALL, MERGES, ("",)),
+        *((SMALL, [pair], ()) for pair in ((b"x", b"y"), (b"xy", b"z"))),
+        *((SMALL, MERGES, special) for special in (("<|a|>", "<|a|>"), ("",))),
     ],
 )
 def test_what_the_constructor_refuses(vocab, merges, special):
@@ -117,15 +115,8 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained):
     torch = pytest.importorskip("torch")
     ids = trained.encode("one fish two fish")
     tensor = torch.tensor(ids)
-    for kept in (
-        tuple(ids),
-        iter(ids),
-        np.array(ids),
-        tensor,
-        iter(tensor),
-        list(tensor),
-        [*ids[:2], *tensor[2:]],
-    ):
+    arrays = (np.array(ids), tensor, iter(tensor), list(tensor), [*ids[:2], *tensor[2:]])
+    for kept in (tuple(ids), iter(ids), *arrays):
         assert trained.decode(kept) == "one fish two fish"
     for wrong in (torch.tensor([10**6]), torch.tensor([97.5]), torch.tensor([ids, ids]), "a", [None]):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -135,12 +126,9 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained):
 def test_agrees_with_tiktoken(trained, real_text):
     tiktoken = pytest.importorskip("tiktoken")
     special = set(trained.special_ids.values())
-    other = tiktoken.Encoding(
-        "lmkit",
-        pat_str=PATTERN,
-        mergeable_ranks={token: i for i, token in trained.vocab.items() if i not in special},
-        special_tokens={"<|endoftext|>": trained.special_ids["<|endoftext|>"]},
-    )
+    ranks = {token: i for i, token in trained.vocab.items() if i not in special}
+    marks = {"<|endoftext|>": trained.special_ids["<|endoftext|>"]}
+    other = tiktoken.Encoding("lmkit", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=marks)
     ours = trained.encode(real_text, allowed_special=frozenset({"<|endoftext|>"}))
     assert ours == other.encode(real_text, allowed_special="all")
 
