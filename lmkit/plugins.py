@@ -6,8 +6,6 @@ import importlib.util
 import os
 import sys
 import traceback
-from functools import partial
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +72,7 @@ def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> 
     Raises:
         LmkitError: it lacks one of the attributes ("plugin.returned").
     """
-    if lacking := list(filterfalse(partial(hasattr, made), attributes)):
+    if lacking := [attribute for attribute in attributes if not hasattr(made, attribute)]:
         raise wrong_result(registry, name, f"{type(made).__name__} without {', '.join(lacking)}")
     return made
 

@@ -104,9 +104,8 @@ class Registry(Generic[F]):
                 hint = "they separate names, and names from variants and options"
                 raise UsageError("registry.wrong_name", message, hint=hint)
             for spelling in (name, *entry.facts.aliases):
-                other = self._entries.get(spelling) or self._entries.get(
-                    self.aliases.get(spelling, ""), entry
-                )
+                name_of = spelling if spelling in self._entries else self.aliases.get(spelling, "")
+                other = self._entries.get(name_of, entry)
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     message = f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}"
                     raise UsageError("registry.name_taken", message, hint="register it under another name")
@@ -202,14 +201,11 @@ class Registry(Generic[F]):
             for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
-                facts = {}
-                for keyword in call.keywords:
-                    facts[str(keyword.arg)] = ast.literal_eval(keyword.value)
+                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
-        found.sort(key=attrgetter("facts.order"))
-        return dict(zip(map(attrgetter("name"), found), found, strict=True))
+        return {entry.name: entry for entry in sorted(found, key=attrgetter("facts.order"))}
 
 
 @dataclass(frozen=True)

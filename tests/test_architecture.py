@@ -221,12 +221,12 @@ def test_files_are_named_after_ideas(word):
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 515,
+    "": 512,
     "attention": 578,
     "bench": 4920,
     "cli": 2485,
     "core": 1520,
-    "data": 1575,
+    "data": 1535,
     "generation": 1005,
     "kernels": 5790,
     "measure": 1560,
@@ -235,8 +235,8 @@ BUDGETS = {
     "parallel": 2580,
     "profile": 1015,
     "recipe": 1270,
-    "storage": 430,
-    "tokenizer": 1955,
+    "storage": 402,
+    "tokenizer": 1930,
     "training": 4980,
 }
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,8 +132,7 @@ def shipped_recipes() -> dict[str, Path]:
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
-    paths = sorted(folder.glob("*.toml"))
-    return dict(zip(map(attrgetter("stem"), paths), paths, strict=True))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def shipped_with(table: str) -> list[str]:

@@ -119,7 +119,9 @@ def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> 
         UsageError: names the first such file ("run.not_a_run_folder").
     """
     for name in names:
-        if os.path.lexists(folder / name) and not is_run(folder):
+        if os.path.lexists(folder / name):
+            if is_run(folder):
+                return
             message = f"{folder}: this run would replace {name!r}, and no run of lmkit made it"
             hint = "move it away, or choose another folder: --set run.name=..."
             raise UsageError("run.not_a_run_folder", message, hint=hint)
@@ -170,11 +172,7 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
     """
     placed = dict(tables)
     run = tables.get("run")
-    if (
-        not isinstance(run, dict)
-        or not isinstance(run.get("folder"), str)
-        or not isinstance(run.get("name"), str)
-    ):
+    if not isinstance(run, dict) or {type(run.get("folder")), type(run.get("name"))} != {str}:
         return placed  # no recipe that lmkit wrote
     before = Path(run["folder"], run["name"])
     with suppress(OSError):  # there is no such folder any more

@@ -103,11 +103,11 @@ _PRE_TOKENIZERS = {
     "qwen2": _split(PATTERNS["qwen2"]),
 }
 """The pre-tokenizer that finds the words of each of `PATTERNS`."""
-_OTHER_SPELLINGS = [
-    _split(PATTERN),
-    _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d")),
+_SPELLINGS = [
+    *_PRE_TOKENIZERS.items(),
+    ("gpt2", _split(PATTERN)),
+    ("gpt2", _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d"))),
 ]
-"""Of GPT-2's pattern."""
 
 
 def to_json(tokenizer: Tokenizer) -> str:
@@ -159,7 +159,7 @@ def to_json(tokenizer: Tokenizer) -> str:
 
 def _pattern_of(steps: list[dict[str, Any]]) -> str | None:
     """Return which of `PATTERNS` pre-tokenizers are; None for others."""
-    for name, written in [*_PRE_TOKENIZERS.items(), *zip(("gpt2", "gpt2"), _OTHER_SPELLINGS, strict=True)]:
+    for name, written in _SPELLINGS:
         if steps == _steps(written):
             return name
     return None
@@ -201,9 +201,9 @@ def load_json(path: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
     beside = read_beside(path)
-    config, marks, text = config_of(beside), marks_of(beside), _read(path, _ONE_FILE)
+    config, marks, written = config_of(beside), marks_of(beside), _read(path, _ONE_FILE)
     try:
-        content = parse_object(text)
+        content = parse_object(written)
         model, given = content["model"], list(content.get("added_tokens", ()))
         if beside:
             given += added_by(beside, path, {token.get("id") for token in given})
@@ -219,9 +219,10 @@ def load_json(path: Path) -> dict[str, Any]:
             tokens[name] = name if token is None else token
         merges = read_merges(model["merges"], tokens)
         added = {}
-        for described in filter(itemgetter("content"), given):
-            flags = map(bool, map(described.get, ("special", "normalized", "lstrip", "rstrip")))
-            added[described["content"]] = AddedToken(described["content"], *flags)
+        for described in given:
+            if text := described["content"]:
+                flags = [bool(described.get(flag)) for flag in ("special", "normalized", "lstrip", "rstrip")]
+                added[text] = AddedToken(text, *flags)
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
@@ -380,7 +381,10 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     if lost:  # nobody spells a special token so
         found = some_of(lost, most=1)
         raise damaged(merges_txt, f"no merge makes {found} of {vocab_json.name}; is it complete?")
-    tokens = {n: n if n not in made or (token := to_bytes(n)) is None else token for n in names}
+    tokens: dict[str, bytes | str] = {}
+    for name in names:
+        token = to_bytes(name) if name in made else None
+        tokens[name] = name if token is None else token
     try:
         merges = read_merges(lines, tokens)
     except ValueError as error:

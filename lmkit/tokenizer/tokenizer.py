@@ -118,7 +118,8 @@ class Tokenizer:
         self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
         by_id = dict(zip(ordinary.values(), ordinary, strict=True))
-        by_id |= dict(zip(verbatim.values(), map(str.encode, verbatim), strict=True))
+        for text, token_id in verbatim.items():
+            by_id[token_id] = text.encode()
         self.vocab = dict(sorted(by_id.items()))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
