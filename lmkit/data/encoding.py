@@ -122,10 +122,8 @@ class _Encoded(NamedTuple):
 class _Encoding:
     """Text files on their way into a token file.
 
-    Args:
-        specials: the tokenizer's, and `mark`.
-        mark: ends a document; None: each file is one document.
-        names: of the files, as the user knows them.
+    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `names`: of the files,
+    as the user knows them.
     """
 
     def __init__(
@@ -280,14 +278,10 @@ def encode_chat(
     *,
     progress: Progress | None = None,
 ) -> TokenMeta:
-    """Encode conversations, a JSON line each, into one token file with its mask.
+    """Encode conversations, a JSON line each, into one token file with its mask; it is replaced.
 
     The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
     unless it ends its last message. A conversation is a document.
-
-    Args:
-        output: the token file; it is replaced.
-        progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
         UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of

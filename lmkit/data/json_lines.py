@@ -122,10 +122,7 @@ def is_learned(
 ) -> bool:
     """Return whether a model shall learn a line or a message.
 
-    Args:
-        learned: keys that say so.
-        lost: keys that may not hold anything.
-        field: the key that holds the text.
+    Keys of `learned` say so, and those of `lost` may not hold anything; `field` is the key that holds the text.
 
     Raises:
         UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
@@ -148,11 +145,7 @@ def is_learned(
 
 
 def messages_of(record: Any, where: str) -> list[Message]:
-    """Return the messages of a conversation.
-
-    Args:
-        record: the content of a JSON line.
-        where: names the line in errors.
+    """Return the messages of a conversation, the content of a JSON line; `where` names the line in errors.
 
     Raises:
         UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text

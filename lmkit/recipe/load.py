@@ -257,12 +257,11 @@ def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, benches: bool = False) -> Recipe:
-    """Turn a plain dictionary into a `Recipe`.
+    """Turn a plain dictionary into a `Recipe`; `origin` names the file in errors.
 
     Args:
-        origin: names the file in errors.
-        resolved: the recipe is one that a checkpoint keeps: its `model.vocab_size` is what the tokenizer reached,
-            which is less than was asked for if the corpus had no more pairs to merge.
+        resolved: a checkpoint keeps the recipe: its `model.vocab_size` is what the tokenizer reached, which is less
+            than was asked for if the corpus had no more pairs to merge.
         benches: validate the tables of benches, too, and fill in their defaults; imports these benches.
 
     Raises:

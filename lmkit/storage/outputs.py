@@ -14,12 +14,9 @@ from lmkit.errors import UsageError, reason
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
     """Refuse an output that exists, unless `force`, or whose folder cannot be written to.
 
-    Args:
-        such_as: a name for the hint, where the output is a folder.
-
     Raises:
         UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
-            ("output.not_a_file"), or cannot be written ("output.unwritable").
+            ("output.not_a_file": the hint names `such_as` in the folder), or cannot be written ("output.unwritable").
     """
     if output.is_dir():
         hint = f"name a file: {output / such_as}"
@@ -49,10 +46,8 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     """Refuse a folder that cannot be created or written to, before time is spent on its content.
 
-    Tries to write a temporary file to the folder, or to the nearest parent that exists.
-
-    Args:
-        option: the option that chooses another folder, for the hint; "" if it is no option.
+    Tries to write a temporary file to the folder, or to the nearest parent that exists. `option` chooses another
+    folder, for the hint; "" if it is no option.
 
     Raises:
         UsageError: names the obstacle ("output.unwritable").

@@ -35,12 +35,8 @@ Beside = Mapping[str, dict[str, Any]]
 
 
 class Marks(NamedTuple):
-    """What the files beside a tokenizer say; None and (): nothing.
-
-    Attributes:
-        begin, end: the special tokens that begin and end a text.
-        stops: ids at which generation stops.
-    """
+    """The special tokens that begin and end a text, and the ids at which generation stops, as the files beside a
+    tokenizer say; None and (): nothing."""
 
     begin: str | None = None
     end: str | None = None
@@ -170,8 +166,8 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     """Write the marks of a tokenizer into the files beside it, unless these say the same already.
 
     Raises:
-        UsageError: the marks have to be written, and the tokenizer has another name than tokenizer.json
-            ("tokenizer.marks"), or such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
+        UsageError: they have to be written, and the tokenizer is not called tokenizer.json ("tokenizer.marks"), or
+            such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(marks_of(read_beside(path)), special_ids) == marks:

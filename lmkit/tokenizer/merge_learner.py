@@ -72,10 +72,9 @@ def learn_merges_fast(
     *,
     max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus; see `core.bpe.learn_merges`, which returns the same.
+    """Learn merges from the distinct words of a corpus; returns what `core.bpe.learn_merges` does.
 
-    Args:
-        progress: called with (merges learned, merges wanted) after each step.
+    `progress` is called with (merges learned, merges wanted) after each step.
 
     Raises:
         LmkitError: the distinct words exceed 2 GiB.

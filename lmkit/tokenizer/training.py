@@ -137,13 +137,8 @@ def _count_words(
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The result of `inspect_tokenizer`.
-
-    Attributes:
-        path: the tokenizer's file.
-        longest_tokens: ordinary tokens, longest first; U+FFFD where a token is not whole UTF-8.
-        bytes_per_token: bytes of the text per token, special tokens left out; None without a text.
-    """
+    """The result of `inspect_tokenizer`. The longest tokens come first, with U+FFFD where one is not whole UTF-8;
+    `bytes_per_token` leaves special tokens out, and is None without a text."""
 
     path: str
     vocab_size: int
