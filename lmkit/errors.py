@@ -99,9 +99,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def some_of(items: Collection[str], *, most: int = 3, separator: str = ", ") -> str:
+def some_of(items: Collection[object], *, most: int = 3, separator: str = ", ") -> str:
     """Return the first few items: `a, b, c and 4 more`."""
-    shown = separator.join(list(items)[:most])
+    shown = separator.join(map(str, list(items)[:most]))
     return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
 
 
@@ -109,7 +109,9 @@ def _printable(text: str) -> str:
     # In a locale without UTF-8, Python reads an argument as bytes, each of them a surrogate.
     with suppress(UnicodeEncodeError):
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:LONGEST])
+    shown = text[:LONGEST]
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
     return shown if len(text) <= LONGEST else shown + "..."
 
 

@@ -72,8 +72,7 @@ def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> 
     Raises:
         LmkitError: it lacks one of the attributes ("plugin.returned").
     """
-    lacking = [attribute for attribute in attributes if not hasattr(made, attribute)]
-    if lacking:
+    if lacking := [attribute for attribute in attributes if not hasattr(made, attribute)]:
         raise wrong_result(registry, name, f"{type(made).__name__} without {', '.join(lacking)}")
     return made
 

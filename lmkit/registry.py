@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -53,13 +54,8 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass
 class Entry(Generic[F]):
-    """One registered object.
-
-    Attributes:
-        module: imported when the object is asked for.
-        attribute: the object's name in the module.
-        loaded: the object, once its module was imported.
-    """
+    """One registered object: the module that is imported when it is asked for, its name there, and the object itself
+    once it was loaded."""
 
     name: str
     module: str
@@ -91,13 +87,10 @@ class Registry(Generic[F]):
         self._variable, self._facts, self._folders, self._core = variable, facts, folders, core
 
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
-        """Register the decorated function or class under `name`.
+        """Register the decorated function or class under `name`; `facts` are fields of the registry's dataclass.
 
         Inside lmkit all arguments are literals: they are read from the source, too. A function or class that a module
         defines anew replaces its first definition.
-
-        Args:
-            facts: fields of the registry's dataclass.
 
         Raises:
             UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
@@ -111,7 +104,8 @@ class Registry(Generic[F]):
                 hint = "they separate names, and names from variants and options"
                 raise UsageError("registry.wrong_name", message, hint=hint)
             for spelling in (name, *entry.facts.aliases):
-                other = self._entries.get(self.aliases.get(spelling, spelling), entry)
+                name_of = spelling if spelling in self._entries else self.aliases.get(spelling, "")
+                other = self._entries.get(name_of, entry)
                 if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
                     message = f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}"
                     raise UsageError("registry.name_taken", message, hint="register it under another name")
@@ -140,12 +134,9 @@ class Registry(Generic[F]):
         return {alias: entry.name for entry in self._entries.values() for alias in entry.facts.aliases}
 
     def entry(self, name: str) -> Entry[F]:
-        """Return the entry of a name or an alias.
-
-        Raises:
-            UsageError: no object has this name.
-        """
-        if (found := self._entries.get(self.aliases.get(name, name))) is None:
+        """Return the entry of a name or an alias; raise UsageError if there is none."""
+        found = self._entries.get(name) or self._entries.get(self.aliases.get(name, ""))
+        if found is None:
             message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
             raise UsageError("registry.unknown_name", message, hint="there are: " + ", ".join(self.names))
         return found
@@ -202,17 +193,19 @@ class Registry(Generic[F]):
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
-        for path in (p for folder in self._folders for p in sorted((_PACKAGE / folder).glob("*.py"))):
-            for arguments, attribute in re.findall(
-                decorated, path.read_text("utf-8"), re.MULTILINE | re.DOTALL
-            ):
+        paths: list[Path] = []
+        for folder in self._folders:
+            paths += sorted((_PACKAGE / folder).glob("*.py"))
+        for path in paths:
+            text = path.read_text("utf-8")
+            for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
                 facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
-        return {entry.name: entry for entry in sorted(found, key=lambda entry: entry.facts.order)}
+        return {entry.name: entry for entry in sorted(found, key=attrgetter("facts.order"))}
 
 
 @dataclass(frozen=True)
@@ -366,28 +359,14 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
-ATTENTION = Registry(
-    "ATTENTION",
-    "attention kernel",
-    KernelFacts,
-    "attention",
-    core=(
-        Entry(
-            "reference",
-            "lmkit.core.attention",
-            "reference",
-            KernelFacts(
-                1,
-                ("scaled_dot_prod_attention",),
-                masks=True,
-                windows=True,
-                second_derivatives=True,
-                keeps_scores=True,
-            ),
-        ),
-        Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
-    ),
+_REFERENCE = KernelFacts(
+    1, ("scaled_dot_prod_attention",), masks=True, windows=True, second_derivatives=True, keeps_scores=True
 )
+_IN_CORE = [
+    Entry("reference", "lmkit.core.attention", "reference", _REFERENCE),
+    Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),
+]
+ATTENTION = Registry("ATTENTION", "attention kernel", KernelFacts, "attention", core=_IN_CORE)
 OPERATIONS = Registry("OPERATIONS", "set of operations", OperationsFacts, "model")
 STRATEGIES = Registry("STRATEGIES", "strategy", StrategyFacts, "parallel", "bench/rivals")
 OPTIMIZERS = Registry("OPTIMIZERS", "optimizer", OptimizerFacts, "optim")

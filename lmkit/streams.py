@@ -22,7 +22,7 @@ LOST: dict[str, str] = {}
 """Name of a stream that could not be written -> why."""
 _results: list[TextIO] = []
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | {ord(sign): sign for sign in "\t\n\r"}
+_SHOWN = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}") | str.maketrans("\t\n\r", "\t\n\r")
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 

@@ -64,18 +64,8 @@ def test_a_strategy_is_one_file(example, lmkit):
     path = example("every_other.py")
     data = lmkit("run", "small.toml")
     assert data.returncode == 0, data.stderr
-    trained = lmkit(
-        "train",
-        "small.toml",
-        "--nproc",
-        "2",
-        "--steps",
-        "8",
-        "--plugin",
-        path,
-        "--set",
-        "parallel.strategy=every_other",
-    )
+    options = ("--nproc", "2", "--steps", "8", "--plugin", path, "--set", "parallel.strategy=every_other")
+    trained = lmkit("train", "small.toml", *options)
     assert trained.returncode == 0, trained.stderr
     assert "every_other" not in STRATEGIES.names
 

@@ -38,8 +38,7 @@ from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress
 from lmkit.tokenizer import Tokenizer, train_tokenizer
-from lmkit.tokenizer.chat import read_template, template_for
-from lmkit.tokenizer.vocabulary import end_of_text_of
+from lmkit.tokenizer.vocabulary import end_of_text_of, template_for
 
 log = logging.getLogger("lmkit")
 
@@ -549,6 +548,8 @@ def _encode(run: Pipeline) -> Outputs:
         path = run_folder.token_file(run.folder, part)
         sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
         if run.corpus.source == "chat":
+            from lmkit.tokenizer.chat import read_template
+
             template = read_template(run.folder / run_folder.CHAT_TEMPLATE)
             encode_chat(sources, path, tokenizer, template, progress=run.progress)
         else:

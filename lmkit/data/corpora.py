@@ -49,13 +49,13 @@ class CorpusFiles:
 
 def as_paths(paths: PathOrPaths) -> list[Path]:
     """Return a list of paths for one path or several."""
-    return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    return list(map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths))
 
 
 def prepare_corpus(
     table: CorpusConfig, folder: Path, *, mark: str | None = END_OF_TEXT, progress: Progress | None = None
 ) -> CorpusFiles:
-    """Make or find the text that a recipe names.
+    """Make or find the text that a recipe names. Everything is streamed; a file has its name when it is complete.
 
         >>> from lmkit.recipe.tables import CorpusConfig
         >>> table = CorpusConfig(source="files", train=("book.txt",))
@@ -63,28 +63,23 @@ def prepare_corpus(
         CorpusFiles(train=(PosixPath('corpus/train.txt'),), valid=(PosixPath('corpus/valid.txt'),))
 
     - `synth`: writes `size_mb` of stories to `folder`, and `valid_fraction` of that from another seed.
-    - `files`: uses text files where they are if `valid` names files, too. Otherwise `folder` gets `train.txt` and
-      `valid.txt`: the last documents are held out, as near to `valid_fraction` of the bytes as documents allow. If
-      that is less than half of it, or more than one and a half of it and than a tenth of the text, a document is cut
-      at the end of a line instead, or else between two characters. Files ending in `.jsonl`, `.ndjson` or `.json`
-      hold JSON objects, with a document under the key `table.field` of each. Files ending in `.gz` are decompressed,
-      and pipes are read once: their text is written to `folder`.
-    - `chat`: the same of conversations, JSON lines of messages: `folder` gets `train.jsonl` and `valid.jsonl`. No
-      conversation is cut.
+    - `files`: uses text files where they are if `valid` names files, too; their reader reports invalid UTF-8.
+      Otherwise `folder` gets `train.txt` and `valid.txt`: the last documents are held out, as near to
+      `valid_fraction` of the bytes as documents allow. If that is less than half of it, or more than one and a half
+      of it and than a tenth of the text, a document is cut at the end of a line, or else between two characters.
+      JSON (`.jsonl`, `.ndjson`, `.json`; the key `table.field` holds a document), `.gz` files and pipes become text.
+    - `chat`: the same of conversations, JSON lines of messages; no conversation is cut.
     - any other source is a dataset, see `lmkit.data.download`: downloaded to `table.folder` unless it is there.
 
     Args:
         mark: ends a document in text files; None: each file is one document.
 
-    Everything is streamed, and a file appears under its name when it is complete. Text files that stay
-    where they are are not read here: their reader reports invalid UTF-8.
-
     Raises:
         UsageError: a file is missing ("corpus.missing_file"), empty ("corpus.empty"), named twice
             ("corpus.named_twice") or too short to hold out a part ("corpus.too_short"); a JSON object has no such
             field ("corpus.no_field"); a key changes what is learned ("corpus.unsupported_key").
-        LmkitError: invalid UTF-8, with its byte offset, unless `errors` is "replace" ("text.not_utf8"); a broken
-            JSON line ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
+        LmkitError: invalid UTF-8, unless `errors` is "replace" ("text.not_utf8"); a broken JSON line
+            ("corpus.not_json"), or one that is too long ("corpus.long_line"); a broken `.gz` file
             ("corpus.damaged_gzip").
     """
     suffix = ".jsonl" if table.source == "chat" else ".txt"
@@ -102,14 +97,23 @@ def prepare_corpus(
         for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
             _check_files(key, paths)
         check_corpus(table, folder)
+        parts = []
+        for key, paths, target in (
+            ("corpus.train", table.train, train),
+            ("corpus.valid", table.valid, valid),
+        ):
+            if not paths:  # a part of the training text is held out
+                continue
+            if table.valid and table.source == "files" and not any(map(_is_converted, paths)):
+                parts.append(paths)
+                continue
+            with atomic_path(target) as partial:
+                _join(key, paths, table, partial, mark, progress)
+                if not table.valid:
+                    _hold_out(partial, valid, table, mark)
+            parts.append((target,))
         if table.valid:
-            return CorpusFiles(
-                _plain_text("corpus.train", table.train, table, train, mark, progress),
-                _plain_text("corpus.valid", table.valid, table, valid, mark, progress),
-            )
-        with atomic_path(train) as partial:
-            _join("corpus.train", table.train, table, partial, mark, progress)
-            _hold_out(partial, valid, table, mark)
+            return CorpusFiles(*parts)
     return CorpusFiles((train,), (valid,))
 
 
@@ -145,14 +149,10 @@ def plain_text_files(
     separator: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[list[Path]]:
-    """Yield text files for the given files.
-
-    A file of JSON objects (`.jsonl`, `.ndjson`, `.json`) becomes a text file of its documents; so do `.gz` files,
-    decompressed, and pipes.
+    """Yield text files for the given files: JSON, `.gz` files and pipes become text in a temporary folder.
 
     Args:
-        paths: one path or several.
-        folder: where a temporary folder for converted files is created; None uses the system's, which may be small.
+        folder: where the temporary folder is created; None uses the system's, which may be small.
         field: the key of a JSON object that holds the text; None: "text".
         mark: ends a document in text files.
         separator: left out at the end of the text of a JSON object.
@@ -186,11 +186,9 @@ def _is_converted(path: Path) -> bool:
 def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
     """Refuse a key of JSON objects where no file holds them by its name: JSON would be read as text."""
     if not any(map(holds_json, paths)):
-        raise UsageError(
-            "corpus.unused_field",
-            f"{key}: {some_of([str(path) for path in paths])} is read as text, not as JSON objects",
-            hint="end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out",
-        )
+        message = f"{key}: {some_of(paths)} is read as text, not as JSON objects"
+        hint = "end the name of a file of JSON objects in .jsonl, .ndjson or .json, or leave the key out"
+        raise UsageError("corpus.unused_field", message, hint=hint)
 
 
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
@@ -201,11 +199,9 @@ def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> st
     """
     kinds = set(map(holds_json, paths))
     if separator is not None and len(kinds) > 1:
-        raise UsageError(
-            "corpus.mixed_kinds",
-            f"{some_of([str(path) for path in paths])}: a separator ends documents of text files, not of JSON",
-            hint="write the text files as JSON lines, or leave the separator out",
-        )
+        message = f"{some_of(paths)}: a separator ends documents of text files, not of JSON"
+        hint = "write the text files as JSON lines, or leave the separator out"
+        raise UsageError("corpus.mixed_kinds", message, hint=hint)
     return end if separator is None or kinds == {True} else separator
 
 
@@ -213,11 +209,8 @@ def _check_files(key: str, paths: Sequence[Path]) -> None:
     for path in paths:
         refuse_directory(key, path)
         if not path.is_file() and not path.is_fifo():
-            raise UsageError(
-                "corpus.missing_file",
-                f"{key}: {path} is not a file",
-                hint="give the path of a text or .jsonl file",
-            )
+            message = f"{key}: {path} is not a file"
+            raise UsageError("corpus.missing_file", message, hint="give the path of a text or .jsonl file")
     if paths and not any(path.is_fifo() or path.stat().st_size for path in paths):
         raise _empty(key, paths)
 
@@ -231,22 +224,6 @@ def refuse_directory(key: str, path: Path) -> None:
 
 def _empty(key: str, paths: Sequence[Path]) -> UsageError:
     return UsageError("corpus.empty", f"{key}: {paths[0]}: has no text", hint="a corpus needs some text")
-
-
-def _plain_text(
-    key: str,
-    paths: tuple[Path, ...],
-    table: CorpusConfig,
-    joined: Path,
-    mark: str | None,
-    progress: Progress | None,
-) -> tuple[Path, ...]:
-    """Return the files themselves if all are text, else one text file made of them."""
-    if table.source == "files" and not any(map(_is_converted, paths)):
-        return paths
-    with atomic_path(joined) as partial:
-        _join(key, paths, table, partial, mark, progress)
-    return (joined,)
 
 
 def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -> None:

@@ -96,21 +96,15 @@ def owt() -> Dataset:
 
 
 def download_dataset(
-    dataset: str | Dataset,
-    folder: str | os.PathLike[str],
-    *,
-    progress: Progress | None = None,
+    dataset: str | Dataset, folder: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> list[Path]:
-    """Fetch a dataset into `folder` and return its text files: train, then valid.
+    """Fetch a dataset (or the one of a registered name) into `folder`; return its text files: train, then valid.
 
         >>> download_dataset("tinystories", "artifacts/data")  # doctest: +SKIP
 
     Files that are there with their recorded digest are kept. An interrupted transfer is resumed if the file on the
     server is still the same (`If-Range`): at once after a cut connection, at the next call after a kill.
-
-    Args:
-        dataset: a registered name, or the dataset itself.
-        progress: called with (stage, bytes done, bytes in all or 0 if the server does not say).
+    `progress` is called with (stage, bytes done, bytes in all or 0 if the server does not say).
 
     Raises:
         UsageError: no dataset has this name ("registry.unknown_name").
@@ -152,22 +146,17 @@ def _is_complete(path: Path) -> bool:
     if not (path.exists() and recorded.exists()):
         return False
     if not read_input(recorded).startswith(sha256_file(path).encode() + b" "):
-        raise LmkitError(
-            "download.changed",
-            f"{path}: the content does not have the digest in {recorded.name}",
-            hint="delete both files to fetch the dataset again",
-        )
+        message = f"{path}: the content does not have the digest in {recorded.name}"
+        raise LmkitError("download.changed", message, hint="delete both files to fetch the dataset again")
     return True
 
 
 def _refuse_to_replace(path: Path) -> None:
     """Refuse to overwrite a file that no download made. A symbolic link may be replaced."""
     if path.is_file() and not path.is_symlink() and not _digest_path(path).exists():
-        raise LmkitError(
-            "download.file_exists",
-            f"{path}: is there without {_digest_path(path).name}, and a download would replace it",
-            hint="move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file",
-        )
+        message = f"{path}: is there without {_digest_path(path).name}, and a download would replace it"
+        hint = "move it away; or, if it is the dataset's, write what `sha256sum` prints of it into that file"
+        raise LmkitError("download.file_exists", message, hint=hint)
 
 
 def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
@@ -195,20 +184,14 @@ def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
                 raise LmkitError("download.disk", f"{error.filename}: {reason(error)}", hint=hint) from None
             failure = str(getattr(error, "reason", error)) or type(error).__name__
     else:
-        raise LmkitError(
-            "download.failed",
-            f"{url}: {failure} (tried {_ATTEMPTS} times)",
-            hint="run the same command again: it resumes where it stopped",
-        )
+        hint = "run the same command again: it resumes where it stopped"
+        raise LmkitError("download.failed", f"{url}: {failure} (tried {_ATTEMPTS} times)", hint=hint)
     digest = sha256_file(partial)
     if expected and digest != expected:
         partial.unlink()
         note.unlink()
-        raise LmkitError(
-            "download.wrong_digest",
-            f"{url}: the digest is {digest[:12]}..., the server promised {expected[:12]}...",
-            hint="the download is removed; try again later",
-        )
+        message = f"{url}: the digest is {digest[:12]}..., the server promised {expected[:12]}..."
+        raise LmkitError("download.wrong_digest", message, hint="the download is removed; try again later")
     write_atomic(_digest_path(path), f"{digest}  {path.name}\n")
     os.replace(partial, path)
     note.unlink()
@@ -287,11 +270,8 @@ def _copy(
     """Copy what is left of `source` to a file, which may grow to `max_bytes`."""
     while block := source.read(_BLOCK):
         if target.tell() + len(block) > max_bytes:
-            raise LmkitError(
-                "download.too_large",
-                f"{name}: holds more than {max_bytes} bytes",
-                hint="this is not the expected file: delete what is left of it",
-            )
+            hint = "this is not the expected file: delete what is left of it"
+            raise LmkitError("download.too_large", f"{name}: holds more than {max_bytes} bytes", hint=hint)
         target.write(block)
         report(target.tell())
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,11 +25,13 @@ from lmkit.measure.environment import usable_cpus
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.streams import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
-from lmkit.tokenizer.chat import ChatTemplate, Part
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
-from lmkit.tokenizer.engine import share_out
+from lmkit.tokenizer.engine import Encoder, share_out
 from lmkit.tokenizer.marks import no_end_of_text
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
+
+if TYPE_CHECKING:
+    from lmkit.tokenizer.chat import ChatTemplate
 
 _log = logging.getLogger("lmkit")
 _TAIL_BYTES = 4096  # the end of a source, which is searched for its last end-of-text token
@@ -47,16 +51,14 @@ def encode_corpus(
 ) -> TokenMeta:
     """Encode UTF-8 text files into one token file, in memory that does not grow with their size.
 
-        >>> encode_corpus("stories.txt", "tokens.npy", tokenizer)        # doctest: +SKIP
         >>> encode_corpus(["a.txt", "b.jsonl"], "tokens.npy", tokenizer)  # doctest: +SKIP
 
     A document ends with the tokenizer's end-of-text token (`Tokenizer.marks`), at each `separator` and at the end of
     each source; white space behind the last separator of a source is no document. The tokenizer's prefix and suffix
-    stand around every document, unless its text has them already. Nothing else is added: the other ids are those of
-    the text. A source that ends in `.jsonl`, `.ndjson` or `.json` holds documents under a key of JSON objects.
+    stand around every document, unless its text has them already.
 
     Args:
-        sources: one path or several.
+        sources: one path or several; `.jsonl`, `.ndjson` and `.json` hold documents under a key of JSON objects.
         output: the token file; ends in `.npy`.
         workers: threads that encode; 0 takes one per usable CPU. The file does not depend on it.
         errors: stop at text that is not UTF-8 ("strict") or read it as U+FFFD ("replace").
@@ -68,10 +70,9 @@ def encode_corpus(
 
     Raises:
         UsageError: a source is missing ("text.unreadable") or all are empty ("text.empty"); `separator` is empty
-            ("corpus.empty_separator"); `output` exists
-            ("output.exists"), does not end in `.npy` ("tokens.name") or would replace a source
-            ("output.replaces_source"); there are several documents, and the tokenizer has no end-of-text token
-            ("tokenizer.no_end_of_text").
+            ("corpus.empty_separator"); `output` exists ("output.exists"), does not end in `.npy` ("tokens.name") or
+            would replace a source ("output.replaces_source"); there are several documents, and the tokenizer has no
+            end-of-text token ("tokenizer.no_end_of_text").
         LmkitError: a source is not UTF-8 ("text.not_utf8") or changed while it was read ("corpus.changed").
     """
     output = Path(output)
@@ -94,20 +95,14 @@ def encode_corpus(
             *(len(tokenizer.missing_bytes), output),
         )
     with plain_text_files(
-        paths,
-        output.parent,
-        errors=errors,
-        field=field,
-        mark=mark,
-        separator=separator,
-        progress=progress,
+        paths, output.parent, errors=errors, field=field, mark=mark, separator=separator, progress=progress
     ) as texts:
         specials = tokenizer.specials
         if end is not None and mark is not None and mark != end:
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        encoding = _Encoding(files, specials, tokenizer, mark, some_of([str(path) for path in paths]))
+        encoding = _Encoding(files, specials, tokenizer, mark, some_of(paths))
         return encoding.write(output, workers or usable_cpus(), progress)
 
 
@@ -127,10 +122,8 @@ class _Encoded(NamedTuple):
 class _Encoding:
     """Text files on their way into a token file.
 
-    Args:
-        specials: the tokenizer's, and `mark`.
-        mark: ends a document; None: each file is one document.
-        names: of the files, as the user knows them.
+    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `names`: of the files,
+    as the user knows them.
     """
 
     def __init__(
@@ -140,9 +133,8 @@ class _Encoding:
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
-        self._unknown = (
-            b"" if any(token.text == END_OF_TEXT for token in specials.ids) else END_OF_TEXT.encode()
-        )
+        is_known = END_OF_TEXT in map(attrgetter("text"), specials.ids)
+        self._unknown = b"" if is_known else END_OF_TEXT.encode()
         self._digest = hashlib.sha256()
         self._is_sized = tokenizer.nfc or bool(
             tokenizer.missing_bytes
@@ -172,7 +164,8 @@ class _Encoding:
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
 
-            share_out(self._chunks(), [self._encoder() for _ in range(workers)], write)
+            encoders = [tokenizer.new_encoder() for _ in range(workers)]
+            share_out(self._chunks(), [partial(self._encode, encoder) for encoder in encoders], write)
             if tokenizer.marks.end is None and not begins:  # the end of the only document
                 sizes = [open_size] if self._is_sized else []
                 writer.append(np.array(tokenizer.suffix, np.int32), sizes=sizes)
@@ -209,30 +202,22 @@ class _Encoding:
             if self._mark and behind is None:
                 yield Chunk(source, size, 0, self._mark)
 
-    def _encoder(self) -> Callable[[Chunk], _Encoded]:
-        encoder, tokenizer, end = (
-            self._tokenizer.new_encoder(),
-            self._tokenizer,
-            self._tokenizer.end_of_text_id,
-        )
-
-        def encode(chunk: Chunk) -> _Encoded:
-            text = self._files.text_of(chunk)
-            ids, places = encoder.encode_and_find(text, self._specials)
-            places, no_text = tokenizer.specials_in(ids, places)
-            ends = places[ids[places] == end]
-            if self._longer:
-                no_text += self._longer * text.count(self._mark)
-            unknown_marks = text.count(self._unknown) if self._unknown else 0
-            sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
-            inside = None
-            if len(places) > len(ends):
-                inside = Counter(ids[places].tolist())
-                for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
-                    inside.pop(frame, None)
-            return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
-
-        return encode
+    def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
+        tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
+        text = self._files.text_of(chunk)
+        ids, places = encoder.encode_and_find(text, self._specials)
+        places, no_text = tokenizer.specials_in(ids, places)
+        ends = places[ids[places] == end]
+        if self._longer:
+            no_text += self._longer * text.count(self._mark)
+        unknown_marks = text.count(self._unknown) if self._unknown else 0
+        sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
+        inside = None
+        if len(places) > len(ends):
+            inside = Counter(ids[places].tolist())
+            for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
+                inside.pop(frame, None)
+        return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
     def _sizes_in(self, text: bytes, num_specials: int, num_ends: int) -> list[int]:
         """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one.
@@ -293,20 +278,18 @@ def encode_chat(
     *,
     progress: Progress | None = None,
 ) -> TokenMeta:
-    """Encode conversations, a JSON line each, into one token file with its mask.
+    """Encode conversations, a JSON line each, into one token file with its mask; it is replaced.
 
     The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
     unless it ends its last message. A conversation is a document.
-
-    Args:
-        output: the token file; it is replaced.
-        progress: called with ("encode", bytes done, bytes in all).
 
     Raises:
         UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of
             them ("chat.no_answer").
         LmkitError: a line is not JSON, or not UTF-8.
     """
+    from lmkit.tokenizer.chat import Part
+
     end_of_text = tokenizer.end_of_text_id
     closing = [] if end_of_text in (None, tokenizer.special_ids[template.end]) else [end_of_text]
     sizes = [path.stat().st_size for path in sources]
@@ -335,7 +318,5 @@ def encode_chat(
             hint = "conversations to learn from, and to hold out, need messages of the role assistant"
             raise UsageError("chat.no_answer", f"{sources[0]}: no words of an assistant", hint=hint)
         return writer.finish(
-            num_bytes=num_bytes,
-            source_sha256=digest.hexdigest(),
-            counted_bytes=counted_bytes,
+            num_bytes=num_bytes, source_sha256=digest.hexdigest(), counted_bytes=counted_bytes
         )

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.storage.inputs import parse_json
-from lmkit.tokenizer.chat import ROLES, Message
 from lmkit.tokenizer.chunks import REPLACE, Chunk, ErrorMode, valid_utf8
+
+if TYPE_CHECKING:
+    from lmkit.tokenizer.chat import Message
 
 _LONGEST_LINE = 1 << 28  # bytes of one JSON document: a small compressed file may hold a line without end
 _HALF = re.compile("[\ud800-\udfff]")
@@ -68,7 +70,7 @@ def json_records(
         if whole is not None:
             for number, record in enumerate(whole if isinstance(whole, list) else [whole], 1):
                 where = f"{path}, item {number}"
-                yield where, _without_halves(record, where, errors) if _SURROGATE.search(text) else record
+                yield where, _without_halves(record, text, where, errors)
             return
         stream = io.BytesIO(data)  # JSON lines
     read = number = 0
@@ -83,7 +85,7 @@ def json_records(
             record = parse_json(text)
         except ValueError as error:
             raise LmkitError("corpus.not_json", f"{where}: {error}", hint=_HINT) from None
-        yield where, _without_halves(record, where, errors) if _SURROGATE.search(text) else record
+        yield where, _without_halves(record, text, where, errors)
 
 
 def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
@@ -94,12 +96,14 @@ def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
     return data
 
 
-def _without_halves(record: Any, where: str, errors: ErrorMode) -> Any:
-    """Return the content of a line with U+FFFD in place of surrogates that are in no pair.
+def _without_halves(record: Any, source: str, where: str, errors: ErrorMode) -> Any:
+    """Return the content of a line, `source`, with U+FFFD in place of surrogates that are in no pair.
 
     Raises:
         LmkitError: there are such, and `errors` is "strict".
     """
+    if not _SURROGATE.search(source):
+        return record
     text = json.dumps(record, ensure_ascii=False)
     half = _HALF.search(text)
     if half is not None and errors == "strict":
@@ -118,10 +122,7 @@ def is_learned(
 ) -> bool:
     """Return whether a model shall learn a line or a message.
 
-    Args:
-        learned: keys that say so.
-        lost: keys that may not hold anything.
-        field: the key that holds the text.
+    Keys of `learned` say so, and those of `lost` may not hold anything; `field` is the key that holds the text.
 
     Raises:
         UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
@@ -144,16 +145,14 @@ def is_learned(
 
 
 def messages_of(record: Any, where: str) -> list[Message]:
-    """Return the messages of a conversation.
-
-    Args:
-        record: the content of a JSON line.
-        where: names the line in errors.
+    """Return the messages of a conversation, the content of a JSON line; `where` names the line in errors.
 
     Raises:
         UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
             ("chat.wrong_message"); a key changes what a model reads or learns ("corpus.unsupported_key").
     """
+    from lmkit.tokenizer.chat import ROLES, Message
+
     found = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(found, list) or not found:
         raise UsageError("chat.no_messages", f"{where}: no list of messages", hint=_EACH)

@@ -20,6 +20,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from lmkit.storage import atomic_path
 from lmkit.storage.outputs import refuse_existing, refuse_too_large
 from lmkit.streams import Progress
 
-_GRAMMAR = Path(__file__).with_name("stories.txt").read_text("utf-8")
-RULES, WORDS, ROWS, VOICE = (part.partition("\n")[2] for part in _GRAMMAR.split("\n== ")[1:])
+_, RULES, WORDS, ROWS, VOICE = re.split(
+    r"\n== .*\n", Path(__file__).with_name("stories.txt").read_text("utf-8")
+)
 _PROGRESS_EVERY = 1 << 20
 _PRONOUNS = {
     "girl": {"he": "she", "him": "her", "his": "her"},
@@ -72,9 +74,9 @@ def _parse(text: str, rules: dict[str, _Rule]) -> _Rule:
 def _read_grammar() -> tuple[dict[str, _Rule], dict[str, dict[str, dict[str, str]]]]:
     """Return the rules by name, and the rows by name and first word."""
     rules: dict[str, _Rule] = defaultdict(list)
-    rows = {}
+    rows: dict[str, dict[str, dict[str, str]]] = {}
     voices = [entry.split(", ") for entry in " ".join(VOICE.split()).split("; ")]
-    longest_first = sorted((word for word, *_ in voices), key=len, reverse=True)
+    longest_first = sorted([word for word, *_ in voices], key=len, reverse=True)
     voiced = re.compile(rf"(?<![{{.<])\b({'|'.join(longest_first)})\b")  # not in {beast.cried}
     for name, body in _sections(RULES):
         rules[name] += _parse(voiced.sub(r"{\1}", body), rules)
@@ -84,15 +86,17 @@ def _read_grammar() -> tuple[dict[str, _Rule], dict[str, dict[str, dict[str, str
         rules[words[0]] += [[word] for word in words]
     for heading, body in _sections(ROWS):
         name, *columns = re.findall(r"\w+", heading)
-        keys = ["", *(f".{column}" for column in columns)]
-        table = [row.split(", ") for row in body.split("; ")]
-        rows[name] = {row[0]: dict(zip(keys, row, strict=True)) for row in table}
+        keys = ["", *[f".{column}" for column in columns]]
+        rows[name] = {}
+        for row in body.split("; "):
+            words = row.split(", ")
+            rows[name][words[0]] = dict(zip(keys, words, strict=True))
         rules[f"{name} row"] += [[word] for word in rows[name]]
     return rules, rows
 
 
 _RULES, _ROWS = _read_grammar()
-_SPEECH = "|".join(["thought", *(word for key in ("said", "replied", "asked") for (word,) in _RULES[key])])
+_SPEECH = "|".join(["thought", *chain(*_RULES["said"], *_RULES["replied"], *_RULES["asked"])])
 # The letter that begins a sentence. After "Look!" and the like the sentence may go on: "Look!" said Tom.
 _SENTENCE_START = re.compile(rf'(?:^|\n\n|[.!?]"? )"?(?!(?:{_SPEECH})\b)[a-z]')
 
@@ -109,7 +113,8 @@ class _Story(dict[str, str]):
             is_animal = draw() < 0.3
             self._add_person(role, self._another("pet" if is_animal else gender), gender)
             self[f"{role}.kind"] = self._another("species") if is_animal else gender
-        self.update({name: self[f"hero.{name}"] for name in ("kind", "he", "him", "his")})
+        for name in ("kind", "he", "him", "his"):
+            self[name] = self[f"hero.{name}"]
         gender = "girl" if draw() < 0.5 else "boy"
         title, look = self._another(f"{gender}_elder"), self["elder_look"]
         is_parent = title in ("Mom", "Dad")
@@ -122,7 +127,8 @@ class _Story(dict[str, str]):
 
     def _add_person(self, role: str, name: str, gender: str) -> None:
         self[role] = name
-        self.update({f"{role}.{pronoun}": word for pronoun, word in _PRONOUNS[gender].items()})
+        for pronoun, word in _PRONOUNS[gender].items():
+            self[f"{role}.{pronoun}"] = word
 
     def __missing__(self, name: str) -> str:
         if name[0].isupper() and name not in _RULES:
@@ -132,7 +138,8 @@ class _Story(dict[str, str]):
         kind = owner.rstrip("0123456789")
         if kind in _ROWS:
             row = _ROWS[kind][self._another(f"{kind} row")]
-            self.update({owner + column: word for column, word in row.items()})
+            for column, word in row.items():
+                self[owner + column] = word
         else:
             self[owner] = self._another(kind)
         return self[name]

@@ -105,17 +105,13 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 
 class TokenFileWriter:
-    """Write a token file piece by piece.
+    """Write a token file (`.npy`), and a mask beside it if `masked`, piece by piece.
 
         >>> with TokenFileWriter(path, vocab_size=300, tokenizer_sha256=digest) as writer:  # doctest: +SKIP
         ...     writer.append(ids, documents=[0])
         ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
 
     If the `with` block fails or ends without `finish`, no file is left.
-
-    Args:
-        path: ends in `.npy`.
-        masked: write a mask beside it.
 
     Raises:
         ValueError: `path` does not end in `.npy`.
@@ -146,14 +142,12 @@ class TokenFileWriter:
             message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
             raise UsageError("tokens.replaces_json", message, hint="give the token file another name")
         with ExitStack() as stack:
-
-            def begin(path: Path) -> BinaryIO:
-                return stack.enter_context(open(stack.enter_context(atomic_path(path)), "wb"))
-
-            self._file = begin(self._path)
-            if self._masked:
-                self._mask_file = begin(self._path.with_suffix(MASK))
-            self._documents_file = begin(self._path.with_suffix(DOCUMENTS))
+            files: list[BinaryIO] = []
+            for suffix in (".npy", DOCUMENTS, *([MASK] if self._masked else [])):
+                partial = stack.enter_context(atomic_path(self._path.with_suffix(suffix)))
+                files.append(stack.enter_context(open(partial, "wb")))
+            self._file, self._documents_file = files[:2]
+            self._mask_file = files[-1]  # written to if `masked`
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             self._stack = stack.pop_all()
@@ -267,14 +261,13 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
     """Open a token file for reading. It is read once to check that every id is in the vocabulary.
 
         >>> file = open_tokens("tokens.npy", tokenizer_sha256=tokenizer.sha256)  # doctest: +SKIP
-        >>> file.tokens[:3], file.meta.vocab_size                                # doctest: +SKIP
 
     Args:
         tokenizer_sha256: `Tokenizer.sha256` of the tokenizer to use with the file.
 
     Raises:
-        UsageError: no such file ("tokens.missing"), nothing beside it describes it ("tokens.not_described"), or
-            another tokenizer made it ("tokens.wrong_tokenizer").
+        UsageError: no such file ("tokens.missing"), no description ("tokens.not_described"), or another tokenizer
+            made it ("tokens.wrong_tokenizer").
         LmkitError: the file or its description is damaged ("tokens.damaged"), empty ("tokens.empty") or of
             another format ("tokens.other_format").
     """
@@ -282,11 +275,9 @@ def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> Tok
     meta = read_meta(path)
     tokens = _map(path, meta)
     if tokenizer_sha256 is not None and tokenizer_sha256 != meta.tokenizer_sha256:
-        raise UsageError(
-            "tokens.wrong_tokenizer",
-            f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}",
-            hint="encode the text again, or use the tokenizer that the file was made with",
-        )
+        message = f"{path}: made with tokenizer {meta.tokenizer_sha256}, not with {tokenizer_sha256}"
+        hint = "encode the text again, or use the tokenizer that the file was made with"
+        raise UsageError("tokens.wrong_tokenizer", message, hint=hint)
     mask = None if meta.counted_tokens is None else _map_mask(path, meta)
     return TokenFile(tokens, meta, mask, *_map_documents(path, meta))
 
@@ -319,11 +310,8 @@ def read_meta(path: Path) -> TokenMeta:
         )
     content = _read_object(path)
     if content.get("format", FORMAT) != FORMAT:
-        raise LmkitError(
-            "tokens.other_format",
-            f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}",
-            hint="encode the text again, or upgrade lmkit",
-        )
+        message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
+        raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")
     try:
         return TokenMeta(**content)
     except ValidationError as error:
@@ -412,11 +400,9 @@ def document_starts(file: TokenFile) -> np.ndarray:
         UsageError: the token file has no `.documents` file ("tokens.no_documents").
     """
     if file.documents is None:
-        raise UsageError(
-            "tokens.no_documents",
-            f"{_name(file.tokens)}: no .documents beside it says where its documents begin",
-            hint='copy it, too, or encode the text again; or use data.sampling = "windows"',
-        )
+        message = f"{_name(file.tokens)}: no .documents beside it says where its documents begin"
+        hint = 'copy it, too, or encode the text again; or use data.sampling = "windows"'
+        raise UsageError("tokens.no_documents", message, hint=hint)
     return file.documents
 
 
@@ -429,11 +415,8 @@ def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) 
     """
     starts = starts[starts <= len(file.tokens) - context_length - 1]
     if len(starts) == 0:
-        raise UsageError(
-            "tokens.too_short",
-            f"{_name(file.tokens)}: no document is followed by {context_length + 1} tokens",
-            hint="lower model.context_length or sample raw windows",
-        )
+        message = f"{_name(file.tokens)}: no document is followed by {context_length + 1} tokens"
+        raise UsageError("tokens.too_short", message, hint="lower model.context_length or sample raw windows")
     if file.mask is None:
         return starts
     before = np.concatenate(([0], np.cumsum(np.unpackbits(file.mask)[: len(file.tokens)], dtype=np.int64)))

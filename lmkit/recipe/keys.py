@@ -103,11 +103,7 @@ def of_class(module: str, name: str) -> dict[str, Key]:
         keys |= of_class(module, ast.unparse(base))
     for field, text in zip(definition.body, [*definition.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and not (key := ast.unparse(field.target)).startswith("_"):
-            match text:
-                case ast.Expr(value=ast.Constant(value=str(meaning))):
-                    pass
-                case _:
-                    meaning = ""
+            meaning = ast.literal_eval(text.value) if isinstance(text, ast.Expr) else ""
             keys[key] = Key(names.evaluated(ast.unparse(field.annotation)), " ".join(meaning.split()))
     return keys
 

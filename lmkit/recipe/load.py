@@ -47,10 +47,9 @@ def load_recipe(
 ) -> Recipe:
     """Read, override and validate a recipe. Precedence, lowest first: defaults, file, overrides, flags.
 
-    An override of `model.preset` or `model.depth` replaces the sizes that the file gives; that of `optimizer.name` or
-    `parallel.strategy` drops the file's options of another one, that of `train.steps` the file's `train.epochs`, and
-    that of `train.tokens_per_parameter` its `train.steps`. What else follows from `model.depth` follows only if the
-    file does not give it. The recipe that lies in a run folder is that folder's, wherever it is now.
+    An override of `model.preset` or `model.depth` replaces the sizes of the file; that of `optimizer.name` or
+    `parallel.strategy` drops the options of another one, that of `train.steps` drops `train.epochs`, and that of
+    `train.tokens_per_parameter` drops `train.steps`. The recipe in a run folder is that folder's, wherever it is now.
 
     Args:
         source: a file, the name of a shipped recipe, or None for nothing but defaults and overrides.
@@ -71,7 +70,7 @@ def load_recipe(
             raw = placed_in(folder, raw)
     of_flags = [(key.split("."), value) for key, value in (flags or {}).items() if value is not None]
     typed: dict[str, Any] = {}
-    for given in ([_parse_override(override) for override in overrides], of_flags):
+    for given in (map(_parse_override, overrides), of_flags):
         tables: dict[str, Any] = {}
         for keys, value in given:
             for key in reversed(keys):
@@ -93,24 +92,23 @@ def load_recipe(
 
 def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
     """Drop keys of a recipe whose place keys of the command line take."""
-
-    def drop(name: str, *keys: str) -> None:
-        if isinstance(table := raw.get(name), dict):
-            for key in keys:
-                table.pop(key, None)
-
     model, train = typed.get("model", {}), typed.get("train", {})
+    before = raw.get("model")
+    has_depth = "depth" in model or (isinstance(before, dict) and "depth" in before)
+    replaced = []
     if model.keys() & {"preset", "depth"}:
-        drop("model", *SIZES)
-    models = (table for table in (model, raw.get("model")) if isinstance(table, dict))
-    if "tokens_per_parameter" in train and any("depth" in table for table in models):
-        drop("train", "steps")
+        replaced += [("model", size) for size in SIZES]
+    if "tokens_per_parameter" in train and has_depth:
+        replaced.append(("train", "steps"))
     if "steps" in train:
-        drop("train", "epochs")
+        replaced.append(("train", "epochs"))
     for name, chooser in (("optimizer", "name"), ("parallel", "strategy")):
-        before, chosen = raw.get(name), typed.get(name, {}).get(chooser)
+        chosen, before = typed.get(name, {}).get(chooser), raw.get(name)
         if chosen is not None and isinstance(before, dict) and chosen != before.get(chooser):
-            drop(name, "options")
+            replaced.append((name, "options"))
+    for name, key in replaced:
+        if isinstance(table := raw.get(name), dict):
+            table.pop(key, None)
 
 
 def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
@@ -130,10 +128,7 @@ def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the recipes that come with lmkit: name -> file, sorted by name.
-
-    They are inside the wheel, and in `recipes/` of a source tree.
-    """
+    """Return the recipes of the wheel, or of `recipes/` in a source tree: name -> file, sorted by name."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
@@ -200,8 +195,8 @@ def recipe_to_toml(recipe: Recipe) -> str:
 def save_recipe(recipe: Recipe) -> None:
     """Write the resolved recipe into its run folder; a file that says the same stays, with its comments."""
     path, text = recipe.run.path / RECIPE, recipe_to_toml(recipe)
-    with suppress(UsageError):  # there is none, or it is damaged
-        if read_toml(path) == tomllib.loads(text):
+    with suppress(UsageError):  # it is damaged
+        if path.exists() and read_toml(path) == tomllib.loads(text):
             return
     from lmkit.storage import write_atomic  # not to load a recipe
 
@@ -238,10 +233,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-KEY_ALIASES = (
-    ("checkpoint", "checkpointing_interval", "interval"),
-    ("optimizer", "learning_rate", "lr"),
-)
+KEY_ALIASES = (("checkpoint", "checkpointing_interval", "interval"), ("optimizer", "learning_rate", "lr"))
 """Table, key of similar projects, our key. The registry has the aliases of kernels and strategies."""
 
 
@@ -265,12 +257,11 @@ def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, benches: bool = False) -> Recipe:
-    """Turn a plain dictionary into a `Recipe`.
+    """Turn a plain dictionary into a `Recipe`; `origin` names the file in errors.
 
     Args:
-        origin: names the file in errors.
-        resolved: the recipe is one that a checkpoint keeps: its `model.vocab_size` is what the tokenizer reached,
-            which is less than was asked for if the corpus had no more pairs to merge.
+        resolved: a checkpoint keeps the recipe: its `model.vocab_size` is what the tokenizer reached, which is less
+            than was asked for if the corpus had no more pairs to merge.
         benches: validate the tables of benches, too, and fill in their defaults; imports these benches.
 
     Raises:
@@ -289,8 +280,12 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
     if not isinstance(of_benches, dict):
         mistakes.append(("wrong_value", f"bench: must be a table, got {_shown(of_benches)}"))
         of_benches = {}
-    known = [*TABLES, *(f"bench.{bench}" for bench in (BENCHES.names if of_benches else ()))]
-    for name, content in (raw | {f"bench.{bench}": table for bench, table in of_benches.items()}).items():
+    given = {**raw}
+    known = list(TABLES)
+    if of_benches:
+        known += [f"bench.{name}" for name in BENCHES.names]
+        given |= {f"bench.{name}": table for name, table in of_benches.items()}
+    for name, content in given.items():
         if name not in known:
             mistakes.append(("unknown_key", f"unknown table [{name}]{did_you_mean(name, known)}"))
             continue
@@ -306,8 +301,12 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
             wrong = str(error) if isinstance(error, ValueError) else "nested too deeply"
             mistakes.append(("wrong_value", f"{name}: {wrong}"))
     # The checks see the defaults of a table that the recipe leaves out, and no table that has mistakes.
-    candidates = {name: Recipe.model_fields[name].default for name in TABLES if name not in raw} | tables
-    mistakes += [("conflict", complaint) for complaint in conflicts(candidates, resolved=resolved)]
+    candidates = dict(tables)
+    for name in TABLES:
+        if name not in raw:
+            candidates[name] = Recipe.model_fields[name].default
+    for complaint in conflicts(candidates, resolved=resolved):
+        mistakes.append(("conflict", complaint))
     if mistakes:
         bench = re.search(r"\bbench\.(\w+)", mistakes[0][1])
         examples = shipped_with(f"bench.{bench[1]}") if bench else []
@@ -316,8 +315,8 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         raise UsageError(f"recipe.{code}", f"{origin}: " + "; ".join(text for _, text in mistakes), hint=hint)
     for name in of_benches if benches else ():
         of_benches[name] = tables.pop(f"bench.{name}").model_dump(mode="json", exclude_none=True)
-    given: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})
-    recipe = Recipe(**given)
+    found: dict[str, Any] = tables | ({"bench": of_benches} if of_benches else {})
+    recipe = Recipe(**found)
     recipe._origin = origin
     return recipe
 
@@ -385,7 +384,9 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
         field = None if name == "bench" else type(table).model_fields.get(key)
         if field is None or getattr(table, key) == field.default:
             continue
-        for only in (extra for extra in field.metadata if isinstance(extra, Only)):
+        for only in field.metadata:
+            if not isinstance(only, Only):
+                continue
             is_meant = dotted in on_command_line or only.switch not in on_command_line
             if is_meant and not only.holds(key, recipe):
                 yield f"{dotted} has no effect; it is used only {only.condition(key)}"

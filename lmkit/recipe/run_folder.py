@@ -106,12 +106,6 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def has_environment(folder: Path) -> bool:
-    """Return whether lmkit wrote the `environment.json` of this folder: that of a run, a bench or a profile."""
-    environment = _object(folder / ENVIRONMENT)
-    return isinstance(environment.get(_MARK), str) and "packages" in environment
-
-
 def mark_run(folder: Path) -> None:
     """Make a folder a run, if it is none."""
     if not is_run(folder):
@@ -124,11 +118,13 @@ def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> 
     Raises:
         UsageError: names the first such file ("run.not_a_run_folder").
     """
-    found = next((name for name in names if os.path.lexists(folder / name)), None)
-    if found is not None and not is_run(folder):
-        message = f"{folder}: this run would replace {found!r}, and no run of lmkit made it"
-        hint = "move it away, or choose another folder: --set run.name=..."
-        raise UsageError("run.not_a_run_folder", message, hint=hint)
+    for name in names:
+        if os.path.lexists(folder / name):
+            if is_run(folder):
+                return
+            message = f"{folder}: this run would replace {name!r}, and no run of lmkit made it"
+            hint = "move it away, or choose another folder: --set run.name=..."
+            raise UsageError("run.not_a_run_folder", message, hint=hint)
 
 
 def refuse_results(folder: Path, *, force: bool) -> None:
@@ -140,7 +136,8 @@ def refuse_results(folder: Path, *, force: bool) -> None:
     Raises:
         UsageError: names such a file ("output.exists").
     """
-    is_ours = has_environment(folder) and not is_run(folder)
+    environment = _object(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
+    is_ours = isinstance(environment.get(_MARK), str) and "packages" in environment and not is_run(folder)
     patterns = _RESULTS if not force else () if is_ours else (RECIPE, ENVIRONMENT)
     for found in (path for pattern in patterns for path in folder.glob(pattern)):
         what, hint = "holds results", "choose another folder, or add --force"
@@ -173,15 +170,15 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
 
     Paths inside the folder as it was then become paths inside the folder as it is now; other paths stay.
     """
-    placed = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
-    run = placed.get("run")
-    if not isinstance(run, dict) or not all(isinstance(run.get(key), str) for key in ("folder", "name")):
+    placed = dict(tables)
+    run = tables.get("run")
+    if not isinstance(run, dict) or {type(run.get("folder")), type(run.get("name"))} != {str}:
         return placed  # no recipe that lmkit wrote
     before = Path(run["folder"], run["name"])
     with suppress(OSError):  # there is no such folder any more
         if before.samefile(folder):
             return placed
-    run.update(folder=str(folder.parent), name=folder.name)
+    placed["run"] = {**run, "folder": str(folder.parent), "name": folder.name}
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -193,6 +190,7 @@ def placed_in(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
         return str(place if os.path.lexists(place) or not os.path.lexists(value) else value)
 
     for name, keys in _PATHS.items():
-        if isinstance(table := placed.get(name), dict):
-            table.update({key: moved(table[key]) for key in keys if key in table})
+        if isinstance(table := tables.get(name), dict):
+            for key in table.keys() & keys:
+                placed[name] = {**placed[name], key: moved(table[key])}
     return placed

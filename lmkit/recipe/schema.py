@@ -70,7 +70,9 @@ def table_type(name: str) -> type[Table] | None:
     if name not in TABLES:
         return None
     annotation = Recipe.model_fields[name].annotation
-    return next(kind for kind in (*get_args(annotation), annotation) if isinstance(kind, type))
+    kinds = get_args(annotation) or (annotation,)  # `TrainConfig | None`, or the class
+    kind: type[Table] = kinds[0]
+    return kind
 
 
 def conflicts(tables: Mapping[str, Any], *, resolved: bool) -> Iterator[str]:

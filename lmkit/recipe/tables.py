@@ -144,10 +144,11 @@ class ModelConfig(Table):
         Code that computes the model by itself (a decode step, an exchange format) lists the switches that it
         implements, and is not used for a model with others.
         """
-        fields = type(self).model_fields.items()
-        return frozenset(
-            key for key, field in fields if OWN in field.metadata and getattr(self, key) != field.default
-        )
+        switches = set()
+        for key, field in type(self).model_fields.items():
+            if OWN in field.metadata and getattr(self, key) != field.default:
+                switches.add(key)
+        return frozenset(switches)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by key; tools for Hugging Face's models, such as PEFT, ask a model's `config` for it."""

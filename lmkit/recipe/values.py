@@ -51,12 +51,9 @@ class UnregisteredName(ValueError):
 
 @dataclass(frozen=True)
 class RegisteredName:
-    """Validate a name of a registry; an alias becomes the name.
+    """Validate a name of a registry, or one of `also`; an alias becomes the name.
 
-    Attributes:
-        also: further values, in front of the names.
-        with_variant: accept `name:variant` and `name+compile`, and leave unknown names to the bench, which has
-            rivals of its own.
+    With `with_variant`, `name:variant` and `name+compile` are accepted, and unknown names are left to the bench.
     """
 
     registry: Registry[Any]
@@ -71,11 +68,12 @@ class RegisteredName:
         if self.with_variant:
             name, plus, variant = value.partition("+")
             return self.registry.aliases.get(name, name) + plus + variant
-        name = self.registry.aliases.get(value, value)
-        if name not in self.names:
+        if value in self.also or value in self.registry.names:
+            return value
+        if value not in self.registry.aliases:
             known = ", ".join(self.names) + did_you_mean(value, self.names)
             raise UnregisteredName(f'"{value}" is not one of {known}, and no --plugin FILE registers it')
-        return name
+        return self.registry.aliases[value]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import filterfalse
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,9 +44,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             os.ftruncate(descriptor, 0)  # drop what a killed process left
             yield partial
-            fsync_file(partial)
+            fsync(partial)
             os.replace(partial, final)
-            fsync_folder(final.parent)
+            fsync(final.parent)
         except BaseException:
             with suppress(OSError):  # the disk may be read-only by now: report the first error, not this one
                 partial.unlink(missing_ok=True)
@@ -102,11 +103,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             yield partial
             for folder, _, files in os.walk(partial):
                 for name in files:
-                    fsync_file(Path(folder, name))
-                fsync_folder(folder)
+                    fsync(Path(folder, name))
+                fsync(folder)
             lock.unlink()
             os.replace(partial, path)
-            fsync_folder(path.parent)
+            fsync(path.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -195,22 +196,16 @@ def noted_digest(path: Path, noted: Any) -> list[Any]:
     return [*state, sha256_file(path)]
 
 
-def fsync_file(path: str | os.PathLike[str]) -> None:
-    """Force the content of a file to the disk."""
+def fsync(path: str | os.PathLike[str]) -> None:
+    """Force the content of a file to the disk, or the entries of a folder, where the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC or not os.path.isdir(path):
+            raise
     finally:
         os.close(descriptor)
-
-
-def fsync_folder(folder: str | os.PathLike[str]) -> None:
-    """Force the entries of a folder, such as a rename, to the disk, where the file system can."""
-    try:
-        fsync_file(folder)
-    except OSError as error:
-        if error.errno not in _NO_FSYNC:
-            raise
 
 
 _LONGEST_NAME = 200
@@ -261,7 +256,7 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         folder = self.path.parent
-        self._made = [place for place in (folder, *folder.parents) if not place.exists()]
+        self._made = list(filterfalse(Path.exists, (folder, *folder.parents)))
         folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = hold_file(self.path)
         if self._descriptor is None:

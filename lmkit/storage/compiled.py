@@ -34,29 +34,33 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
         OSError: the library cannot be loaded.
     """
     with ExitStack() as held:
+        folder = kept = None
         try:
             cache = os.environ.get("XDG_CACHE_HOME")
-            folder = (Path(cache) if cache else Path.home() / ".cache") / "lmkit"
-            kept = _find(folder, name)
+            place = (Path(cache) if cache else Path.home() / ".cache") / "lmkit"
+            kept = _find(place, name)
             if kept is None:
-                folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_one_at_a_time(folder / f"{name}.lock"))
-                kept = _find(folder, name)
+                place.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_one_at_a_time(place / f"{name}.lock"))
+                kept = _find(place, name)
+            folder = place
         except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
             _warn(what, error)
-            return _load(_built(name, build))
-        if kept is None:
-            library = _built(name, build)
-            kept = folder / _kept_name(name, library)
+        if kept is not None:
+            with suppress(OSError):  # nothing runs from a disk that is mounted with noexec
+                return ctypes.CDLL(str(kept))
+        made = Path(held.enter_context(tempfile.TemporaryDirectory()), "lmkit.so")
+        if kept is not None:
+            made.write_bytes(read_input(kept))
+        else:
+            build(made)
+            library = read_input(made)
             try:
-                write_atomic(kept, library)
+                if folder is not None:
+                    write_atomic(folder / _kept_name(name, library), library)
             except (OSError, LmkitError) as error:
                 _warn(what, error)
-                return _load(library)
-    try:
-        return ctypes.CDLL(str(kept))
-    except OSError:  # nothing runs from a disk that is mounted with noexec
-        return _load(read_input(kept))
+        return ctypes.CDLL(str(made))
 
 
 def _warn(what: str, error: Exception) -> None:
@@ -77,21 +81,6 @@ def _find(folder: Path, name: str) -> Path | None:
                 return path
             path.unlink()
     return None
-
-
-def _built(name: str, build: Callable[[Path], None]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, name)
-        build(path)
-        return read_input(path)
-
-
-def _load(library: bytes) -> ctypes.CDLL:
-    """Load a library from the folder of temporary files."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "lmkit.so")
-        path.write_bytes(library)
-        return ctypes.CDLL(str(path))
 
 
 @contextmanager

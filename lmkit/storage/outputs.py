@@ -14,12 +14,9 @@ from lmkit.errors import UsageError, reason
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
     """Refuse an output that exists, unless `force`, or whose folder cannot be written to.
 
-    Args:
-        such_as: a name for the hint, where the output is a folder.
-
     Raises:
         UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
-            ("output.not_a_file"), or cannot be written ("output.unwritable").
+            ("output.not_a_file": the hint names `such_as` in the folder), or cannot be written ("output.unwritable").
     """
     if output.is_dir():
         hint = f"name a file: {output / such_as}"
@@ -38,21 +35,19 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
     Raises:
         UsageError: names the source ("output.replaces_source").
     """
-    written = {os.path.realpath(path): path for path in outputs}
+    written = list(outputs)
+    places = list(map(os.path.realpath, written))
     for source in sources:
-        output = written.get(os.path.realpath(source))
-        if output is not None:
-            message = f"{source}: {output.name} would replace this source"
+        if (place := os.path.realpath(source)) in places:
+            message = f"{source}: {written[places.index(place)].name} would replace this source"
             raise UsageError("output.replaces_source", message, hint="give the output another name")
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
     """Refuse a folder that cannot be created or written to, before time is spent on its content.
 
-    Tries to write a temporary file to the folder, or to the nearest parent that exists.
-
-    Args:
-        option: the option that chooses another folder, for the hint; "" if it is no option.
+    Tries to write a temporary file to the folder, or to the nearest parent that exists. `option` chooses another
+    folder, for the hint; "" if it is no option.
 
     Raises:
         UsageError: names the obstacle ("output.unwritable").

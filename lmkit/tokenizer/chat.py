@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
-from lmkit.recipe.tables import TokenizerConfig
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.pretokenize import split_words
@@ -181,14 +180,6 @@ def beside(tokenizer: Path | None) -> ChatTemplate | None:
     """Return the template beside a `tokenizer.json`, if there is one."""
     path = None if tokenizer is None else tokenizer.parent / CHAT_TEMPLATE
     return None if path is None or not path.is_file() else read_template(path)
-
-
-def template_for(table: TokenizerConfig, tokenizer: Tokenizer, *, source: str) -> ChatTemplate | None:
-    """Return the template that a recipe names, else the one beside its tokenizer, else `plain` if the corpus is
-    conversations; None for other corpora."""
-    if table.chat_template is not None:
-        return named_template(table.chat_template, tokenizer)
-    return beside(table.path) or (named_template("plain", tokenizer) if source == "chat" else None)
 
 
 def named_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -53,10 +53,9 @@ def text_file_status(path: Path) -> os.stat_result:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, reason(error)) from error
-    if stat.S_ISDIR(status.st_mode):
-        raise _unreadable(path, "is a directory")
     if not stat.S_ISREG(status.st_mode):
-        raise _unreadable(path, "is not a regular file")
+        is_folder = stat.S_ISDIR(status.st_mode)
+        raise _unreadable(path, "is a directory" if is_folder else "is not a regular file")
     return status
 
 
@@ -138,9 +137,10 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> Iterator[int]:
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
     # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
-    last_few = [match.start() for match in _AFTER_LETTER.finditer(text)][: -2 * _TRIES - 1 : -1]
-    cuts = (low + len(text[:cut].encode("utf-8", "surrogateescape")) for cut in last_few)
-    yield from (cut for cut in cuts if cut <= high)
+    for match in list(_AFTER_LETTER.finditer(text))[: -2 * _TRIES - 1 : -1]:
+        cut = low + len(text[: match.start()].encode("utf-8", "surrogateescape"))
+        if cut <= high:
+            yield cut
 
 
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
@@ -195,11 +195,8 @@ class TextFiles:
             yield chunk
         # A write to the file changes its size or its time.
         if text_file_status(path).st_mtime_ns != before.st_mtime_ns or num_bytes != self.sizes[source]:
-            raise LmkitError(
-                "corpus.changed",
-                f"{path}: changed while it was being read",
-                hint="run again when it is complete",
-            )
+            message = f"{path}: changed while it was being read"
+            raise LmkitError("corpus.changed", message, hint="run again when it is complete")
 
     def text_of(self, chunk: Chunk) -> bytes:
         """Return a chunk as valid UTF-8; safe to call from any thread."""

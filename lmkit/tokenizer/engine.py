@@ -143,14 +143,8 @@ class MergeTable(bpe.MergeTable):
 
 @dataclass(frozen=True)
 class WordCounts:
-    """The distinct words of a corpus.
-
-    Attributes:
-        text: all words, joined; uint8.
-        lengths: bytes of each word; int64.
-        counts: occurrences of each word; int64.
-        num_special: occurrences of special tokens, which belong to no word.
-    """
+    """The distinct words of a corpus, joined (uint8); the bytes and the occurrences of each (int64); and how often
+    special tokens, which belong to no word, occur."""
 
     text: np.ndarray
     lengths: np.ndarray
@@ -255,14 +249,12 @@ class NativeEncoder(Encoder):
         byte_ids = np.array(merges.byte_ids, np.int32)
         table = np.fromiter(chain.from_iterable(merges.merges), np.int32, 3 * len(merges.merges))
         left, right, merged = table.reshape(-1, 3).T.copy()
-        addresses = [column.ctypes.data for column in (self._classes, byte_ids, left, right, merged)]
         words = b"".join(merges.whole)
-        sizes, ids = (
-            np.array([*numbers], np.int64) for numbers in (map(len, merges.whole), merges.whole.values())
-        )
+        sizes = np.fromiter(map(len, merges.whole), np.int64)
+        ids = np.fromiter(merges.whole.values(), np.int64)
         self._encoder = code.lmkit_encoder_new(
-            *addresses,
-            len(merged),
+            *(self._classes.ctypes.data, byte_ids.ctypes.data),
+            *(left.ctypes.data, right.ctypes.data, merged.ctypes.data, len(merged)),
             list(PATTERNS).index(merges.pattern),
             *(words, len(words), sizes.ctypes.data, ids.ctypes.data, len(ids)),
         )
@@ -438,15 +430,11 @@ def share_out(
             free.put(worker)
 
     under_way: collections.deque[tuple[T, Future[R]]] = collections.deque()
-
-    def finish_first() -> None:
-        item, result = under_way.popleft()
-        finish(item, result.result())
-
     with ThreadPoolExecutor(len(workers)) as pool:
         for item in items:
             under_way.append((item, pool.submit(work, item)))
             if len(under_way) >= _AHEAD * len(workers):
-                finish_first()
-        while under_way:
-            finish_first()
+                first, result = under_way.popleft()
+                finish(first, result.result())
+        for first, result in under_way:
+            finish(first, result.result())

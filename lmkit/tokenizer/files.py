@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from itertools import count
 from json.encoder import encode_basestring
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import parse_object, read_input
-from lmkit.tokenizer.marks import Beside, added_by, config_of, marks_of, named_by
+from lmkit.tokenizer.marks import added_by, config_of, marks_of, named_by, read_beside
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def damaged(path: str | Path, what: object) -> LmkitError:
 _VISIBLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 CHARACTERS = "".join(chr(byte if byte in _VISIBLE else 256 + _HIDDEN.index(byte)) for byte in range(256))
+_ALPHABET = frozenset(CHARACTERS)
 _BYTES = codecs.charmap_build(CHARACTERS)  # one character per byte is a codec with a table
 
 
@@ -65,22 +67,14 @@ def to_characters(token: bytes) -> str:
     return codecs.charmap_decode(token, "strict", CHARACTERS)[0]
 
 
-def to_bytes(characters: str) -> bytes:
-    """Read a token in the byte alphabet.
-
-    Raises:
-        ValueError: a character outside the alphabet.
+def to_bytes(name: str) -> bytes | None:
+    """Return the bytes of a token in the byte alphabet; None if it has other characters.
 
     >>> to_bytes("Ġthe")
     b' the'
     """
-    return codecs.charmap_encode(characters, "strict", _BYTES)[0]
-
-
-def from_name(name: str) -> bytes | None:
-    """Return the bytes of a token in the byte alphabet; None if it has other characters."""
     try:
-        return to_bytes(name)
+        return codecs.charmap_encode(name, "strict", _BYTES)[0]
     except ValueError:
         return None
 
@@ -109,11 +103,11 @@ _PRE_TOKENIZERS = {
     "qwen2": _split(PATTERNS["qwen2"]),
 }
 """The pre-tokenizer that finds the words of each of `PATTERNS`."""
-_OTHER_SPELLINGS = [
-    _split(PATTERN),
-    _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d")),
+_SPELLINGS = [
+    *_PRE_TOKENIZERS.items(),
+    ("gpt2", _split(PATTERN)),
+    ("gpt2", _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d"))),
 ]
-"""Of GPT-2's pattern."""
 
 
 def to_json(tokenizer: Tokenizer) -> str:
@@ -137,11 +131,11 @@ def to_json(tokenizer: Tokenizer) -> str:
                 "normalized": token.normalized,
                 "special": token.special,
             }
-            for token, token_id in sorted(tokenizer.specials.ids.items(), key=lambda item: item[1])
+            for token, token_id in sorted(tokenizer.specials.ids.items(), key=itemgetter(1))
         ],
         "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
         "pre_tokenizer": _PRE_TOKENIZERS[tokenizer.pattern],
-        "post_processor": _template(tokenizer),
+        "post_processor": _template(tokenizer, names) if tokenizer.prefix or tokenizer.suffix else None,
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -155,7 +149,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     }
     # The two long parts are joined by hand, with each token quoted once: json.dumps takes twice as long, and every
     # encoding of a corpus waits for the hash of this text.
-    quoted = {token_id: encode_basestring(name) for token_id, name in names.items()}
+    quoted = dict(zip(names, map(encode_basestring, names.values()), strict=True))
     vocab = ", ".join([f"{name}: {token_id}" for token_id, name in quoted.items()])
     pairs = tokenizer.merge_table.merges
     merges = ", ".join([f"[{quoted[left]}, {quoted[right]}]" for left, right, _ in pairs])
@@ -165,8 +159,10 @@ def to_json(tokenizer: Tokenizer) -> str:
 
 def _pattern_of(steps: list[dict[str, Any]]) -> str | None:
     """Return which of `PATTERNS` pre-tokenizers are; None for others."""
-    spellings = [*_PRE_TOKENIZERS.items(), *(("gpt2", other) for other in _OTHER_SPELLINGS)]
-    return next((name for name, written in spellings if steps == _steps(written)), None)
+    for name, written in _SPELLINGS:
+        if steps == _steps(written):
+            return name
+    return None
 
 
 def _steps(part: dict[str, Any] | None, key: str = "pretokenizers") -> list[dict[str, Any]]:
@@ -182,11 +178,8 @@ def _steps(part: dict[str, Any] | None, key: str = "pretokenizers") -> list[dict
     return [step]
 
 
-def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
+def _template(tokenizer: Tokenizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the post-processor that puts prefix and suffix around a text."""
-    if not (tokenizer.prefix or tokenizer.suffix):
-        return None
-    names = names_of(tokenizer)
 
     def around(text: str, type_id: int) -> list[dict[str, Any]]:
         before, after = (
@@ -204,26 +197,32 @@ def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def load_json(path: Path, beside: Beside) -> dict[str, Any]:
+def load_json(path: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
-    content, config, marks = parse(path, _ONE_FILE), config_of(beside), marks_of(beside)
+    beside = read_beside(path)
+    config, marks, written = config_of(beside), marks_of(beside), _read(path, _ONE_FILE)
     try:
+        content = parse_object(written)
         model, given = content["model"], list(content.get("added_tokens", ()))
-        content["added_tokens"] = [*given, *added_by(beside, path, {token.get("id") for token in given})]
+        if beside:
+            given += added_by(beside, path, {token.get("id") for token in given})
+        content["added_tokens"] = given
         if refused := _unsupported(content, config):
             fields = ", ".join(f"{field} = {json.dumps(value)[:100]}" for field, value in refused)
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens = {name: name if (token := from_name(name)) is None else token for name in names}
+        tokens: dict[str, bytes | str] = {}
+        for name in names:
+            token = to_bytes(name)
+            tokens[name] = name if token is None else token
         merges = read_merges(model["merges"], tokens)
-        flags = ("special", "normalized", "lstrip", "rstrip")
-        added = {
-            token["content"]: AddedToken(token["content"], *(bool(token.get(flag)) for flag in flags))
-            for token in content["added_tokens"]
-            if token["content"]
-        }
+        added = {}
+        for described in given:
+            if text := described["content"]:
+                flags = [bool(described.get(flag)) for flag in ("special", "normalized", "lstrip", "rstrip")]
+                added[text] = AddedToken(text, *flags)
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
@@ -234,28 +233,30 @@ def load_json(path: Path, beside: Beside) -> dict[str, Any]:
                     f"eos_token = {json.dumps(mark)} is no token of {path.name}",
                     hint="name a token that the vocabulary has, or remove the key",
                 )
-        prefix, suffix = _around(content.get("post_processor"), path)
+        around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        if (post_processor := content.get("post_processor")) is not None:
+            around = _around(post_processor, path)
         new = [text for text in added if text not in names]
-        ids = [(tokens[name], token_id) for name, token_id in names.items()]
-        vocab = by_id([*ids, *zip(new, count(len(names)), strict=False)])
+        ids = (*names.values(), *range(len(names), len(names) + len(new)))
+        vocab = by_id(zip((*tokens.values(), *new), ids, strict=True))
     except KeyError as error:
         raise damaged(path, f"not a whole tokenizer.json: no key {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"not a tokenizer.json: {error}") from error
     if ignored := [field for field in ("truncation", "padding") if content.get(field) is not None]:
         _log.warning("%s: ignoring %s: texts are encoded whole", path, " and ".join(ignored))
-    if unread := sorted(named_by(config) - added.keys()):
+    if config and (unread := sorted(named_by(config) - added.keys())):
         _log.warning(
             "%s: names %s, which %s does not add: they stay text, where transformers makes each a token",
             *(path.with_name(TOKENIZER_CONFIG), some_of([json.dumps(name) for name in unread]), path.name),
         )
-    unk_id = names.get(model.get("unk_token")) if _lacks_bytes(names) else None
+    unk_id = None if names.keys() >= _ALPHABET else names.get(model.get("unk_token"))
     return {
         "vocab": vocab,
         "merges": merges,
         "special_tokens": tuple(added.values()),
-        "prefix": prefix,
-        "suffix": suffix,
+        "prefix": around[0],
+        "suffix": around[1],
         "pattern": _pattern_of(_steps(content["pre_tokenizer"])),
         "whole_words": bool(model.get("ignore_merges")),
         "nfc": bool(_steps(content.get("normalizer"), "normalizers")),
@@ -274,13 +275,13 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     if config.get("add_prefix_space") and config.get("tokenizer_class") not in _ADD_NO_SPACE:
         found.append((f"{TOKENIZER_CONFIG}: add_prefix_space", True))
     vocab = model["vocab"]
-    if _lacks_bytes(vocab):
+    if not vocab.keys() >= _ALPHABET:
         if model.get("byte_fallback"):
             found.append(("model.byte_fallback", True))
         unknown = model.get("unk_token")
         parts = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
         if unknown is not None and (
-            unknown not in vocab or (from_name(unknown) is None and any(unknown in pair for pair in parts))
+            unknown not in vocab or (to_bytes(unknown) is None and any(unknown in pair for pair in parts))
         ):  # not made of bytes, and a part of a merge
             found.append(("model.unk_token", unknown))
     taken = set(vocab.values())
@@ -309,14 +310,8 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     return found
 
 
-def _lacks_bytes(vocab: Mapping[str, Any]) -> bool:
-    return not all(character in vocab for character in CHARACTERS)
-
-
-def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _around(post_processor: dict[str, Any], path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the post-processor puts before and after a text."""
-    if post_processor is None:
-        return (), ()
     is_sequence = post_processor["type"] == "Sequence"
     found: list[tuple[int, ...]] = []
     for i, processor in enumerate(post_processor["processors"] if is_sequence else [post_processor]):
@@ -336,11 +331,9 @@ def _around(post_processor: dict[str, Any] | None, path: Path) -> tuple[tuple[in
         else:
             sides = []
         if len(sides) != 2 or found:
-            raise UsageError(
-                "tokenizer.unsupported",
-                f"{path}: {field} = {json.dumps(processor)[:60]} is not supported",
-                hint="a post-processor may put tokens before and after the text, once",
-            )
+            message = f"{path}: {field} = {json.dumps(processor)[:60]} is not supported"
+            hint = "a post-processor may put tokens before and after the text, once"
+            raise UsageError("tokenizer.unsupported", message, hint=hint)
         if any(type(token_id) is not int for side in sides for token_id in side):
             raise ValueError(f"{field}: an id is not an integer")
         found = [tuple(side) for side in sides]
@@ -376,15 +369,22 @@ def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
 
 def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token."""
-    names = parse(vocab_json, _TWO_FILES)
-    lines = [line for line in _read(merges_txt, _TWO_FILES).splitlines() if line]
-    made = {line.replace(" ", "") for line in lines} | set(CHARACTERS)
+    text, lines = _read(vocab_json, _TWO_FILES), _read(merges_txt, _TWO_FILES).splitlines()
+    lines = list(filter(None, lines))
+    try:
+        names = parse_object(text)
+    except ValueError as error:
+        raise damaged(vocab_json, error) from None
+    made = {line.replace(" ", "") for line in lines} | _ALPHABET
     special_tokens = tuple(name for name in names if name not in made)
     lost = [name for name in special_tokens if _SPACE in name]
     if lost:  # nobody spells a special token so
         found = some_of(lost, most=1)
         raise damaged(merges_txt, f"no merge makes {found} of {vocab_json.name}; is it complete?")
-    tokens = {name: to_bytes(name) if name in made else name for name in names}
+    tokens: dict[str, bytes | str] = {}
+    for name in names:
+        token = to_bytes(name) if name in made else None
+        tokens[name] = name if token is None else token
     try:
         merges = read_merges(lines, tokens)
     except ValueError as error:
@@ -452,25 +452,21 @@ def names_of(tokenizer: Tokenizer) -> dict[int, str]:
     Raises:
         UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
     """
-    verbatim, vocab = tokenizer.verbatim, tokenizer.vocab
-    names = {i: t.decode() if i in verbatim else to_characters(t) for i, t in vocab.items()}
-    for token_id in verbatim:
-        token = from_name(names[token_id])
+    names = {}
+    for token_id, content in tokenizer.vocab.items():
+        if token_id not in tokenizer.verbatim:
+            names[token_id] = to_characters(content)
+            continue
+        names[token_id] = content.decode()
+        token = to_bytes(names[token_id])
         is_word = token is not None and (len(token) == 1 or tokenizer.whole_words)
-        if is_word and token != vocab[token_id]:
+        if is_word and token != content:
             raise UsageError(
                 "tokenizer.special_tokens",
                 f"the special token {names[token_id]!r} is written like the bytes {token!r} in a tokenizer file",
                 hint="choose another special token",
             )
     return names
-
-
-def parse(path: Path, hint: str) -> dict[str, Any]:
-    try:
-        return parse_object(_read(path, hint))
-    except ValueError as error:
-        raise damaged(path, error) from None
 
 
 def _read(path: Path, hint: str) -> str:

@@ -31,16 +31,12 @@ CONFIG = "config.json"
 _FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, GENERATION_CONFIG, CONFIG)
 _DECODER = "added_tokens_decoder"
 Beside = Mapping[str, dict[str, Any]]
-"""Names of files beside a tokenizer -> their content; {} of those that are not there."""
+"""Names of files beside a tokenizer -> their content."""
 
 
 class Marks(NamedTuple):
-    """What the files beside a tokenizer say; None and (): nothing.
-
-    Attributes:
-        begin, end: the special tokens that begin and end a text.
-        stops: ids at which generation stops.
-    """
+    """The special tokens that begin and end a text, and the ids at which generation stops, as the files beside a
+    tokenizer say; None and (): nothing."""
 
     begin: str | None = None
     end: str | None = None
@@ -66,9 +62,9 @@ def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
     """
     if said.end is not None and said.end not in special_ids:
         raise ValueError(f"{said.end!r} ends a text, but is not a special token")
-    texts = {token_id: text for text, token_id in special_ids.items()}
-    end = said.end or next((texts[stop] for stop in said.stops if stop in texts), None)
-    end = end or next((name for name in END_NAMES if name in special_ids), None)
+    texts = dict(zip(special_ids.values(), special_ids, strict=True))
+    names = (*map(texts.get, said.stops), *END_NAMES) if said.end is None else (said.end,)
+    end = next(filter(special_ids.__contains__, names), None)
     begin = said.begin if said.begin in special_ids else None
     first = () if end is None else (special_ids[end],)
     return Marks(begin, end, tuple(dict.fromkeys((*first, *said.stops))))
@@ -76,11 +72,9 @@ def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
 
 def no_end_of_text(where: object) -> UsageError:
     """Return the error for a tokenizer without a token that ends a document."""
-    return UsageError(
-        "tokenizer.no_end_of_text",
-        f"{where}: holds documents, and the tokenizer has no token that ends one",
-        hint="name one of its special tokens: tokenizer.end_of_text in a recipe, or --end-of-text",
-    )
+    message = f"{where}: holds documents, and the tokenizer has no token that ends one"
+    hint = "name one of its special tokens: tokenizer.end_of_text in a recipe, or --end-of-text"
+    return UsageError("tokenizer.no_end_of_text", message, hint=hint)
 
 
 def read_beside(path: Path) -> Beside:
@@ -89,15 +83,28 @@ def read_beside(path: Path) -> Beside:
     Raises:
         LmkitError: a file is damaged ("tokenizer.damaged_marks").
     """
-    return {name: _read(path.with_name(name)) if path.name == TOKENIZER else {} for name in _FILES}
+    beside = {}
+    for name in _FILES if path.name == TOKENIZER else ():
+        if content := _read(path.with_name(name)):
+            beside[name] = content
+    return beside
 
 
 def marks_of(beside: Beside) -> Marks:
     """Return what the files beside a tokenizer say of begin, end and stops."""
-    named, generation = config_of(beside), beside[GENERATION_CONFIG]
-    found = (generation if "eos_token_id" in generation else beside[CONFIG]).get("eos_token_id")
+    if not beside:
+        return NO_MARKS
+    named, generation = config_of(beside), beside.get(GENERATION_CONFIG, {})
+    found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
     return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
+
+
+def _text(content: Mapping[str, Any], key: str) -> str | None:
+    """Return a token, which older files describe as an object."""
+    token = content.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) and token else None
 
 
 def config_of(beside: Beside) -> dict[str, Any]:
@@ -105,8 +112,8 @@ def config_of(beside: Beside) -> dict[str, Any]:
 
     As in transformers, those of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
     """
-    config = beside[TOKENIZER_CONFIG]
-    return config if _DECODER in config else config | beside[SPECIAL_TOKENS_MAP]
+    config = beside.get(TOKENIZER_CONFIG, {})
+    return config if _DECODER in config else config | beside.get(SPECIAL_TOKENS_MAP, {})
 
 
 def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[str, Any]]:
@@ -131,7 +138,7 @@ def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[st
                 "normalized": text not in special,
                 "field": f"{ADDED_TOKENS}: {json.dumps(text)}",
             }
-            for text, i in sorted(beside[ADDED_TOKENS].items(), key=itemgetter(1))
+            for text, i in sorted(beside.get(ADDED_TOKENS, {}).items(), key=itemgetter(1))
             if i not in known
         ]
     try:
@@ -159,8 +166,8 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     """Write the marks of a tokenizer into the files beside it, unless these say the same already.
 
     Raises:
-        UsageError: the marks have to be written, and the tokenizer has another name than tokenizer.json
-            ("tokenizer.marks"), or such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
+        UsageError: they have to be written, and the tokenizer is not called tokenizer.json ("tokenizer.marks"), or
+            such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(marks_of(read_beside(path)), special_ids) == marks:
@@ -168,11 +175,9 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass
     if path.name != TOKENIZER:
-        raise UsageError(
-            "tokenizer.marks",
-            f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text",
-            hint=f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token",
-        )
+        message = f"{path}: {json.dumps(marks.end)} cannot be stored as the token that ends a text"
+        hint = f"name the file {TOKENIZER}; {TOKENIZER_CONFIG} beside it then names the token"
+        raise UsageError("tokenizer.marks", message, hint=hint)
     files: dict[Path, dict[str, Any]] = {
         path.with_name(TOKENIZER_CONFIG): {"bos_token": marks.begin, "eos_token": marks.end},
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
@@ -198,10 +203,3 @@ def _read(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, why: object) -> LmkitError:
     hint = "copy or download it again; it names the tokens that begin and end a text"
     return LmkitError("tokenizer.damaged_marks", f"{path}: {why}", hint=hint)
-
-
-def _text(content: Mapping[str, Any], key: str) -> str | None:
-    """Return a token, which older files describe as an object."""
-    token = content.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) and token else None

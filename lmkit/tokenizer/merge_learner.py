@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -43,13 +44,9 @@ _BUCKETS = 64  # neighbours are counted in this many buckets; sharing one only r
 _NOT_IN_STEP = 1 << 20
 
 
-class _Candidate(NamedTuple):
-    """A heap entry. heapq takes the smallest: counts are negated, and bytes inverted (`_inverted`)."""
-
-    negative_count: int
-    left: str
-    right: str
-    pair: int
+# A heap entry: -count, both tokens as strings that sort in the opposite order of their bytes, and the number of the
+# pair. heapq takes the smallest.
+_Candidate = tuple[int, str, str, int]
 
 
 class _Occurrences(NamedTuple):
@@ -65,7 +62,7 @@ class _Occurrences(NamedTuple):
     weight: np.ndarray  # occurrences of the word in the corpus
 
     def at(self, index: np.ndarray | slice) -> _Occurrences:
-        return _Occurrences(*(array[index] for array in self))
+        return _Occurrences._make(map(itemgetter(index), self))
 
 
 def learn_merges_fast(
@@ -75,10 +72,9 @@ def learn_merges_fast(
     *,
     max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus; see `core.bpe.learn_merges`, which returns the same.
+    """Learn merges from the distinct words of a corpus; returns what `core.bpe.learn_merges` does.
 
-    Args:
-        progress: called with (merges learned, merges wanted) after each step.
+    `progress` is called with (merges learned, merges wanted) after each step.
 
     Raises:
         LmkitError: the distinct words exceed 2 GiB.
@@ -98,14 +94,12 @@ class _Learner:
     def __init__(self, words: WordCounts, num_merges: int, max_token_bytes: int) -> None:
         num_slots = len(words.text) + len(words.lengths) + 1
         if num_slots >= 1 << _SLOT_BITS:
-            raise LmkitError(
-                "tokenizer.corpus_too_large",
-                "the distinct words of the corpus exceed 2 GiB",
-                hint="train on less text",
-            )
+            message = "the distinct words of the corpus exceed 2 GiB"
+            raise LmkitError("tokenizer.corpus_too_large", message, hint="train on less text")
         self.merges: list[Pair] = []
         self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
-        self._token_order = [_inverted(token) for token in self._token_bytes]
+        # Each byte is inverted, and the end sorts last.
+        self._token_order = [chr(255 - byte) + "\u0100" for byte in range(NUM_BYTES)]
         self._token_size = np.ones(NUM_BYTES + num_merges, np.int64)
         self._longest, self._max_token_bytes = 1, max_token_bytes
 
@@ -116,7 +110,7 @@ class _Learner:
         # The fields of a slot are read together, and share a cache line. pair_at: the pair that begins here; 0: none.
         fields = ("token", "next", "previous", "pair_at")
         slots = np.zeros(num_slots, [(field, np.int32) for field in fields])
-        self._token, self._next, self._previous, self._pair_at = (slots[field] for field in fields)
+        self._token, self._next, self._previous, self._pair_at = map(slots.__getitem__, fields)
         self._token[:] = _NO_TOKEN
         self._token[in_word] = words.text
         self._next[:-1] = np.arange(1, num_slots, dtype=np.int32)
@@ -146,9 +140,9 @@ class _Learner:
         chosen = self._next_candidates(min(self._step_size, limit))
         if not chosen:
             return False
-        pairs = np.array([candidate.pair for candidate in chosen])
+        pairs = np.array([pair for _, _, _, pair in chosen])
         found = self._occurrences(pairs)
-        keep = min(self._conflict_free(pairs, found), self._certain(pairs, found)) if len(pairs) > 1 else 1
+        keep = self._certain(pairs, found) if len(pairs) > 1 else 1
         self._step_size = min(_LONGEST_STEP, 2 * keep + 2)
         if keep < len(pairs):
             for candidate in chosen[keep:]:
@@ -156,7 +150,11 @@ class _Learner:
             pairs = pairs[:keep]
             found = found.at(slice(int(np.searchsorted(found.rank, keep))))
         if keep == 1 and self._left[pairs[0]] == self._right[pairs[0]]:
-            found = _every_other_of_runs(found)
+            # Of the occurrences of "aa" in "aaaa" keep the first and the third, not the one in between.
+            index = np.arange(len(found.first))
+            begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
+            run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
+            found = found.at((index - run_start) % 2 == 0)
         self._merge(pairs, found)
         return True
 
@@ -168,69 +166,60 @@ class _Learner:
         work = 0
         while len(chosen) < wanted and work < _WORK_PER_STEP:
             if not self._heap:
-                if chosen or not self._refill_heap():
+                counts = self._count[: self._num_pairs]
+                top = int(counts.max())
+                if chosen or top == 0:  # a pair that no longer occurs must not be merged
                     break
+                ceiling = self._floor
+                self._floor = max(1, min(ceiling, top + 1) * 5 // 8)
+                waiting = np.flatnonzero((counts >= self._floor) & (counts < ceiling))
+                self._heap = self._candidates(waiting)
+                heapq.heapify(self._heap)
                 continue
-            candidate = heapq.heappop(self._heap)
-            pair = candidate.pair
+            negative_count, left, right, pair = candidate = heapq.heappop(self._heap)
             count = self._count.item(pair)
-            if count == -candidate.negative_count:
+            if count == -negative_count:
                 chosen.append(candidate)
                 work += self._first.item(pair + 1) - self._first.item(pair)
             elif count >= self._floor:
-                heapq.heappush(self._heap, _Candidate(-count, candidate.left, candidate.right, pair))
+                heapq.heappush(self._heap, (-count, left, right, pair))
         return chosen
-
-    def _refill_heap(self) -> bool:
-        """Lower the floor. Return False if every count is zero."""
-        counts = self._count[: self._num_pairs]
-        top = int(counts.max())
-        if top == 0:  # a pair that no longer occurs must not be merged
-            return False
-        ceiling = self._floor
-        self._floor = max(1, min(ceiling, top + 1) * 5 // 8)
-        waiting = np.flatnonzero((counts >= self._floor) & (counts < ceiling))
-        self._heap = self._candidates(waiting)
-        heapq.heapify(self._heap)
-        return True
 
     def _candidates(self, pairs: np.ndarray) -> list[_Candidate]:
         order = self._token_order
-        columns = -self._count[pairs], self._left[pairs], self._right[pairs], pairs
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [_Candidate(count, order[left], order[right], pair) for count, left, right, pair in rows]
+        counts, left, right = -self._count[pairs], self._left[pairs], self._right[pairs]
+        rows = zip(counts.tolist(), left.tolist(), right.tolist(), pairs.tolist(), strict=True)
+        return [(count, order[left], order[right], pair) for count, left, right, pair in rows]
 
     def _occurrences(self, pairs: np.ndarray) -> _Occurrences:
         begin, end = self._first[pairs], self._first[pairs + 1]
         places = [self._places[i:j] for i, j in zip(begin.tolist(), end.tolist(), strict=True)]
-        first = _as_index(np.concatenate(places))
+        # The large arrays hold int32; numpy indexes fastest with int64.
+        first = np.concatenate(places).astype(np.int64)
         current = np.flatnonzero(self._pair_at[first] == np.repeat(pairs, end - begin))
         first = first[current]
-        rank = np.repeat(np.arange(len(pairs)), end - begin)[current]
-        before, second = _as_index(self._previous[first]), _as_index(self._next[first])
+        before, second = self._previous[first].astype(np.int64), self._next[first].astype(np.int64)
         return _Occurrences(
-            rank=rank,
+            rank=np.repeat(np.arange(len(pairs)), end - begin)[current],
             before=before,
             first=first,
             second=second,
-            after=_as_index(self._next[second]),
-            pair_before=_as_index(self._pair_at[before]),
-            pair_after=_as_index(self._pair_at[second]),
+            after=self._next[second].astype(np.int64),
+            pair_before=self._pair_at[before].astype(np.int64),
+            pair_after=self._pair_at[second].astype(np.int64),
             weight=self._weight[first],
         )
 
-    def _conflict_free(self, pairs: np.ndarray, found: _Occurrences) -> int:
-        """Return how many of the chosen pairs, at least one, overlap no earlier pair and not themselves."""
+    def _certain(self, pairs: np.ndarray, found: _Occurrences) -> int:
+        """Return how many of the chosen pairs, at least one, would be merged in this order one by one."""
+        # 1. Of two pairs that overlap, the later one has to wait. Looking to the left is enough: an overlap to the
+        # right is the other pair's overlap to the left.
         self._step_rank[pairs] = np.arange(len(pairs))
-        # Looking to the left is enough: an overlap to the right is the other pair's overlap to the left.
         overlapping = self._step_rank[found.pair_before]
         self._step_rank[pairs] = _NOT_IN_STEP
-        # Of two pairs that overlap the later one has to wait.
-        first_to_wait = int(np.maximum(found.rank, overlapping).min())
-        return max(1, min(len(pairs), first_to_wait))
+        keep = max(1, min(len(pairs), int(np.maximum(found.rank, overlapping).min())))
 
-    def _certain(self, pairs: np.ndarray, found: _Occurrences) -> int:
-        """Return how many of the chosen pairs, at least one, cannot be overtaken by a newly created pair."""
+        # 2. No newly created pair may overtake a chosen pair.
         neighbour = self._token[np.concatenate((found.before, found.after))]
         group = np.concatenate((found.rank, found.rank + len(pairs))) * _BUCKETS + (neighbour & _BUCKETS - 1)
         weight = np.concatenate((found.weight, found.weight)) * (neighbour != _NO_TOKEN)
@@ -238,7 +227,7 @@ class _Learner:
         bound = np.bincount(group, weight, 2 * len(pairs) * _BUCKETS)
         most = np.maximum.accumulate(bound.reshape(2, len(pairs), _BUCKETS).max(axis=(0, 2)))
         overtaken = np.flatnonzero(most[:-1] >= self._count[pairs[1:]])
-        return int(overtaken[0]) + 1 if len(overtaken) else len(pairs)
+        return min(keep, int(overtaken[0]) + 1) if len(overtaken) else keep
 
     # ---- merging the pairs of a step
 
@@ -292,7 +281,12 @@ class _Learner:
         edges = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
         first, end = self._num_pairs, self._num_pairs + len(edges)
         used = self._first.item(first)
-        self._make_room(end + 1, used + len(places))
+        if end + 1 > len(self._count):
+            self._left, self._right = _grown(self._left, end + 1), _grown(self._right, end + 1)
+            self._count, self._first = _grown(self._count, end + 1), _grown(self._first, end + 1)
+            self._step_rank = np.full(len(self._count), _NOT_IN_STEP, np.int32)
+        if used + len(places) > len(self._places):
+            self._places = _grown(self._places, used + len(places))
         self._first[first:end] = used + edges
         self._first[end] = used + len(places)
         self._places[used : used + len(places)] = places
@@ -308,34 +302,6 @@ class _Learner:
             self._count[first:end] *= sizes <= self._max_token_bytes  # a pair of count 0 is never merged
         self._num_pairs = end
         return numbers
-
-    def _make_room(self, num_pairs: int, num_places: int) -> None:
-        if num_pairs > len(self._count):
-            self._left = _grown(self._left, num_pairs)
-            self._right = _grown(self._right, num_pairs)
-            self._count = _grown(self._count, num_pairs)
-            self._first = _grown(self._first, num_pairs)
-            self._step_rank = np.full(len(self._count), _NOT_IN_STEP, np.int32)
-        if num_places > len(self._places):
-            self._places = _grown(self._places, num_places)
-
-
-def _every_other_of_runs(found: _Occurrences) -> _Occurrences:
-    """Of the occurrences of "aa" in "aaaa" keep the first and the third, not the one in between."""
-    index = np.arange(len(found.first))
-    begins_run = np.concatenate(([True], found.second[:-1] != found.first[1:]))
-    run_start = np.maximum.accumulate(np.where(begins_run, index, 0))
-    return found.at((index - run_start) % 2 == 0)
-
-
-def _as_index(numbers: np.ndarray) -> np.ndarray:
-    """Return the numbers as int64, with which numpy indexes fastest. (The large arrays hold int32.)"""
-    return numbers.astype(np.int64)
-
-
-def _inverted(token: bytes) -> str:
-    """Return a string that sorts in the opposite order of `token`: each byte is inverted, and the end sorts last."""
-    return "".join(chr(255 - b) for b in token) + "\u0100"
 
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:

@@ -6,9 +6,9 @@ the distinct words, and encoding merges each distinct word once. `words.c` conta
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
+import operator
 import os
 import re
 import unicodedata
@@ -98,38 +98,42 @@ class AddedToken(NamedTuple):
 class SpecialTokens:
     """Strings that are one token each: never split, and never merged with their neighbours.
 
-    They are found from left to right. Of several that begin at the same place the longest is taken. Those with
-    `normalized` are found in the text that the others leave.
-
-    Args:
-        ids: text or `AddedToken` -> token id.
+    They are found from left to right; of several that begin at the same place, the longest. Those with `normalized`
+    are found in the text that the others leave. `ids`: text or `AddedToken` -> token id.
 
     >>> list(SpecialTokens({"<|end|>": 7}).split(b"one<|end|>two"))
     [(b'one', 7), (b'two', None)]
     """
 
     def __init__(self, ids: Mapping[str, int] | Mapping[AddedToken, int]) -> None:
-        self.ids = {
-            AddedToken(key) if isinstance(key, str) else key: token_id for key, token_id in ids.items()
-        }
-        self.first, self.second = (
-            _Strings({token: i for token, i in self.ids.items() if token.normalized == normalized})
-            for normalized in (False, True)
-        )
+        self.ids: dict[AddedToken, int] = {}
+        first: dict[bytes, tuple[AddedToken, int]] = {}
+        second: dict[bytes, tuple[AddedToken, int]] = {}
+        for key, token_id in ids.items():
+            token = AddedToken(key) if isinstance(key, str) else key
+            self.ids[token] = token_id
+            (second if token.normalized else first)[token.text.encode()] = token, token_id
+        self.first, self.second = _Strings(first), _Strings(second)
         self.longest = max(self.first.longest, _NORMAL_FORM * self.second.longest)
         """Most bytes of a text that are one token."""
 
-    def only(self, allowed: Collection[str]) -> SpecialTokens:
-        """Return the tokens that are in `allowed` or are not special.
+    def only(self, allowed: str | Collection[str]) -> SpecialTokens:
+        """Return the tokens that are in `allowed` (a name, a collection, or "all") or are not special.
 
         Raises:
             ValueError: a name in `allowed` is none of these tokens.
         """
-        known = [token.text for token in self.ids]
-        unknown = sorted(set(allowed) - set(known))
+        if allowed == "all":
+            return self
+        allowed = {allowed} if isinstance(allowed, str) else set(allowed)
+        kept, unknown = {}, set(allowed)
+        for token, token_id in self.ids.items():
+            unknown.discard(token.text)
+            if not token.special or token.text in allowed:
+                kept[token] = token_id
         if unknown:
-            raise ValueError(f"no special token {unknown[0]!r}; known: {', '.join(map(repr, known))}")
-        kept = {token: i for token, i in self.ids.items() if not token.special or token.text in allowed}
+            known = ", ".join(repr(token.text) for token in self.ids)
+            raise ValueError(f"no special token {min(unknown)!r}; known: {known}")
         return SpecialTokens(kept)
 
     @functools.cached_property
@@ -170,9 +174,9 @@ class SpecialTokens:
 class _Strings:
     """Strings with the ids of their tokens, to find in bytes."""
 
-    def __init__(self, ids: Mapping[AddedToken, int]) -> None:
-        self._tokens = {token.text.encode(): (token, token_id) for token, token_id in ids.items()}
-        self.longest = max(map(len, self._tokens), default=0)
+    def __init__(self, tokens: dict[bytes, tuple[AddedToken, int]]) -> None:
+        self._tokens = tokens
+        self.longest = max(map(len, tokens), default=0)
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern[bytes] | None:
@@ -206,16 +210,17 @@ class _Strings:
     def packed(self) -> bytes:
         """Return int32s, then bytes: `Strings` in `words.c` says which."""
         tokens = sorted(self._tokens)
+        # Where the tokens begin that begin with each byte, and their number
+        numbers = np.searchsorted([token[0] for token in tokens], np.arange(257)).tolist()
+        ids, flags, ends = [], [], [0]
+        for text in tokens:
+            token, token_id = self._tokens[text]
+            ids.append(token_id)
+            flags.append(token.lstrip + 2 * token.rstrip)
+            ends.append(ends[-1] + len(text))
+        numbers += [*ids, *flags, *ends]
         text = b"".join(tokens)
         text += bytes(-len(text) % 4)
-        found = [self._tokens[token] for token in tokens]
-        numbers = [
-            *(bisect.bisect_left(tokens, bytes([byte])) for byte in range(256)),
-            len(tokens),
-            *(token_id for _, token_id in found),
-            *(token.lstrip + 2 * token.rstrip for token, _ in found),
-            *itertools.accumulate(map(len, tokens), initial=0),
-        ]
         head = [len(tokens), 4 * (2 + len(numbers)) + len(text)]
         return np.array([*head, *numbers], np.int32).tobytes() + text
 
@@ -233,7 +238,7 @@ def _any_of(words: Sequence[bytes], at: int = 0, depth: int = 50) -> bytes:
             b"(?:" + b"|".join(re.escape(word[at:]) for word in sorted(words, key=len, reverse=True)) + b")"
         )
     branches = []
-    for first, group in itertools.groupby(words, lambda word: word[at : at + 1]):
+    for first, group in itertools.groupby(words, operator.itemgetter(slice(at, at + 1))):
         alike = list(group)
         shared = len(os.path.commonprefix([alike[0], alike[-1]]))  # noqa: RUF071 - not paths
         if first:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import operator
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +30,33 @@ from lmkit.tokenizer.engine import (
     is_utf8,
     new_encoder,
 )
-from lmkit.tokenizer.marks import NO_MARKS, Marks, read_beside, resolve_marks, write_marks
+from lmkit.tokenizer.marks import NO_MARKS, Marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 _STREAM_BYTES = 1 << 16
-_BYTES_OF_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
+_BYTES = [bytes([byte]) for byte in range(NUM_BYTES)]
+_IN_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
 
 
 class Tokenizer:
     """Byte-level BPE with GPT-2's pre-tokenization, or that of another model.
 
-    If the vocabulary has all 256 bytes, every string has ids, and `decode(encode(text)) == text`. Exceptions: `nfc`
-    changes the text, and an `AddedToken` may take the whitespace around it. From a vocabulary without all bytes,
-    Hugging Face's library leaves characters out, or encodes them as the unknown token; so does this class.
+    If the vocabulary has all 256 bytes, `decode(encode(text)) == text`, except that `nfc` changes the text, and that
+    an `AddedToken` may take the whitespace around it. Characters of other bytes are left out, or become the unknown
+    token, as in Hugging Face's library.
 
     Args:
-        vocab: token id -> bytes. A token given as a string is not made of bytes: no text is encoded to its id unless
-            it is a special token or `unk_id`.
-        merges: pairs of tokens in the order in which they were learned; `vocab` contains the merged tokens.
-        special_tokens: never split, never merged across; `AddedToken` has more fields. One with the name that an
-            ordinary token has in `tokenizer.json` is that token; one that `vocab` lacks gets the next free id.
-        prefix: ids before every text, such as a begin-of-sequence token.
-        suffix: ids after every text.
+        vocab: token id -> bytes. A string is not made of bytes: only a special token or `unk_id` uses its id.
+        merges: pairs of tokens, first learned first; `vocab` contains the merged tokens.
+        special_tokens: never split, never merged across. One with the name that an ordinary token has in
+            `tokenizer.json` is that token; one that `vocab` lacks gets the next free id.
+        prefix, suffix: ids before and after every text, such as a begin-of-sequence token.
         pattern: finds words: a name of `lmkit.tokenizer.pretokenize.PATTERNS`.
         whole_words: whether a word that is in `vocab` is one token even if no merges make it (Llama 3).
         nfc: whether text is put into Unicode's normal form C first (Qwen2).
         unk_id: the token for a byte that `vocab` lacks; None leaves the byte out.
         fuse_unk: whether a run of such bytes in a word is one token.
-        marks: which special tokens begin and end a text; by default those with a conventional name.
+        marks: the special tokens that begin and end a text; by default those with a conventional name.
 
     Raises:
         ValueError: a part of a merge, a merged token or an id is missing in `vocab`, two ids have the same bytes, a
@@ -84,13 +85,13 @@ class Tokenizer:
         fuse_unk: bool = False,
         marks: Marks = NO_MARKS,
     ) -> None:
-        self.added_tokens = tuple(
-            AddedToken(token) if isinstance(token, str) else token for token in special_tokens
-        )
-        texts = [token.text for token in self.added_tokens]
-        if "" in texts or len(set(texts)) != len(texts):
+        added: dict[str, AddedToken] = {}
+        for given in special_tokens:
+            added_token = AddedToken(given) if isinstance(given, str) else given
+            added[added_token.text] = added_token
+        if "" in added or len(added) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
-        self.special_tokens = tuple(token.text for token in self.added_tokens if token.special)
+        self.added_tokens = tuple(added.values())
         ordinary: dict[bytes, int] = {}
         verbatim: dict[str, int] = {}
         for token_id, token in sorted(vocab.items()):
@@ -101,42 +102,41 @@ class Tokenizer:
         if len(ordinary) + len(verbatim) < len(vocab):
             raise ValueError("two ids have the same token")
         self.merges = list(merges)
-        merged = [left + right for left, right in merges]
         try:
-            table = [
-                (ordinary[left], ordinary[right], ordinary[token])
-                for (left, right), token in zip(merges, merged, strict=True)
-            ]
+            table = [(ordinary[left], ordinary[right], ordinary[left + right]) for left, right in merges]
         except KeyError as error:
             raise ValueError(f"the vocabulary lacks {error.args[0]!r}, which a merge uses or makes") from None
-        made = {*merged, *(bytes([byte]) for byte in range(NUM_BYTES))}
-        added_ids = _place(self.added_tokens, ordinary, verbatim, made, whole_words)
+        made = {*_BYTES, *itertools.starmap(operator.add, merges)}
+        added_ids = _place(added, ordinary, verbatim, made, whole_words)
         special = set(verbatim.values())
-        if any(left in special or right in special for left, right, _ in table):
+        if not special.isdisjoint(itertools.chain.from_iterable(table)):
             # A special token is never merged, even if the list of merges has it.
             self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
-            table = [row for row in table if not special.intersection(row[:2])]
-        self.special_ids = {text: added_ids[text] for text in self.special_tokens}
+            table = [row for row in table if special.isdisjoint(row)]
+        self.special_ids = {text: i for text, i in added_ids.items() if added[text].special}
+        self.special_tokens = tuple(self.special_ids)
         self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
-        names = [(i, text.encode()) for text, i in verbatim.items()]
-        self.vocab = dict(sorted([*((i, token) for token, i in ordinary.items()), *names]))
+        by_id = dict(zip(ordinary.values(), ordinary, strict=True))
+        for text, token_id in verbatim.items():
+            by_id[token_id] = text.encode()
+        self.vocab = dict(sorted(by_id.items()))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self.specials = SpecialTokens({token: added_ids[token.text] for token in self.added_tokens})
+        self.specials = SpecialTokens({added[text]: i for text, i in added_ids.items()})
         self.prefix, self.suffix = tuple(prefix), tuple(suffix)
         for token_id in (*self.prefix, *self.suffix, *([] if unk_id is None else [unk_id])):
             if token_id not in self.vocab:
                 raise ValueError(f"{token_id} is not a token id of this vocabulary")
         self.pattern, self.whole_words, self.nfc = pattern, whole_words, nfc
         self.unk_id, self.fuse_unk = unk_id, fuse_unk
-        self.missing_bytes = bytes(b for b in _BYTES_OF_UTF8 if bytes([b]) not in ordinary)
+        self.missing_bytes = bytes([byte for byte in _IN_UTF8 if _BYTES[byte] not in ordinary])
         """Bytes of UTF-8 that no token has: text with them loses characters."""
         self.marks = resolve_marks(marks, self.special_ids)
         """The special tokens that begin and end a text, and the ids at which generation stops."""
         missing = -1 if unk_id is None else -2 - unk_id if fuse_unk else unk_id
         self.merge_table = MergeTable(
-            [ordinary.get(bytes([byte]), missing) for byte in range(NUM_BYTES)],
+            [ordinary.get(byte, missing) for byte in _BYTES],
             table,
             pattern=pattern,
             whole=ordinary if whole_words else None,
@@ -151,7 +151,7 @@ class Tokenizer:
         >>> Tokenizer.from_merges([(b"h", b"e")], "<|endoftext|>").encode("he<|endoftext|>")
         [256, 257]
         """
-        tokens = [bytes([byte]) for byte in range(NUM_BYTES)] + [left + right for left, right in merges]
+        tokens = [*_BYTES, *itertools.starmap(operator.add, merges)]
         specials = (special_tokens,) if isinstance(special_tokens, str) else special_tokens
         return cls(vocab=dict(enumerate(tokens)), merges=merges, special_tokens=specials)
 
@@ -182,19 +182,16 @@ class Tokenizer:
             UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
         """
         if token not in self.special_ids:
-            raise UsageError(
-                "tokenizer.end_of_text",
-                f"{token!r} is not a special token, so that it cannot end a text",
-                hint=f"special tokens: {', '.join(self.special_tokens) or 'none'}",
-            )
+            message = f"{token!r} is not a special token, so that it cannot end a text"
+            hint = f"special tokens: {', '.join(self.special_tokens) or 'none'}"
+            raise UsageError("tokenizer.end_of_text", message, hint=hint)
         make, _ = self.__reduce__()
         return make(marks=self.marks._replace(end=token, stops=()))
 
     def for_training(self) -> Tokenizer:
-        """Return this tokenizer for a model that is trained on token files.
+        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents.
 
-        In these, documents begin with the prefix. Another begin-of-text token that the files name stands nowhere, and
-        a text that begins with it would begin where no training was.
+        A prompt must not begin with another begin-of-text token, which the training never saw.
         """
         begin = self.marks.begin
         if begin is None or self.special_ids[begin] in self.prefix:
@@ -223,11 +220,10 @@ class Tokenizer:
             add_special_tokens: whether to put the prefix and suffix of the tokenizer around the text.
 
         Raises:
-            ValueError: `allowed_special` names a string that is not a special token of this tokenizer, or `text`
-                contains a lone surrogate, which has no UTF-8.
+            ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
         """
-        ids = self._encode_utf8(text.encode(), self._allowed(allowed_special))
-        return self._around(ids) if add_special_tokens else ids
+        ids = self._encode_utf8(text.encode(), self.specials.only(allowed_special))
+        return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def encode_bytes(
         self, data: bytes, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
@@ -240,14 +236,14 @@ class Tokenizer:
         >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
         [97, 255]
         """
-        specials = self._allowed(allowed_special)
+        specials = self.specials.only(allowed_special)
         if is_utf8(data):
             ids = self._encode_utf8(data, specials)
         else:
             encoder = PythonEncoder(self.merge_table)
             encoded = NormalizingEncoder(encoder) if self.nfc else encoder
             ids = encoded.encode(data, specials).tolist()
-        return self._around(ids) if add_special_tokens else ids
+        return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings, in constant memory; for example of an open text file.
@@ -267,14 +263,6 @@ class Tokenizer:
         """Return a new encoder of chunks of bytes, for one thread."""
         return new_encoder(self.merge_table)
 
-    def _around(self, ids: list[int]) -> list[int]:
-        return [*self.prefix, *ids, *self.suffix] if self.prefix or self.suffix else ids
-
-    def _allowed(self, allowed: str | Collection[str]) -> SpecialTokens:
-        if allowed == "all":
-            return self.specials
-        return self.specials.only([allowed] if isinstance(allowed, str) else allowed)
-
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._lock:
             if len(data) <= CHUNK_BYTES:
@@ -291,9 +279,7 @@ class Tokenizer:
     # ---- decoding
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
-        """Return the text of `ids`.
-
-        A token may contain a part of a character. By default, bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`; by default, parts of characters become U+FFFD.
 
         Raises:
             ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
@@ -301,22 +287,17 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids`, joined.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
-        """
+        """Return the bytes of `ids`, joined. Raises ValueError as `decode`."""
         ids = ids if isinstance(ids, (list, tuple)) else list(ids)
-        try:
-            return b"".join([self.vocab[token_id] for token_id in ids])
-        except KeyError:  # a wrong id, or an id as a tensor, which is not equal to a key
-            return b"".join([self._token(token_id) for token_id in ids])
-
-    def _token(self, token_id: int) -> bytes:
-        try:
-            return self.vocab[operator.index(token_id)]
-        except (KeyError, TypeError):
-            raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
+        with suppress(KeyError):  # a wrong id, or an id as a tensor, which is not equal to a key
+            return b"".join(map(self.vocab.__getitem__, ids))
+        parts = []
+        for token_id in ids:
+            try:
+                parts.append(self.vocab[operator.index(token_id)])
+            except (KeyError, TypeError):
+                raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
+        return b"".join(parts)
 
     def specials_in(self, ids: np.ndarray, places: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
@@ -345,14 +326,13 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there.
 
-        Exception: characters that are letters in one version of Unicode and unassigned in another. `regex` and
-        `tokenizers` each bring their own version.
+        Characters that only one of the two libraries' versions of Unicode knows as letters are an exception.
 
-        Where the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
+        If the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
         `generation_config.json` beside it do.
 
         Raises:
-            UsageError: they are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
+            UsageError: these are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
                 somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
@@ -360,12 +340,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
-        """Read a `tokenizer.json` of lmkit, or of another byte-level BPE with one of the pre-tokenizations that lmkit
-        knows.
+        """Read the `tokenizer.json` of a byte-level BPE; the ids are those of Hugging Face's `tokenizers`.
 
-        The ids are those of Hugging Face's `tokenizers`. Post-processors that put tokens around a text become
-        `prefix` and `suffix`. The files beside a `tokenizer.json` name the tokens that begin and end a text; these
-        are special tokens. Truncation and padding are ignored, with a warning.
+        Post-processors that put tokens around a text become `prefix` and `suffix`. The files beside it name the
+        tokens that begin and end a text. Truncation and padding are ignored, with a warning.
 
         Args:
             path: the file, or a folder with a file of that name.
@@ -377,13 +355,14 @@ class Tokenizer:
             LmkitError: the file is damaged ("tokenizer.damaged_file").
         """
         path = tokenizer_in(Path(path))
-        tokenizer = cls._from_file(files.load_json(path, read_beside(path)), path)
+        try:
+            tokenizer = cls(**files.load_json(path))
+        except ValueError as error:
+            raise files.damaged(path, error) from error
         return tokenizer if end_of_text is None else tokenizer.with_end_of_text(end_of_text)
 
     def save_gpt2(self, folder: str | Path) -> None:
-        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`.
-
-        These files have no place for `prefix` and `suffix`: they are left out, with a warning.
+        """Write GPT-2's `vocab.json` and `merges.txt` into `folder`, without `prefix` and `suffix`, with a warning.
 
         Raises:
             UsageError: the words are not GPT-2's.
@@ -397,18 +376,14 @@ class Tokenizer:
         Raises:
             UsageError: no such file. LmkitError: a file is damaged.
         """
-        return cls._from_file(files.load_gpt2(Path(vocab_json), Path(merges_txt)), vocab_json)
-
-    @classmethod
-    def _from_file(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
         try:
-            return cls(**content)
+            return cls(**files.load_gpt2(Path(vocab_json), Path(merges_txt)))
         except ValueError as error:
-            raise files.damaged(path, error) from error
+            raise files.damaged(vocab_json, error) from error
 
 
 def _place(
-    added: Sequence[AddedToken],
+    added: Collection[str],
     ordinary: dict[bytes, int],
     verbatim: dict[str, int],
     made: Collection[bytes],
@@ -417,8 +392,8 @@ def _place(
     """Return the ids of the added tokens; put those that are no ordinary tokens into `verbatim`."""
     ids = {}
     next_free = max((*ordinary.values(), *verbatim.values()), default=-1) + 1
-    for text in (token.text for token in added):
-        name, token = files.from_name(text) or b"", text.encode()
+    for text in added:
+        name, token = files.to_bytes(text) or b"", text.encode()
         if name in ordinary and (name in made or (whole_words and name != token and is_utf8(name))):
             ids[text] = ordinary[name]
             continue

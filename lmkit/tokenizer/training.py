@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -66,7 +66,7 @@ def train_tokenizer(
     >>> tokenizer.merges[:2]
     [(b'o', b'w'), (b'l', b'ow')]
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    files = list(map(Path, [paths] if isinstance(paths, (str, Path)) else paths))
     special_tokens = (special_tokens,) if isinstance(special_tokens, str) else tuple(special_tokens or ())
     _tokenizer([], special_tokens)  # refused before the words are counted
     least = NUM_BYTES + len(special_tokens)
@@ -115,10 +115,11 @@ def _count_words(
 
     Each worker counts chunks in a table of its own; the tables are added at the end.
     """
+    counters: list[Any] = [new_counter(specials) for _ in range(workers)]  # all in C, or all in Python
     done_bytes = 0
 
-    def count(counter: WordCounter) -> Callable[[Chunk], None]:
-        return lambda chunk: counter.add(files.text_of(chunk))
+    def count(counter: WordCounter, chunk: Chunk) -> None:
+        counter.add(files.text_of(chunk))
 
     def report(chunk: Chunk, result: None) -> None:
         nonlocal done_bytes
@@ -126,9 +127,8 @@ def _count_words(
         if progress is not None:
             progress("count words", done_bytes, files.num_bytes)
 
-    counters: list[Any] = [new_counter(specials) for _ in range(workers)]  # all in C, or all in Python
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    share_out(chunks, [count(counter) for counter in counters], report)
+    share_out(chunks, [partial(count, counter) for counter in counters], report)
     for other in counters[1:]:
         counters[0].absorb(other)
     words: WordCounts = counters[0].result()
@@ -137,13 +137,8 @@ def _count_words(
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The result of `inspect_tokenizer`.
-
-    Attributes:
-        path: the tokenizer's file.
-        longest_tokens: ordinary tokens, longest first; U+FFFD where a token is not whole UTF-8.
-        bytes_per_token: bytes of the text per token, special tokens left out; None without a text.
-    """
+    """The result of `inspect_tokenizer`. The longest tokens come first, with U+FFFD where one is not whole UTF-8;
+    `bytes_per_token` leaves special tokens out, and is None without a text."""
 
     path: str
     vocab_size: int

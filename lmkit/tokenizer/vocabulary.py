@@ -1,16 +1,21 @@
-"""How large the vocabulary of a recipe's model is, before anything is encoded."""
+"""What a recipe says of its tokenizer: the size of the vocabulary, the token that ends a text, the chat template."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmkit.errors import UsageError
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.load import required
+from lmkit.recipe.run_folder import CHAT_TEMPLATE
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig
+from lmkit.recipe.tables import ModelConfig, TokenizerConfig
 from lmkit.tokenizer.marks import NO_MARKS, resolve_marks
 from lmkit.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lmkit.tokenizer.chat import ChatTemplate
 
 
 def vocabulary_of(recipe: Recipe) -> int | None:
@@ -61,9 +66,18 @@ def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
     model = required(recipe.model, "model", recipe, command=command)
     size = vocabulary_of(recipe)
     if size is None:
-        raise UsageError(
-            "recipe.no_vocabulary",
-            f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it",
-            hint="for example --set model.vocab_size=10000",
-        )
+        message = f"{recipe.origin}: `lmkit {command}` needs model.vocab_size, or a [tokenizer] that gives it"
+        raise UsageError("recipe.no_vocabulary", message, hint="for example --set model.vocab_size=10000")
     return model.changed(vocab_size=size)
+
+
+def template_for(table: TokenizerConfig, tokenizer: Tokenizer, *, source: str) -> ChatTemplate | None:
+    """Return the chat template that a recipe names, else the one beside its tokenizer, else `plain` if the corpus is
+    conversations; None for other corpora."""
+    is_beside = table.path is not None and table.path.with_name(CHAT_TEMPLATE).is_file()
+    if table.chat_template is None and not is_beside and source != "chat":
+        return None
+    from lmkit.tokenizer.chat import beside, named_template
+
+    found = None if table.chat_template is not None else beside(table.path)
+    return found or named_template(table.chat_template or "plain", tokenizer)

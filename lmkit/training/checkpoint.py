@@ -51,7 +51,7 @@ from lmkit.recipe.tables import (
     Table,
 )
 from lmkit.recipe.values import UnregisteredName
-from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync_folder, sha256_file
+from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, sha256_file
 from lmkit.storage.inputs import read_input, read_object, refuse_irregular
 from lmkit.tokenizer import Tokenizer
 
@@ -336,13 +336,13 @@ def manifest_checksum(content: Mapping[str, Any]) -> str:
 
 def publish(partial: Path, final: Path) -> None:
     """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
-    fsync_folder(partial)
+    fsync(partial)
     replaced = final.with_name(final.name + REPLACED_SUFFIX)
     if os.path.lexists(final):
         _delete(replaced)
         os.replace(final, replaced)
     os.replace(partial, final)
-    fsync_folder(final.parent)
+    fsync(final.parent)
     if os.path.lexists(replaced):
         remove_folder(replaced)
 
@@ -373,7 +373,7 @@ def clean_leftovers(folder: Path) -> list[Path]:
             removed.append(path)
         else:
             os.replace(path, final)
-            fsync_folder(folder)
+            fsync(folder)
     for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
         _delete(path)
         removed.append(path)

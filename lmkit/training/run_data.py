@@ -26,7 +26,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import template_for
+from lmkit.tokenizer.vocabulary import template_for
 from lmkit.training.checkpoint import DataIdentity
 
 

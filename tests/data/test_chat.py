@@ -202,43 +202,32 @@ def test_documents_that_teach_nothing_within_the_context_are_left_out():
         starts_that_count(file, np.array([0, 10, 20]), 1)
 
 
-@pytest.mark.parametrize(
-    ("record", "code"),
-    [
-        ([], "chat.no_messages"),
-        ({"messages": []}, "chat.no_messages"),
-        ({"messages": "user"}, "chat.no_messages"),
-        ({"messages": ["user"]}, "chat.wrong_message"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "chat.wrong_message"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "corpus.unsupported_key"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "corpus.unsupported_key"),
-        ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, "corpus.unsupported_key"),
-        *(
-            ({"messages": [{"role": "assistant", "content": "a", key: [{"b": 1}]}]}, "corpus.unsupported_key")
-            for key in (
-                *("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight"),
-                *("loss", "train_detail", "training_detail", "loss_scale", "mask", "loss_mask", "refusal"),
-            )
-        ),
-        *(
-            ({"messages": [{"role": "assistant", "content": "a", key: value}]}, "corpus.unsupported_key")
-            for key, value in (("loss_scale", 0), ("loss_scale", 0.5), ("prefix", True), ("loss", "no"))
-        ),
-        *(
-            ({"messages": [{"role": "user", "content": "a"}], key: False}, "corpus.unsupported_key")
-            for key in ("label", "kto_tag")
-        ),
-        *(
-            ({"messages": [{"role": "user", "content": "a"}], key: ["b"]}, "corpus.unsupported_key")
-            for key in (
-                *("tools", "functions", "system", "system_prompt", "images", "weight", "train", "loss"),
-                *("mask", "completion", "chosen", "rejected", "rejected_response", "assistant_masks"),
-            )
-        ),
-        ({"messages": [{"role": ["user"], "content": ""}]}, "chat.wrong_message"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "chat.wrong_message"),
-    ],
+ANSWER = {"role": "assistant", "content": "a"}
+OF_A_MESSAGE = (
+    *("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight", "tool_calls"),
+    *("loss", "train_detail", "training_detail", "loss_scale", "mask", "loss_mask", "refusal"),
 )
-def test_what_is_no_conversation_is_refused(record, code):
+OF_A_LINE = (
+    *("tools", "functions", "system", "system_prompt", "images", "weight", "train", "loss"),
+    *("mask", "completion", "chosen", "rejected", "rejected_response", "assistant_masks"),
+)
+VALUES = {"loss_scale": (0, 0.5), "prefix": (True,), "loss": ("no",), "weight": (0.5,), "train": ("no",)}
+REFUSED = {
+    "chat.no_messages": [[], {"messages": []}, {"messages": "user"}],
+    "chat.wrong_message": [
+        *({"messages": [{"role": role, "content": ""}]} for role in ("tool", ["user"])),
+        *({"messages": [message]} for message in ("user", {"role": "user", "content": [{"type": "text"}]})),
+    ],
+    "corpus.unsupported_key": [
+        *({"messages": [ANSWER | {key: [{"b": 1}]}]} for key in OF_A_MESSAGE),
+        *({"messages": [ANSWER | {key: value}]} for key, values in VALUES.items() for value in values),
+        *({"messages": [ANSWER], key: False} for key in ("label", "kto_tag")),
+        *({"messages": [ANSWER], key: ["b"]} for key in OF_A_LINE),
+    ],
+}
+
+
+@pytest.mark.parametrize(("code", "record"), [(code, each) for code in REFUSED for each in REFUSED[code]])
+def test_what_is_no_conversation_is_refused(code, record):
     with raises(UsageError, code, "a.jsonl, line 3"):
         messages_of(record, "a.jsonl, line 3")

@@ -93,29 +93,19 @@ def test_a_line_of_any_characters_is_cut_between_two_of_them(write, split, text,
 
 
 def test_several_files_are_several_documents(write, split):
-    train, valid = split(
-        write("a.txt", "first"),
-        write("b.txt", f"second{MARK}"),
-        write("empty.txt", ""),
-        write("c.txt", "third<|endoftext|>"),
-        write("d.jsonl", '{"text": "fourth"}'),
-        write("e.txt", f"fifth{MARK}\r\n"),
-        write("f.txt", f"sixth{MARK}!"),
-        write("g.txt", "seventh"),
-        valid_fraction=0.07,
+    texts = (
+        *(("a.txt", "first"), ("b.txt", f"second{MARK}"), ("empty.txt", ""), ("c.txt", f"third{MARK}")),
+        *(("d.jsonl", '{"text": "fourth"}'), ("e.txt", f"fifth{MARK}\r\n"), ("f.txt", f"sixth{MARK}!")),
+        ("g.txt", "seventh"),
     )
-    assert (
-        train == f"first{MARK}second{MARK}third{MARK}fourth{MARK}fifth{MARK}\r\nsixth{MARK}!{MARK}".encode()
-    )
-    assert valid == b"seventh"
+    train, valid = split(*(write(*text) for text in texts), valid_fraction=0.07)
+    joined = f"first{MARK}second{MARK}third{MARK}fourth{MARK}fifth{MARK}\r\nsixth{MARK}!{MARK}"
+    assert (train.decode(), valid) == (joined, b"seventh")
 
 
 def test_a_mark_that_ends_in_a_new_line_is_not_doubled(write):
-    paths = [
-        write("a.jsonl", '{"text": "one"}'),
-        write("b.txt", "two\n--\n "),
-        write("c.jsonl", '{"text": "c"}'),
-    ]
+    texts = {"a.jsonl": '{"text": "one"}', "b.txt": "two\n--\n ", "c.jsonl": '{"text": "c"}'}
+    paths = [write(name, text) for name, text in texts.items()]
     with plain_text_files(paths, mark="\n--\n") as texts:
         assert [text.read_text() for text in texts] == ["one\n--\n", "two\n--\n ", "c\n--\n"]
     table = CorpusConfig(source="files", train=tuple(paths), valid_fraction=0.1)
@@ -144,9 +134,8 @@ def test_documents_of_weight_0_are_left_out(write, split):
     lines += [{"text": "d", "train": True, "weight": None, "tools": [1]}]
     train, valid = split(write("x.jsonl", "\n".join(map(json.dumps, lines))), valid_fraction=0.5)
     assert train + valid == f"a{MARK}d{MARK}".encode()
-    train, valid = split(
-        write("y.jsonl", '{"text": 1, "train": "a"}\n' * 2), field="train", valid_fraction=0.5
-    )
+    odd = write("y.jsonl", '{"text": 1, "train": "a"}\n' * 2)
+    train, valid = split(odd, field="train", valid_fraction=0.5)
     assert train == valid == f"a{MARK}".encode()
 
 

@@ -57,22 +57,30 @@ def test_a_suffix_that_ends_a_text_is_not_doubled(tmp_path):
     assert encoded(tmp_path, {"a": "ab</s>cd"}, both)[0] == [*both.encode("ab"), *both.encode("cd")]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "separator", "expected"),
+    [
+        ("a.txt", "ab\n\ncd\n\n", "\n\n", ([*b"ab", 257, *b"cd", 257], [0, 3])),
+        ("a.txt", "ab\n--\ncd\n--\n \n", "\n--\n", ([*b"ab", 257, *b"cd", 257], [0, 3])),
+        # It cuts no text of JSON lines; there, the token that ends a text is not doubled.
+        (
+            "a.jsonl",
+            '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}',
+            "\n\n",
+            ([*b"a\n\nb", 257, *b"cd", 257], [0, 5]),
+        ),
+        ("a.jsonl", '{"text": "ab</s>"}\n{"text": "cd"}', None, ([*b"ab", 257, *b"cd", 257], [0, 3])),
+    ],
+)
+def test_where_documents_end(tmp_path, name, text, separator, expected):
+    assert encoded(tmp_path, {name: text}, framed(), separator=separator)[:2] == expected
+
+
 def test_a_separator_ends_documents_of_text_files(tmp_path):
     text = {"a.txt": "ab<|endoftext|>\ncd\n<|endoftext|>\n", "b.txt": "</s>"}
     tokens, documents, num_bytes = encoded(tmp_path, text, framed(), separator=END)
     assert tokens == [*b"ab", 257, *b"\ncd\n", 257, 257, 257]
-    assert documents == [0, 3, 8, 9]
-    assert num_bytes == len("ab\ncd\n")
-    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n\ncd\n\n"}, framed(), separator="\n\n")
-    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
-    tokens, documents, _ = encoded(tmp_path, {"a.txt": "ab\n--\ncd\n--\n \n"}, framed(), separator="\n--\n")
-    assert (tokens, documents) == ([*b"ab", 257, *b"cd", 257], [0, 3])
-
-
-def test_a_separator_cuts_no_text_of_json_lines(tmp_path):
-    lines = {"two.jsonl": '{"text": "a\\n\\nb\\n\\n"}\n{"text": "cd"}'}
-    tokens, documents, _ = encoded(tmp_path, lines, framed(), separator="\n\n")
-    assert (tokens, documents) == ([*b"a\n\nb", 257, *b"cd", 257], [0, 5])
+    assert (documents, num_bytes) == ([0, 3, 8, 9], len("ab\ncd\n"))
 
 
 def test_an_empty_separator_is_refused(tmp_path):
@@ -152,11 +160,6 @@ def test_documents_have_the_bytes_of_characters_that_have_no_token(tmp_path, oth
         file = open_tokens(tmp_path / "a.npy")
         assert file.sizes is not None
         assert (file.sizes.tolist(), file.meta.num_bytes) == ([5, 4, 2], 11)
-
-
-def test_a_mark_behind_the_text_of_a_json_object_is_not_doubled(tmp_path):
-    lines = {"a.jsonl": '{"text": "ab</s>"}\n{"text": "cd"}'}
-    assert encoded(tmp_path, lines, framed())[:2] == ([*b"ab", 257, *b"cd", 257], [0, 3])
 
 
 def test_the_unknown_token_stands_for_text(tmp_path, caplog):

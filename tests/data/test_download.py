@@ -134,10 +134,7 @@ def test_fault_42_a_transfer_that_broke_off_goes_on_at_the_next_call(fetch, site
     with raises(LmkitError, "download.failed", "train.txt") as caught:
         fetch()
     assert caught.value.exit_code == 1
-    assert names(tmp_path / "data") == {
-        "toy_train.txt.lmkit-partial",
-        "toy_train.txt.lmkit-partial.json",
-    }
+    assert names(tmp_path / "data") == {"toy_train.txt.lmkit-partial", "toy_train.txt.lmkit-partial.json"}
     site.cuts = []
     text, site.files["train.txt"] = (TRAIN[::-1],) * 2 if changed else (TRAIN, TRAIN)
     site.headers = {"ETag": '"v2"'} if changed else site.headers

@@ -101,7 +101,8 @@ def tokenizer_file(folder: Path) -> Format:
             expected = None
         found = [ours.encode(text) for text in TEXTS]
         assert expected in (None, found)
-        assert [ours.decode(ours.encode(text, add_special_tokens=False)) for text in TEXTS[:1]] == [SAMPLE]
+        if not ours.missing_bytes:
+            assert ours.decode(ours.encode(SAMPLE, add_special_tokens=False)) == SAMPLE
 
     merges, goods = [*small_tokenizer().merges, (b"\r", b"\n")], []
     vocab = Tokenizer.from_merges(merges).vocab

@@ -132,10 +132,10 @@ def gpt2_files(folder: Path) -> Format:
     def read(folder: Path, good: Files, random: Random) -> None:
         tokenizer = Tokenizer.load_gpt2(folder / "vocab.json", folder / "merges.txt")
         content = json.loads((folder / "vocab.json").read_bytes())
-        special = tokenizer.special_ids
-        vocab = {
-            i: text.encode() if special.get(text) == i else to_bytes(text) for text, i in content.items()
-        }
+        special, vocab = tokenizer.special_ids, {}
+        for text, i in content.items():
+            token = None if special.get(text) == i else to_bytes(text)
+            vocab[i] = text.encode() if token is None else token
         assert_works(tokenizer, vocab)
 
     small_tokenizer().save_gpt2(folder)

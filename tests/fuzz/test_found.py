@@ -84,7 +84,7 @@ READ: dict[tuple[str, str], list[Damage]] = {
             json.dumps({"corpus": {"key": "k", "done": True, "outputs": {"train": [path]}}})
             for path in (1, "A" * 100_000)
         ),
-    ],
+    ]
 }
 
 

@@ -41,11 +41,7 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, write):
 
 @pytest.mark.parametrize(
     ("text", "line", "column"),
-    [
-        ("[train\nsteps = 1\n", 1, 7),
-        ("[train]\nsteps 1\n", 2, 7),
-        ('[run]\nname = "story\n', 2, 14),
-    ],
+    [("[train\nsteps = 1\n", 1, 7), ("[train]\nsteps 1\n", 2, 7), ('[run]\nname = "story\n', 2, 14)],
 )
 def test_bad_syntax_names_line_and_column(write, text, line, column):
     message = refusal(write(text), code="recipe.syntax")
@@ -74,6 +70,7 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(write):
         ("[model]\ncontxt_length = 128\n", "context_length"),
         ("[modle]\n", "model"),
         ("[bench.ddp]\nrow = 4\n", "rows"),
+        ("train.step = 1", "steps"),
     ],
 )
 def test_unknown_key_with_did_you_mean(write, text, near):
@@ -229,16 +226,9 @@ def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
     assert load_recipe("quickstart").run.name == "quickstart"
 
 
-@pytest.mark.parametrize(
-    ("override", "code", "named"),
-    [
-        ("train.steps", "recipe.wrong_override", "--set train.steps"),
-        ("steps=1", "recipe.wrong_override", "--set steps=1"),
-        ("train.step=1", "recipe.unknown_key", "did you mean steps?"),
-    ],
-)
-def test_wrong_override(override, code, named):
-    assert named in refusal(None, override, code=code)
+@pytest.mark.parametrize("override", ["train.steps", "steps=1"])
+def test_wrong_override(override):
+    assert f"--set {override}" in refusal(None, override, code="recipe.wrong_override")
 
 
 def test_overrides_are_toml_and_bare_words_are_strings():

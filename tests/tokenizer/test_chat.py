@@ -9,34 +9,14 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
-from lmkit.tokenizer.chat import (
-    ROLES,
-    TEMPLATES,
-    ChatTemplate,
-    Message,
-    beside,
-    from_jinja,
-    read_template,
-)
+from lmkit.tokenizer.chat import ROLES, TEMPLATES, ChatTemplate, Message, beside, from_jinja, read_template
 from lmkit.tokenizer.pretokenize import PATTERNS
 
 MARKS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|begin_of_text|>",
-    "<|end_header_id|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|eot_id|>", "<|begin_of_text|>", "<|end_header_id|>"),
 )
-PAIRS = (
-    (b"h", b"e"),
-    (b" ", b"t"),
-    (b"\n", b"\n"),
-    (b":", b"\n"),
-    (b"\n", b" "),
-    (b"\n", b"t"),
-    (b"1", b"2"),
-)
+PAIRS = [(pair[:1], pair[1:]) for pair in (b"he", b" t", b"\n\n", b":\n", b"\n ", b"\nt", b"12")]
 WORDS = st.lists(
     st.sampled_from([*"the \n\r\t:.12'é日\u0301\x1c\xa0", "<|im", "<|end", "assistant"]),
     max_size=12,

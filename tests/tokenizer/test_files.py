@@ -3,15 +3,20 @@
 import json
 
 import pytest
+from raising import raises
 
 from lmkit.errors import LmkitError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes, to_characters
 
 
+def load(folder):
+    return Tokenizer.load_gpt2(folder / "vocab.json", folder / "merges.txt")
+
+
 def test_gpt2_files(trained, tmp_path, real_text):
     trained.save_gpt2(tmp_path)
-    loaded = Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    loaded = load(tmp_path)
     assert loaded.special_ids == trained.special_ids
     assert loaded.encode(real_text) == trained.encode(real_text)
     assert (tmp_path / "merges.txt").read_text("utf-8").startswith("#version: 0.2\n")
@@ -31,9 +36,8 @@ def test_a_cut_list_of_merges_is_damage(trained, tmp_path, kept):
     trained.save_gpt2(tmp_path)
     merges = tmp_path / "merges.txt"
     merges.write_text("\n".join(merges.read_text().splitlines()[: 1 + kept]))
-    with pytest.raises(LmkitError) as caught:
-        Tokenizer.load_gpt2(tmp_path / "vocab.json", merges)
-    assert str(merges) in caught.value.message
+    with raises(LmkitError, "tokenizer.damaged_file", merges):
+        load(tmp_path)
 
 
 def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
@@ -43,7 +47,7 @@ def test_gpt2_files_with_their_own_order_of_bytes(tmp_path):
     vocab |= {"Ġt": 256, "he": 257, "Ġthe": 258, "<|endoftext|>": 259}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), "utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\nĠ t\nh e\nĠt he\n", "utf-8")
-    tokenizer = Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    tokenizer = load(tmp_path)
     assert tokenizer.special_ids == {"<|endoftext|>": 259}
     assert tokenizer.encode(" the he!<|endoftext|>") == [258, vocab["Ġ"], 257, vocab["!"], 259]
     assert tokenizer.encode(" the" * 5000) == [258] * 5000
@@ -53,7 +57,7 @@ def test_a_merge_that_begins_like_a_comment(tmp_path):
     vocab = {i: bytes([i]) for i in range(256)} | {256: b"#v"}
     tokenizer = Tokenizer(vocab=vocab, merges=[(b"#", b"v")], special_tokens=())
     tokenizer.save_gpt2(tmp_path)
-    assert Tokenizer.load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt").merges == [(b"#", b"v")]
+    assert load(tmp_path).merges == [(b"#", b"v")]
 
 
 def test_gpt2_files_without_all_bytes(tmp_path):
@@ -76,5 +80,4 @@ def test_the_alphabet_is_a_bijection():
     assert to_bytes(to_characters(every)) == every
     assert to_characters(b" the\n") == "ĠtheĊ"
     for character in (" ", "\u0000", "日", "\u00ad"):
-        with pytest.raises(ValueError):  # noqa: PT011
-            to_bytes(character)
+        assert to_bytes(character) is None

@@ -52,16 +52,14 @@ def test_a_token_as_text_or_as_an_object(folder, described):
 
 
 @pytest.mark.parametrize("nothing", [None, "", {}, {"content": None}, 3])
-def test_no_token(folder, nothing):
-    tokenizer = Tokenizer.load(folder(tokenizer_config={"bos_token": nothing, "eos_token": nothing}))
+def test_no_token_leaves_a_conventional_name(folder, nothing):
+    named = {"bos_token": nothing, "eos_token": nothing}
+    tokenizer = Tokenizer.load(folder(tokenizer_config=named))
     assert tokenizer.marks == NO_MARKS
     assert (tokenizer.start_id, tokenizer.end_of_text_id) == (None, None)
-
-
-@pytest.mark.parametrize("nothing", [None, "", 3])
-def test_no_token_leaves_a_conventional_name(folder, nothing):
-    tokenizer = Tokenizer.load(folder(special=("</s>",), tokenizer_config={"eos_token": nothing}))
-    assert tokenizer.marks == Marks(None, "</s>", (256,))
+    assert Tokenizer.load(folder(special=("</s>",), tokenizer_config=named)).marks == Marks(
+        None, "</s>", (256,)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 """The words of Llama 3, Qwen2 and SmolLM, whole words and normal forms, against Hugging Face's library."""
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from raising import raises
 
 from lmkit.errors import UsageError
-from lmkit.tokenizer import Tokenizer, chunks
-from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, split_words
+from lmkit.tokenizer import Tokenizer
 
 KINDS = {
     "gpt2": {},
@@ -39,19 +35,6 @@ def test_qwen_composes_what_lies_between_special_tokens(trained, code):
     text = "cafe\u0301<|pad|>e\u0301"
     assert ours.decode(ours.encode(text)) == "caf\u00e9<|pad|>\u00e9"
     assert ours.encode_bytes(text.encode() + b"\xff") == [*ours.encode(text), *ours.encode_bytes(b"\xff")]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@settings(max_examples=200, deadline=None)
-@given(
-    text=st.lists(
-        st.sampled_from([*"aé日1½ \n\r\t.,'", "'s", "e\u0301", "  ", "\r\n", "😀"]), max_size=60
-    ).map("".join)
-)
-def test_chunks_have_the_words_of_the_whole(pattern, text):
-    data = text.encode()
-    found = [chunk.data.decode() for chunk in chunks.exact_chunks([data], SpecialTokens({}), size=16)]
-    assert [word for chunk in found for word in split_words(chunk, pattern)] == split_words(text, pattern)
 
 
 def test_gpt2_files_cannot_hold_other_words(trained, tmp_path):

@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkit.tokenizer.engine import new_counter
-from lmkit.tokenizer.pretokenize import (
-    PATTERN,
-    AddedToken,
-    SpecialTokens,
-    character_classes,
-    split_words,
-)
+from lmkit.tokenizer.pretokenize import PATTERN, AddedToken, SpecialTokens, character_classes, split_words
 
 # Special tokens that begin alike, contain one another, contain a space, and begin like ordinary words.
 SPECIAL = ("<|pad|>", "<|pad|><|endoftext|>", "<|endoftext|>", "a b", "日本")

@@ -1,48 +1,19 @@
 """`Tokenizer`: round trips, special tokens, streams, other libraries."""
 
-import doctest
-import importlib
 import itertools
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lmkit.tokenizer
 from lmkit.errors import UsageError
 from lmkit.tokenizer import PATTERN, Tokenizer, inspect_tokenizer
 
 SMALL = {i: bytes([i]) for i in range(256)} | {256: b"he", 257: b"hel"}
 MERGES = [(b"h", b"e"), (b"he", b"l")]
-
-
-MODULES = ["", *(f".{path.stem}" for path in Path(lmkit.tokenizer.__file__).parent.glob("[a-z]*.py"))]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_the_examples_in_the_docstrings(module):
-    result = doctest.testmod(importlib.import_module(f"lmkit.tokenizer{module}"))
-    assert result.failed == 0
-    # The example of the first is that of bpe.py; the others read recipes and files.
-    assert result.attempted or module in (".merge_learner", ".vocabulary")
-
-
-def test_public_names_are_exported_lazily_and_without_torch():
-    code = (
-        "import sys, lmkit.tokenizer as t; assert 'numpy' not in sys.modules;"
-        "[getattr(t, name) for name in t.__all__]; sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert callable(lmkit.tokenizer.train_tokenizer)
-    assert set(lmkit.tokenizer.__all__) <= set(dir(lmkit.tokenizer))
-    with pytest.raises(AttributeError):
-        lmkit.tokenizer.nothing  # noqa: B018
 
 
 @settings(max_examples=300, deadline=None)
@@ -123,10 +94,8 @@ def test_what_the_constructor_makes_of_special_tokens():
     ("vocab", "merges", "special"),
     [
         (SMALL | {300: b"he"}, [], ()),
-        (SMALL, [(b"x", b"y")], ()),
-        (SMALL, [(b"xy", b"z")], ()),
-        (SMALL, MERGES, ("<|a|>", "<|a|>")),
-        (SMALL, MERGES, ("",)),
+        *((SMALL, [pair], ()) for pair in ((b"x", b"y"), (b"xy", b"z"))),
+        *((SMALL, MERGES, special) for special in (("<|a|>", "<|a|>"), ("",))),
     ],
 )
 def test_what_the_constructor_refuses(vocab, merges, special):
@@ -146,15 +115,8 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained):
     torch = pytest.importorskip("torch")
     ids = trained.encode("one fish two fish")
     tensor = torch.tensor(ids)
-    for kept in (
-        tuple(ids),
-        iter(ids),
-        np.array(ids),
-        tensor,
-        iter(tensor),
-        list(tensor),
-        [*ids[:2], *tensor[2:]],
-    ):
+    arrays = (np.array(ids), tensor, iter(tensor), list(tensor), [*ids[:2], *tensor[2:]])
+    for kept in (tuple(ids), iter(ids), *arrays):
         assert trained.decode(kept) == "one fish two fish"
     for wrong in (torch.tensor([10**6]), torch.tensor([97.5]), torch.tensor([ids, ids]), "a", [None]):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -164,12 +126,9 @@ def test_ids_are_decoded_whatever_they_are_kept_in(trained):
 def test_agrees_with_tiktoken(trained, real_text):
     tiktoken = pytest.importorskip("tiktoken")
     special = set(trained.special_ids.values())
-    other = tiktoken.Encoding(
-        "lmkit",
-        pat_str=PATTERN,
-        mergeable_ranks={token: i for i, token in trained.vocab.items() if i not in special},
-        special_tokens={"<|endoftext|>": trained.special_ids["<|endoftext|>"]},
-    )
+    ranks = {token: i for i, token in trained.vocab.items() if i not in special}
+    marks = {"<|endoftext|>": trained.special_ids["<|endoftext|>"]}
+    other = tiktoken.Encoding("lmkit", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=marks)
     ours = trained.encode(real_text, allowed_special=frozenset({"<|endoftext|>"}))
     assert ours == other.encode(real_text, allowed_special="all")
 

@@ -1,6 +1,5 @@
 """`train_tokenizer` as a whole: files, special tokens, workers, mistakes."""
 
-import logging
 from collections import Counter
 
 import pytest
@@ -66,17 +65,15 @@ def test_one_path_strings_and_no_special_tokens(write):
 
 def test_empty_corpus(write):
     for paths, named in (([write("")], "corpus.txt"), ([], "no files")):
-        with pytest.raises(UsageError, match=named) as caught:
+        with raises(UsageError, "text.empty", named):
             train_tokenizer(paths, vocab_size=300)
-        assert (caught.value.code, bool(caught.value.hint)) == ("text.empty", True)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fault_20_invalid_utf8(write, workers):
     path = write(b"good text " * 200_000 + b"\xff bad")
-    with pytest.raises(LmkitError, match=r"corpus\.txt.* 2000000") as caught:
+    with raises(LmkitError, "text.not_utf8", "corpus.txt", "2000000", hint="--errors"):
         train_tokenizer([path], vocab_size=300, workers=workers)
-    assert (caught.value.code, "--errors" in caught.value.hint) == ("text.not_utf8", True)
     path.write_bytes(b"good \xff\xff\xff\xfftext " * 9)  # so often that the replacement becomes a token
     replaced = train_tokenizer([path], vocab_size=270, workers=workers, errors="replace")
     expected = train_tokenizer(
@@ -87,21 +84,18 @@ def test_fault_20_invalid_utf8(write, workers):
 
 
 def test_no_special_token_in_the_corpus_is_one_warning(write, caplog):
-    with caplog.at_level(logging.WARNING, "lmkit"):
-        train_tokenizer([write("some text without it")], vocab_size=260)
+    train_tokenizer([write("some text without it")], vocab_size=260)
     (record,) = caplog.records
     assert "<|endoftext|>" in record.getMessage()
 
 
 def test_vocabulary_too_small_states_the_minimum(write):
-    with pytest.raises(UsageError, match=r"vocab_size = 257.* 258 ") as caught:
+    with raises(UsageError, "tokenizer.vocab_size", "vocab_size = 257", "258", hint="258"):
         train_tokenizer([write("text")], vocab_size=257, special_tokens=("<|a|>", "<|b|>"))
-    assert (caught.value.code, "258" in caught.value.hint) == ("tokenizer.vocab_size", True)
 
 
 def test_unreachable_vocabulary_says_the_real_size(write, caplog):
-    with caplog.at_level(logging.WARNING, "lmkit"):
-        tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
+    tokenizer = train_tokenizer([write("abc<|endoftext|>")], vocab_size=1000)
     assert tokenizer.vocab_size == 256 + 2 + 1
     (record,) = caplog.records
     assert "259" in record.getMessage()
