@@ -46,20 +46,22 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
             folder = place
         except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
             _warn(what, error)
-        if kept is not None:
-            with suppress(OSError):  # nothing runs from a disk that is mounted with noexec
-                return ctypes.CDLL(str(kept))
         made = Path(held.enter_context(tempfile.TemporaryDirectory()), "lmkit.so")
-        if kept is not None:
-            made.write_bytes(read_input(kept))
-        else:
+        if kept is None:
             build(made)
             library = read_input(made)
             try:
                 if folder is not None:
-                    write_atomic(folder / _kept_name(name, library), library)
+                    kept = folder / _kept_name(name, library)
+                    write_atomic(kept, library)
             except (OSError, LmkitError) as error:
                 _warn(what, error)
+        if kept is not None:
+            with suppress(OSError):  # nothing runs from a disk that is mounted with noexec
+                return ctypes.CDLL(str(kept))
+        if not made.exists():
+            assert kept is not None
+            made.write_bytes(read_input(kept))
         return ctypes.CDLL(str(made))
 
 
