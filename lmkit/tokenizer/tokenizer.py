@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 import operator
 import threading
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,7 @@ from lmkit.tokenizer.engine import (
 from lmkit.tokenizer.marks import NO_MARKS, Marks, resolve_marks, write_marks
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
+_log = logging.getLogger("lmkit")
 _STREAM_BYTES = 1 << 16
 _BYTES = [bytes([byte]) for byte in range(NUM_BYTES)]
 _IN_UTF8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
@@ -132,6 +135,7 @@ class Tokenizer:
         self.unk_id, self.fuse_unk = unk_id, fuse_unk
         self.missing_bytes = bytes([byte for byte in _IN_UTF8 if _BYTES[byte] not in ordinary])
         """Bytes of UTF-8 that no token has: text with them loses characters."""
+        self._is_silent = bool(self.missing_bytes)
         self.marks = resolve_marks(marks, self.special_ids)
         """The special tokens that begin and end a text, and the ids at which generation stops."""
         missing = -1 if unk_id is None else -2 - unk_id if fuse_unk else unk_id
@@ -213,7 +217,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the ids of `text`.
+        """Return the ids of `text`. The first that loses characters (see `missing_bytes`) is told in the log.
 
         Args:
             allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.
@@ -223,6 +227,11 @@ class Tokenizer:
             ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
         """
         ids = self._encode_utf8(text.encode(), self.specials.only(allowed_special))
+        if self._is_silent and not {*self.missing_bytes}.isdisjoint(text.encode()):
+            expected = unicodedata.normalize("NFC", text) if self.nfc else text
+            if self.decode_bytes(ids) != expected.encode():
+                self._is_silent = False
+                _log.warning("the tokenizer has no token for characters of this text: they are lost")
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def encode_bytes(

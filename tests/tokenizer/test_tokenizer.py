@@ -151,3 +151,16 @@ def test_inspection(trained, tmp_path, real_text):
     assert inspect_tokenizer(path, text=text).bytes_per_token is None
     with pytest.raises(UsageError, match="missing"):
         inspect_tokenizer(path, text=tmp_path / "missing.txt")
+
+
+@pytest.mark.parametrize("unk_id", [None, 1])
+def test_the_first_text_that_loses_characters_is_told(caplog, unk_id):
+    tokenizer = Tokenizer(
+        vocab={0: b"a", 1: b"?", 2: "<|é|>"}, merges=[], special_tokens=["<|é|>"], unk_id=unk_id
+    )
+    with caplog.at_level("WARNING", "lmkit"):
+        assert tokenizer.encode("aa<|é|>") == [0, 0, 2]
+        assert not caplog.records
+        assert tokenizer.encode("aé") == [0, *([] if unk_id is None else [1, 1])]
+        tokenizer.encode("é")
+    assert len(caplog.records) == 1
