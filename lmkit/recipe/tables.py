@@ -386,7 +386,7 @@ class TrainConfig(Table):
     eval_interval: Count = 200
     """Evaluate on held-out data every N steps; 0: only at the end."""
     eval_batches: Count = 20
-    """Batches per evaluation; 0: all held-out data. The last evaluation always uses all of it."""
+    """Micro-batches per evaluation, of batch_size / accumulation rows; 0: all held-out data, as in the last one."""
     sample_interval: Count = 0
     """Write the texts of [generate]'s prompts every N steps, to the log and the metrics; 0: never."""
     tensorboard: bool = False
