@@ -31,6 +31,7 @@ from lmkit.kernels.launch import (
     prepare_call,
     prepare_launch,
 )
+from lmkit.kernels.operators import save_once
 
 
 def add_rms_norm(
@@ -342,12 +343,11 @@ class HeadsNorm(torch.autograd.Function):
         ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, eps: float
     ) -> tuple[Tensor, Tensor]:
         inputs = qkv.contiguous(), q_gain.contiguous(), k_gain.contiguous()
-        out, empty = torch.empty_like(inputs[0]), qkv.new_empty(0)
+        out = torch.empty_like(inputs[0])
         if qkv.numel():
             heads_forward_calls(inputs, (out,), (kv_heads, eps))
-        ctx.save_for_backward(*inputs, empty)
         ctx.options = kv_heads, eps
-        return out, empty
+        return out, save_once(ctx, out, *inputs)
 
     @staticmethod
     @differentiable_once("the norm of heads", instead='model.operations = "plain" has second derivatives')

@@ -226,15 +226,10 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
         allocate_slots(delta_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS * ROWS // 32, 32], P_LAYOUT),
     )
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    k_full = sync.allocate_mbarrier()
-    v_full = sync.allocate_mbarrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    k_full = sync.make_mbarrier()
+    v_full = sync.make_mbarrier()
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc)

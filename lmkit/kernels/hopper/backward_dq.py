@@ -227,14 +227,9 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
         allocate_slots(k_desc, K_STAGES),
         allocate_slots(v_desc, V_STAGES),
     )
-    q_full = sync.allocate_mbarrier()
-    k_full = sync.allocate_mbarriers(K_STAGES)
-    v_full = sync.allocate_mbarriers(V_STAGES)
-    mbarrier.init(q_full, count=1)
-    for i in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-    for i in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(i), count=1)
+    q_full = sync.make_mbarrier()
+    k_full = sync.make_mbarriers(K_STAGES)
+    v_full = sync.make_mbarriers(V_STAGES)
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, dq_desc)

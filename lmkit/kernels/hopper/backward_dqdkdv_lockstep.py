@@ -160,13 +160,9 @@ def next_query_tile(tile, head, work):
 @gluon.jit
 def allocate_barriers():
     """Return the initialised mbarriers."""
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    kv_full = sync.allocate_mbarrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(kv_full, count=1)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    kv_full = sync.make_mbarrier()
     fence_async_shared()
     partition_barrier()
     return Barriers(q_full, do_full, kv_full)

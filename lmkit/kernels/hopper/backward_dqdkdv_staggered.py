@@ -367,15 +367,10 @@ Barriers = namedtuple("Barriers", ["q_full", "do_full", "kv_full", "kv_empty"]) 
 @gluon.jit
 def _allocate_barriers():
     """Return the initialised mbarriers of calls with `first`."""
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    kv_full = sync.allocate_mbarriers(2)
-    kv_empty = sync.allocate_mbarriers(2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    kv_full = sync.make_mbarriers(2)
+    kv_empty = sync.make_mbarriers(2, 2)
     fence_async_shared()
     partition_barrier()
     return Barriers(q_full, do_full, kv_full, kv_empty)
