@@ -130,10 +130,9 @@ def measure(
             "part": part,
             "rounds": options.rounds,
         }
-        why = unfit(name, case)
-        row |= {"status": "unsupported", "detail": why} if why else {"status": "ok"}
-        row = failed.get(name, row)
-        variants[name] = variant_of(name, row, case, ranks, seen, more or _first_facts)
+        if why := unfit(name, case):
+            row |= {"status": "unsupported", "detail": why}
+        variants[name] = variant_of(name, failed.get(name, row), case, ranks, seen, more or _first_facts)
 
     turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
     samples = trainings.measure(variants, context, stage=part, settle=True, **turns)

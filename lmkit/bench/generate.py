@@ -157,8 +157,6 @@ def _measure(
             "context": filled,
             "kv_heads": config.kv_heads,
             "precision": options.precision,
-            "status": "ok",
-            "detail": "",
         }
         for variant in options.variants
     }

@@ -134,15 +134,21 @@ def run_bench(
             return None
         rows, environment = [believed(storable(row)) for row in measured[0]], measured[1]
         summary, files = result_files(name, rows, environment)
-        files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
-        for file in sorted(
-            files, key=lambda name: name != ENVIRONMENT
-        ):  # the folder is a bench's from now on
-            write_atomic(folder / file, files[file])
+        written = write_results(folder, files | {RECIPE: recipe_to_toml(recipe)}, environment)
         journal.path.unlink(missing_ok=True)
     table, wrong = terminal_text(summary), tuple(summary.wrong)
     failed = any(row.get("status") == "failed" for row in rows)
-    return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong, failed)
+    return BenchStored(bench, str(folder), written, rows, table, summary.measured, wrong, failed)
+
+
+def write_results(
+    folder: Path, files: Mapping[str, bytes | str], environment: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Write the files of a bench or a profile; first the environment, which says whose folder it is. Return names."""
+    write_atomic(folder / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return *files, ENVIRONMENT
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:

@@ -242,8 +242,6 @@ def _train_kernel(
             "precision": options.precision,
             "compile": options.compile,
             "parameters": count_parameters(recipe.model).total,
-            "status": "ok",
-            "detail": "",
         }
         for strategy in strategies
     }

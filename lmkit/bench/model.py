@@ -138,8 +138,6 @@ def _row(config: ModelConfig, context: Context, part: str, mode: str, precision:
         "parameters": count_parameters(config).total,
         "mode": mode,
         "precision": precision,
-        "status": "ok",
-        "detail": "",
     }
 
 
@@ -237,7 +235,8 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row = _row(config, context, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
+    row = _row(config, context, "warm-up", "step", context.options.precisions[0])
+    row |= {"warmup": warmup, "status": "ok", "detail": ""}
     if too_large := too_large_for_host(config, context):
         return row | too_large
     clock = clock_for(context.device, "wall")

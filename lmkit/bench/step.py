@@ -199,8 +199,6 @@ def _row(size: str, variant: str, context: Context) -> dict[str, Any]:
         "batch_size": SIZES[size][0],
         "precision": _precision(variant, options),
         "attention": options.attention if is_own(variant) else "PyTorch's",
-        "status": "ok",
-        "detail": "",
     }
 
 

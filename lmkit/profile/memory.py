@@ -24,16 +24,15 @@ import numpy as np
 import torch
 
 from lmkit.bench.context import failure_is_a_row
-from lmkit.bench.summary import Summary, report_text, terminal_text
+from lmkit.bench.summary import Summary, terminal_text
 from lmkit.core.ranges import range_
-from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB, release_memory
 from lmkit.measure.plots import decorate, stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
-from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_files
+from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_profile
 from lmkit.profile.summary import (
     BUILD,
     CATEGORIES,
@@ -43,7 +42,6 @@ from lmkit.profile.summary import (
     peak_row,
     summarize_memory,
 )
-from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.training.setup import TrainingStep
 
@@ -361,16 +359,14 @@ def run_memory(
         tables={"Source lines that hold most at the peak": markdown_table(lines, LINES)} if lines else {},
         notes=(f"GiB = 2^30 bytes, of {recording.source}",),
     )
-    environment = describe_environment()
     drawn = decorate(PICTURE, lambda: _picture(profile, work))
-    files: dict[str, bytes | str] = {
+    files = {
         **row_files("memory_peaks", rows),
         **({PICTURE: drawn} if drawn else {}),
         **({"memory_snapshot.pickle": recording.pickled} if snapshot and recording.pickled else {}),
-        "memory_report.md": report_text(summary, environment, [PICTURE] if drawn else []),
-        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return Profiled(str(output), write_files(files, output), {"peaks": rows}, terminal_text(summary))
+    written = write_profile(output, files, "memory_report.md", summary)
+    return Profiled(str(output), written, {"peaks": rows}, terminal_text(summary))
 
 
 def _rows(work: Workload, peaks: Mapping[str, Mapping[str, int]]) -> Rows:
@@ -432,13 +428,12 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
             folder = f"{row['attention']}_{mode}_{row['context_length']}_{row['dtype']}"
             with failure_is_a_row(row, work.ranks.device):
                 # Without snapshots: of every cell they would be hundreds of megabytes.
-                peaks = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False).summary[
-                    "peaks"
-                ]
-                row |= {
-                    f"{mode}_gib": peak_row(peaks)["peak_gib"],
-                    f"{mode}_computed_gib": most_computed(peaks),
-                }
+                done = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False)
+                peaks = done.summary["peaks"]
+                row[f"{mode}_gib"], row[f"{mode}_computed_gib"] = (
+                    peak_row(peaks)["peak_gib"],
+                    most_computed(peaks),
+                )
             release_memory(work.ranks.device)
         rows.append(row)
         summary = Summary(
@@ -451,12 +446,7 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
                 "the peak of a phase; every cell has a folder with its phases and source lines",
             ),
         )
-        environment = describe_environment()
-        files = {
-            "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
-            "memory_contexts_report.md": report_text(summary, environment, []),
-            ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
-        }
-        written = write_files(files, output)
+        files = {"memory_contexts.json": json.dumps(rows, indent=1) + "\n"}
+        written = write_profile(output, files, "memory_contexts_report.md", summary)
     is_fine = all(row["status"] != "failed" for row in rows)
     return Profiled(str(output), written, {"rows": rows}, terminal_text(summary), is_fine)
