@@ -11,20 +11,12 @@ from lmkit.model.fused import Fused
 from lmkit.model.operations import PLAIN
 
 pytestmark = pytest.mark.gpu
-SIZES = {
-    "vocab_size": 5000,
-    "context_length": 256,
-    "d_model": 256,
-    "d_ff": 704,
-    "num_layers": 3,
-    "num_heads": 4,
-}
+SMALL = ModelConfig(vocab_size=5000, context_length=256, d_model=256, d_ff=704, num_layers=3, num_heads=4)
 
 
 def make_model(**fields) -> TransformerLM:
     torch.manual_seed(0)
-    config = ModelConfig(**{**SIZES, "attention": "flash_triton", **fields})
-    model = TransformerLM(config, device="cuda")
+    model = TransformerLM(SMALL.changed(**{"attention": "flash_triton", **fields}), device="cuda")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "ln" in name:
