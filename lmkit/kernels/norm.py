@@ -170,10 +170,9 @@ class AddRMSNorm(torch.autograd.Function):
         grad_x, grad_gain = past, None
         if grad is not None:
             grad_x, grad_gain = _gradients(grad, past, total if x is None else x, *others)
-        grad_delta = (
-            grad_x.to(ctx.delta_dtype) if grad_x is not None and ctx.delta_dtype is not None else None
-        )
-        return grad_x, grad_delta, grad_gain, None
+        if grad_x is None or ctx.delta_dtype is None:
+            return grad_x, None, grad_gain, None
+        return grad_x, grad_x.to(ctx.delta_dtype), grad_gain, None
 
 
 def _gradients(

@@ -28,9 +28,8 @@ write what lies outside of the tensor.
 | named, P_READY + slot | the value consumer, when P is stored | the key consumer |
 | named, P_FREE + slot | the key consumer, when P is loaded; both slots once at the start | the value consumer |
 
-Cost (sm_90, Triton 3.6): 168 registers a thread at launch, then 240 of a consumer and 24 of the producer; 225 KiB
-of shared memory, of 227 (K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with 16 each,
-lse and delta); no spills.
+Shared memory is full, 225 of 227 KiB: K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with
+16 each, lse and delta.
 """
 
 from collections import namedtuple

@@ -28,13 +28,7 @@ the other.
 | named, V_FREE + slot | both consumers, when dP of the slot's step is done | the producer |
 | named, TURN + consumer | the other consumer, when its S and dP are issued | this one, before its S |
 
-Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer; the producer keeps 24.
-
-| variant | keys of a block, slots of K and V | registers | shared memory, of 227 KiB | spills |
-|-|-|-|-|-|
-| D = 64 | 128, 3 and 2 | 168, 240 | 113 KiB | 0 |
-| D = 128 | 128, 2 and 2 | 168, 240 | 193 KiB | 0 |
-| D = 256 | 64, 2 and 1 | 168, 240 | 225 KiB | 0 |
+Nothing spills. D = 256 takes 225 of 227 KiB of shared memory, hence one slot of V.
 """
 
 from collections import namedtuple
