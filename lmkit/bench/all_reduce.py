@@ -128,20 +128,15 @@ def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: l
     times = spread(samples_ms)
     share_sent = (2 if operation == "all_reduce" else 1) * (ranks.world_size - 1) / ranks.world_size
     assert dist.group.WORLD is not None
-    return {
+    row: dict[str, Any] = {
         "operation": operation,
         "backend": dist.group.WORLD._get_backend(ranks.device).name(),
-        "world_size": ranks.world_size,
-        "dtype": dtype,
-        "bytes": num_bytes,
-        "median_us": times.median * 1e3,
-        "p10_us": times.p10 * 1e3,
-        "p90_us": times.p90 * 1e3,
-        "spread": times.relative,
-        "algorithm_gb_per_s": num_bytes / times.median / 1e6,
-        "bus_gb_per_s": share_sent * num_bytes / times.median / 1e6,
-        "samples_ms": samples_ms,
     }
+    row |= {"world_size": ranks.world_size, "dtype": dtype, "bytes": num_bytes}
+    row |= {"median_us": times.median * 1e3, "p10_us": times.p10 * 1e3, "p90_us": times.p90 * 1e3}
+    rate = num_bytes / times.median / 1e6
+    row |= {"spread": times.relative, "algorithm_gb_per_s": rate, "bus_gb_per_s": share_sent * rate}
+    return row | {"samples_ms": samples_ms}
 
 
 TITLE = "Collectives"

@@ -27,14 +27,8 @@ if TYPE_CHECKING:
     from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Arithmetic, Gate, Inputs
 
-TIERS: dict[str, int] = {
-    "Small": 128,
-    "Medium": 256,
-    "Large": 512,
-    "XL": 1024,
-    "XXL": 2048,
-    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
-}
+TIERS = {"Small": 128, "Medium": 256, "Large": 512, "XL": 1024, "XXL": 2048}
+TIERS |= {f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)}
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
@@ -313,15 +307,12 @@ class Sweep:
 
     def _row(self, case: Case, name: str, direction: str) -> dict[str, Any]:
         options = self._options
-        return {
-            **asdict(case),
-            "direction": direction,
-            "kernel": name,
-            "precision": precision_of(name, options.dtype),
-            **{key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype")},
-            "layout": "projection" if options.projection_layout else "contiguous",
-            "data": options.data,
+        row = {**asdict(case), "direction": direction, "kernel": name}
+        row |= {"precision": precision_of(name, options.dtype)}
+        row |= {
+            key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype", "data")
         }
+        return row | {"layout": "projection" if options.projection_layout else "contiguous"}
 
     def _inputs(self, case: Case, *, backward: bool, seed: int | None = None) -> Inputs:
         from lmkit.bench.attention_gate import make_inputs
@@ -420,15 +411,10 @@ class Sweep:
         direction, _, name = key.partition(" ")
         fields = time_fields(timing.samples_ms)
         rate = case.flops(self._options, direction) / (fields["median_ms"] * 1e-3)
-        return fields | {
-            "repeats": len(timing.samples_ms),
-            "tflops": rate / 1e12,
-            "share_of_matmul": rate / self._limits.matmul_flops[precision_of(name, self._options.dtype)],
-            "clock": timing.clock,
-            "cache": timing.cache,
-            "calls_per_sample": timing.calls_per_sample,
-            "sample_rounds": list(timing.rounds),
-        }
+        peak = self._limits.matmul_flops[precision_of(name, self._options.dtype)]
+        fields |= {"repeats": len(timing.samples_ms), "tflops": rate / 1e12, "share_of_matmul": rate / peak}
+        fields |= {"clock": timing.clock, "cache": timing.cache, "calls_per_sample": timing.calls_per_sample}
+        return fields | {"sample_rounds": list(timing.rounds)}
 
     def _ratios(self, key: str, believed: Mapping[str, Timing]) -> dict[str, Any]:
         """Compare one variant with the baseline and PyTorch's best, among those of its direction."""

@@ -148,18 +148,9 @@ def _measure(
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
     config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)
-    rows = {
-        variant: {
-            "size": size,
-            "variant": variant,
-            "versus": options.variants[0],
-            "batch_size": batch_size,
-            "context": filled,
-            "kv_heads": config.kv_heads,
-            "precision": options.precision,
-        }
-        for variant in options.variants
-    }
+    case = {"size": size, "batch_size": batch_size, "context": filled, "kv_heads": config.kv_heads}
+    case |= {"versus": options.variants[0], "precision": options.precision}
+    rows = {variant: {"variant": variant, **case} for variant in options.variants}
 
     def make(variant: str) -> Writer:
         if variant not in writers:

@@ -371,12 +371,13 @@ def run_memory(
 
 def _rows(work: Workload, peaks: Mapping[str, Mapping[str, int]]) -> Rows:
     model = work.model
-    facts = {
+    facts: dict[str, Any] = {
         "model": model.preset or f"{model.num_layers} x {model.d_model}",
-        "parameters": count_parameters(model).total,
-        "context_length": model.context_length,
-        "batch_size": work.train.batch_size,
         "pass": work.mode,
+    }
+    facts |= {"parameters": count_parameters(model).total, "context_length": model.context_length}
+    facts |= {
+        "batch_size": work.train.batch_size,
         "dtype": work.train.precision,
         "attention": model.attention,
     }
@@ -417,13 +418,9 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
     rows: Rows = []
     for recipe in recipes:
         work = Workload(recipe)
-        row: dict[str, Any] = {
-            "attention": work.model.attention,
-            "context_length": work.model.context_length,
-            "dtype": work.train.precision,
-            "batch_size": work.train.batch_size,
-            "status": "ok",
-        }
+        model, train = work.model, work.train
+        row: dict[str, Any] = {"attention": model.attention, "context_length": model.context_length}
+        row |= {"dtype": train.precision, "batch_size": train.batch_size, "status": "ok"}
         for mode in MODES:
             folder = f"{row['attention']}_{mode}_{row['context_length']}_{row['dtype']}"
             with failure_is_a_row(row, work.ranks.device):
