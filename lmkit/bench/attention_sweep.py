@@ -259,18 +259,14 @@ class Sweep:
 
         def take(runs: Mapping[str, Any], prepare: Mapping[str, Any], turn: Any) -> dict[str, Timing]:
             gates.clear()
+            how: dict[str, Any] = {"repeats": options.iters, "warmup": options.warmup}
+            how |= {
+                "cold_cache": options.cold_cache,
+                "min_sample_ms": 0.2,
+            }  # 400 times what CUDA events resolve
+            how |= {"max_seconds": options.max_seconds * len(directions), "share_seconds": True}
             return time_variants(
-                runs,
-                prepare=prepare,
-                device=self._device,
-                repeats=options.iters,
-                warmup=options.warmup,
-                cold_cache=options.cold_cache,
-                min_sample_ms=0.2,  # 400 times what CUDA events resolve
-                max_seconds=options.max_seconds * len(directions),
-                share_seconds=True,
-                seed=self._seed,
-                turn=turn,
+                runs, prepare=prepare, device=self._device, seed=self._seed, turn=turn, **how
             )
 
         with matmul_precision(options.dtype):

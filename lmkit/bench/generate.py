@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
+from operator import methodcaller
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -168,14 +169,9 @@ def _measure(
         on_gpu = {"host_ms": host_ms(writer.step, device)} if device.type == "cuda" else {}
         return {"first_ms": first_ms, **on_gpu}
 
+    refill, step = methodcaller("refill"), methodcaller("step")
     variants = {
-        variant: Variant(
-            row=row,
-            make=partial(make, variant),
-            more=more,
-            prepare=lambda writer: writer.refill(),
-            run=lambda writer: writer.step(),
-        )
+        variant: Variant(row, partial(make, variant), more=more, prepare=refill, run=step)
         for variant, row in rows.items()
     }
     element_bytes = 2 if options.precision == "bf16" else 4

@@ -383,14 +383,9 @@ def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatch
     """Return the batches of one of the ranks."""
     from lmkit.core.batches import TokenBatches
 
-    return TokenBatches(
-        tokens,
-        batch_size=context.options.batch_size,
-        context_length=context.options.context_length,
-        seed=context.recipe.run.seed,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
+    sizes: dict[str, Any] = {key: getattr(context.options, key) for key in ("batch_size", "context_length")}
+    place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
+    return TokenBatches(tokens, seed=context.recipe.run.seed, **sizes | place)
 
 
 TITLE = "lm-matrix: attention kernels x gradient strategies"

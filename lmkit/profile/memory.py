@@ -332,6 +332,12 @@ CONTEXTS = (
 )
 
 
+CONTEXT_NOTES = (
+    "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the peak of a "
+    "phase; every cell has a folder with its phases and source lines",
+)
+
+
 def run_memory(
     recipe: Recipe, output: Path, *, mode: Mode, steps: int, warmup: int = 0, snapshot: bool = True
 ) -> Profiled:
@@ -427,22 +433,12 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
                 # Without snapshots: of every cell they would be hundreds of megabytes.
                 done = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False)
                 peaks = done.summary["peaks"]
-                row[f"{mode}_gib"], row[f"{mode}_computed_gib"] = (
-                    peak_row(peaks)["peak_gib"],
-                    most_computed(peaks),
-                )
+                row[f"{mode}_gib"] = peak_row(peaks)["peak_gib"]
+                row[f"{mode}_computed_gib"] = most_computed(peaks)
             release_memory(work.ranks.device)
         rows.append(row)
-        summary = Summary(
-            "Memory by context and precision",
-            CONTEXTS,
-            rows,
-            about=f"Batch {row['batch_size']}",
-            notes=(
-                "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at "
-                "the peak of a phase; every cell has a folder with its phases and source lines",
-            ),
-        )
+        title, about = "Memory by context and precision", f"Batch {row['batch_size']}"
+        summary = Summary(title, CONTEXTS, rows, about, notes=CONTEXT_NOTES)
         files = {"memory_contexts.json": json.dumps(rows, indent=1) + "\n"}
         written = write_profile(output, files, "memory_contexts_report.md", summary)
     is_fine = all(row["status"] != "failed" for row in rows)
