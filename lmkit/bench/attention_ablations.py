@@ -115,13 +115,9 @@ class _Atomic(torch.autograd.Function):
 @triton.jit(do_not_specialize=["kv_heads"])
 def atomic_kernel(
     q_source, k_source, v_source, dout_source, lse_pointer, delta_pointer, dq_pointer, dk_pointer, dv_pointer,
-    q_stride_batch, q_stride_head, q_stride_row,
-    k_stride_batch, k_stride_head, k_stride_row,
-    v_stride_batch, v_stride_head, v_stride_row,
-    dout_stride_batch, dout_stride_head, dout_stride_row,
-    dq_stride_batch, dq_stride_head, dq_stride_row,
-    dk_stride_batch, dk_stride_head, dk_stride_row,
-    dv_stride_batch, dv_stride_head, dv_stride_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,  # strides
+    dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row,
+    dv_batch, dv_head, dv_row,
     kv_heads, group, num_queries, num_keys, scale, scale_log2,
     HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -132,8 +128,8 @@ def atomic_kernel(
     column = tl.program_id(0) % num_tiles * COLUMNS
     batch_head = tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
-    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
+    k_view = tiles.view_head(k_source, k_batch, k_head, k_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_batch, v_head, v_row, batch, kv_head, num_keys)
     k = tiles.load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
     v = tiles.load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
     dk = tl.zeros((COLUMNS, MAIN), tl.float32)
@@ -145,15 +141,9 @@ def atomic_kernel(
     for member in range(group):
         head = kv_head * group + member
         statistics = (batch.to(tl.int64) * kv_heads * group + head) * num_queries
-        q_view = tiles.view_head(
-            q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries
-        )
-        dout_view = tiles.view_head(
-            dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
-        )
-        dq_view = tiles.view_head(
-            dq_pointer, dq_stride_batch, dq_stride_head, dq_stride_row, batch, head, num_queries
-        )
+        q_view = tiles.view_head(q_source, q_batch, q_head, q_row, batch, head, num_queries)
+        dout_view = tiles.view_head(dout_source, dout_batch, dout_head, dout_row, batch, head, num_queries)
+        dq_view = tiles.view_head(dq_pointer, dq_batch, dq_head, dq_row, batch, head, num_queries)
         for row in range(begin, num_queries, ROWS):
             row = tl.multiple_of(row, ROWS)
             q = tiles.load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
@@ -175,11 +165,7 @@ def atomic_kernel(
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)  # (ROWS, MAIN)
             places = dq_view.source + rows.to(tl.int64)[:, None] * dq_view.stride + dims[None, :]
             tl.atomic_add(places, dq, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], sem="relaxed")
-    dk_view = tiles.view_head(
-        dk_pointer, dk_stride_batch, dk_stride_head, dk_stride_row, batch, kv_head, num_keys
-    )
-    dv_view = tiles.view_head(
-        dv_pointer, dv_stride_batch, dv_stride_head, dv_stride_row, batch, kv_head, num_keys
-    )
+    dk_view = tiles.view_head(dk_pointer, dk_batch, dk_head, dk_row, batch, kv_head, num_keys)
+    dv_view = tiles.view_head(dv_pointer, dv_batch, dv_head, dv_row, batch, kv_head, num_keys)
     tiles.store_main(dk_view, dk * scale, column, COLUMNS, MAIN, HEAD_DIM)
     tiles.store_main(dv_view, dv, column, COLUMNS, MAIN, HEAD_DIM)

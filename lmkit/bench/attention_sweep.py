@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from lmkit.bench.context import Context, failure_is_a_row, not_enough_memory, wrong_result
-from lmkit.bench.harness import add_figures, ratio_fields, time_fields
+from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
-from lmkit.bench.trainings import Variant, measure
+from lmkit.bench.trainings import Variant, measure_figures
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
@@ -27,14 +27,8 @@ if TYPE_CHECKING:
     from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Arithmetic, Gate, Inputs
 
-TIERS: dict[str, int] = {
-    "Small": 128,
-    "Medium": 256,
-    "Large": 512,
-    "XL": 1024,
-    "XXL": 2048,
-    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
-}
+TIERS = {"Small": 128, "Medium": 256, "Large": 512, "XL": 1024, "XXL": 2048}
+TIERS |= {f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)}
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
@@ -265,18 +259,14 @@ class Sweep:
 
         def take(runs: Mapping[str, Any], prepare: Mapping[str, Any], turn: Any) -> dict[str, Timing]:
             gates.clear()
+            how: dict[str, Any] = {"repeats": options.iters, "warmup": options.warmup}
+            how |= {
+                "cold_cache": options.cold_cache,
+                "min_sample_ms": 0.2,
+            }  # 400 times what CUDA events resolve
+            how |= {"max_seconds": options.max_seconds * len(directions), "share_seconds": True}
             return time_variants(
-                runs,
-                prepare=prepare,
-                device=self._device,
-                repeats=options.iters,
-                warmup=options.warmup,
-                cold_cache=options.cold_cache,
-                min_sample_ms=0.2,  # 400 times what CUDA events resolve
-                max_seconds=options.max_seconds * len(directions),
-                share_seconds=True,
-                seed=self._seed,
-                turn=turn,
+                runs, prepare=prepare, device=self._device, seed=self._seed, turn=turn, **how
             )
 
         with matmul_precision(options.dtype):
@@ -286,7 +276,7 @@ class Sweep:
             variants = {
                 f"{direction} {name}": Variant(
                     row=self._row(case, name, direction)
-                    | ((self._refusal(name, case, direction) or {}) if made else inputs_row),
+                    | (self._refusal(name, case, direction) if made else inputs_row),
                     make=partial(make, name, direction),
                     judge=lambda built: judge(built[0]),
                     prepare=(lambda built: built[1]()) if direction == "backward" else None,
@@ -296,30 +286,29 @@ class Sweep:
                 for direction in directions
                 for name in kernels
             }
-            timings = measure(variants, self._context, take=take)
+            figures = partial(self._figures, case)
+            believed: dict[str, Timing] = measure_figures(
+                variants, self._context, self._limits, figures, take=take
+            )
         made.clear()
         gates.clear()
         release_memory(self._device)
-        rows = {key: variant.row for key, variant in variants.items()}
-        for direction in directions:
-            self._add_times(
-                {name: timings.get(f"{direction} {name}") for name in kernels}, case, direction, rows
-            )
-        return list(rows.values())
+        for key, timing in believed.items():
+            direction, _, name = key.partition(" ")
+            variants[key].row |= self._ratios(key, believed)
+            # Predict from the fastest sample: a busy moment says nothing about the next length.
+            fastest = case.flops(options, direction), min(timing.samples_ms)
+            self._calls[name, case.head_dim, direction] = fastest
+        return [variant.row for variant in variants.values()]
 
     def _row(self, case: Case, name: str, direction: str) -> dict[str, Any]:
         options = self._options
-        return {
-            **asdict(case),
-            "direction": direction,
-            "kernel": name,
-            "precision": precision_of(name, options.dtype),
-            **{key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype")},
-            "layout": "projection" if options.projection_layout else "contiguous",
-            "data": options.data,
-            "status": "ok",
-            "detail": "",
+        row = {**asdict(case), "direction": direction, "kernel": name}
+        row |= {"precision": precision_of(name, options.dtype)}
+        row |= {
+            key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype", "data")
         }
+        return row | {"layout": "projection" if options.projection_layout else "contiguous"}
 
     def _inputs(self, case: Case, *, backward: bool, seed: int | None = None) -> Inputs:
         from lmkit.bench.attention_gate import make_inputs
@@ -392,8 +381,8 @@ class Sweep:
         ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1, before=())
         return results[0], ms * 1e-3
 
-    def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any] | None:
-        """Return status and detail of a variant that is not even tried; None: try it."""
+    def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any]:
+        """Return status and detail of a variant that is not even tried, else {}."""
         options = self._options
         if (name, case) in self._too_large:
             return not_enough_memory("the forward pass alone does not fit")
@@ -407,53 +396,31 @@ class Sweep:
         # On a CPU, Linux kills the process instead of raising: add up the scores that a kernel keeps first.
         free = None if self._device.type == "cuda" else available_memory()
         if free is None or not ATTENTION.facts(kernel_of(name)[0]).keeps_scores:
-            return None
+            return {}
         itemsize = 2 if options.dtype in ("bf16", "fp16") else 4
         needed = SCORE_COPIES * options.batch * options.heads * case.num_queries * case.num_keys * itemsize
-        if needed <= 0.8 * free:
-            return None
-        return not_enough_memory(f"needs {needed / GB:.1f} GB, {free / GB:.1f} GB free")
+        too_large = not_enough_memory(f"needs {needed / GB:.1f} GB, {free / GB:.1f} GB free")
+        return too_large if needed > 0.8 * free else {}
 
-    def _add_times(
-        self,
-        timings: Mapping[str, Timing | None],
-        case: Case,
-        direction: str,
-        rows: Mapping[str, dict[str, Any]],
-    ) -> None:
-        """Add times and comparisons to the rows of one direction."""
-        flops = case.flops(self._options, direction)
-        believed: dict[str, Timing] = {}
-        for name, timing in timings.items():
-            row = rows[f"{direction} {name}"]
-            if timing and add_figures(row, self._limits, partial(self._time_fields, name, timing, flops)):
-                believed[name] = timing
-        for name, timing in believed.items():
-            rows[f"{direction} {name}"] |= self._ratios(name, believed)
-            # Predict from the fastest sample: a busy moment says nothing about the next length.
-            self._calls[name, case.head_dim, direction] = (flops, min(timing.samples_ms))
-
-    def _time_fields(self, name: str, timing: Timing, flops: float) -> dict[str, Any]:
+    def _figures(self, case: Case, key: str, timing: Timing) -> dict[str, Any]:
         """Return times and rates of one variant."""
+        direction, _, name = key.partition(" ")
         fields = time_fields(timing.samples_ms)
-        rate = flops / (fields["median_ms"] * 1e-3)
+        rate = case.flops(self._options, direction) / (fields["median_ms"] * 1e-3)
         peak = self._limits.matmul_flops[precision_of(name, self._options.dtype)]
-        fields |= {
-            "repeats": len(timing.samples_ms),
-            "tflops": rate / 1e12,
-            "share_of_matmul": rate / peak,
-            "clock": timing.clock,
-            "cache": timing.cache,
-            "calls_per_sample": timing.calls_per_sample,
-        }
+        fields |= {"repeats": len(timing.samples_ms), "tflops": rate / 1e12, "share_of_matmul": rate / peak}
+        fields |= {"clock": timing.clock, "cache": timing.cache, "calls_per_sample": timing.calls_per_sample}
         return fields | {"sample_rounds": list(timing.rounds)}
 
-    def _ratios(self, name: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
-        """Compare one variant with the baseline and PyTorch's best, among those that were timed with it."""
-        timing, options = timings[name], self._options
+    def _ratios(self, key: str, believed: Mapping[str, Timing]) -> dict[str, Any]:
+        """Compare one variant with the baseline and PyTorch's best, among those of its direction."""
+        direction, _, name = key.partition(" ")
+        of = (other.split(" ") for other in believed)
+        timings = {kernel: believed[f"{way} {kernel}"] for way, kernel in of if way == direction}
+        timing, baseline = timings[name], self._options.baseline
         fields: dict[str, Any] = {}
-        if options.baseline in timings:
-            fields |= ratio_fields(timing.versus(timings[options.baseline]))
+        if baseline in timings:
+            fields |= ratio_fields(timing.versus(timings[baseline]))
         rivals = {rival: other for rival, other in timings.items() if rival.split(":")[0] == "sdpa"}
         if rivals and name not in rivals:
             best = min(rivals, key=lambda rival: rivals[rival].median_ms)

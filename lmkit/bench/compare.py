@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Compared:
 
     Attributes:
         compared: how many have an interval: measured in both, often and steadily enough.
-        unclear: how many of these have an interval too wide for a verdict.
+        unclear: how many of these have too wide an interval.
         worse: how many became slower or wrong, now fail, or are missing.
         threshold: the smallest relative difference that counts.
     """
@@ -64,12 +65,10 @@ class Compared:
             verdict = f"nothing became worse ({self.compared} of {len(self.rows)} compared{unclear})"
         else:
             verdict = "nothing was compared: no measurement has enough steady samples in both"
-        told = [
-            row | {"verdict": verdict_in_words(row["verdict"], row["low"], row["high"], self.threshold)}
-            if "low" in row
-            else row
-            for row in self.rows
-        ]
+        told = [dict(row) for row in self.rows]
+        for row in told:
+            if "low" in row:
+                row["verdict"] = verdict_in_words(row["verdict"], row["low"], row["high"], self.threshold)
         return terminal_table(told, COLUMNS) + verdict
 
     @property
@@ -89,9 +88,8 @@ def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
         LmkitError: a file is damaged.
     """
     if not math.isfinite(threshold):
-        raise UsageError(
-            "compare.threshold", f"--threshold: {threshold} is not a share", hint="0.05 lets 5% pass"
-        )
+        message = f"--threshold: {threshold} is not a share"
+        raise UsageError("compare.threshold", message, hint="0.05 lets 5% pass")
     old, new = stored_rows(before), stored_rows(after)
     try:
         compared = compare_rows(old, new, smallest_difference=threshold)
@@ -117,23 +115,14 @@ def stored_rows(path: Path) -> Rows:
         UsageError: no result file, or several; it holds no results.
         LmkitError: it is damaged.
     """
-    file = path
-    if path.is_dir():
-        found = sorted(path.glob("*.jsonl"))
-        if len(found) != 1:
-            names = ", ".join(file.name for file in found) or "none"
-            raise UsageError(
-                "compare.which_file",
-                f"{path}: needs one .jsonl file, has {names}",
-                hint="name the file itself",
-            )
-        file = found[0]
-    rows = read_rows(file)
-    if not rows:
-        raise UsageError(
-            "compare.no_rows", f"{file}: holds no results", hint="results of a bench are JSON lines"
-        )
-    return rows
+    found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if len(found) != 1:
+        message = f"{path}: needs one .jsonl file, has {', '.join(file.name for file in found) or 'none'}"
+        raise UsageError("compare.which_file", message, hint="name the file itself")
+    if rows := read_rows(found[0]):
+        return rows
+    hint = "results of a bench are JSON lines"
+    raise UsageError("compare.no_rows", f"{found[0]}: holds no results", hint=hint)
 
 
 def compare_rows(
@@ -143,32 +132,25 @@ def compare_rows(
     smallest_difference: float = SMALLEST_DIFFERENCE,
 ) -> Compared:
     """Match rows by all fields that are not results, and compare their raw samples by `compare_runs`."""
-    old = {identity(row): row for row in before}
-    new = {identity(row): row for row in after}
+    old, new = ({identity(row): row for row in rows} for rows in (before, after))
     keys = list(dict.fromkeys([*old, *new]))
-    values: dict[str, set[Any]] = {}
-    for name, value in (pair for key in keys for pair in key):
-        values.setdefault(name, set()).add(value)
-    rows = []
+    values = Counter(name for name, _ in {pair for key in keys for pair in key})
+    rows: Rows = []
     measured: list[tuple[dict[str, Any], bool, tuple[Samples, Samples]]] = []
     for key in keys:
         # Name only the fields in which rows differ.
-        what = " ".join(str(value) for name, value in key if len(values[name]) > 1) or "all"
+        what = " ".join(str(value) for name, value in key if values[name] > 1) or "all"
         rows.append({"what": what})
-        if key in new and new[key].get("status") in WRONG:
-            was_wrong = key in old and old[key].get("status") in WRONG
+        was_wrong, is_wrong = (run.get(key, {}).get("status") in WRONG for run in (old, new))
+        if is_wrong:
             rows[-1]["verdict"] = STILL_WRONG if was_wrong else new[key]["status"]
-            continue
-        if key not in old or key not in new:
+        elif key not in old or key not in new:
             rows[-1]["verdict"] = "missing" if key in old else "new"
-            continue
-        samples = (samples_ms(old[key]), samples_ms(new[key]))
-        if all(samples):
+        elif all(samples := (samples_ms(old[key]), samples_ms(new[key]))):
             measured.append((rows[-1], _is_reference(new[key]), samples))
         else:
-            rows[-1]["verdict"] = (
-                "stopped working" if samples[0] else "works now" if samples[1] else "not measured"
-            )
+            now = "works now" if samples[1] else "not measured"
+            rows[-1]["verdict"] = "stopped working" if samples[0] else now
     references = [is_reference for _, is_reference, _ in measured]
     pairs = [samples for *_, samples in measured]
     found = compare_runs(pairs, references, smallest_difference=smallest_difference)

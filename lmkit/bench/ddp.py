@@ -123,17 +123,11 @@ def measure(
     failed = {row["variant"]: row for row in known}
     variants: dict[str, Variant] = {}
     for name in names:
-        row: dict[str, Any] = {
-            "case": case.run.name,
-            "variant": name,
-            "world_size": 1 if name in SOLO else ranks.world_size,
-            "part": part,
-            "rounds": options.rounds,
-        }
-        why = unfit(name, case)
-        row |= {"status": "unsupported", "detail": why} if why else {"status": "ok"}
-        row = failed.get(name, row)
-        variants[name] = variant_of(name, row, case, ranks, seen, more or _first_facts)
+        row: dict[str, Any] = {"case": case.run.name, "variant": name, "part": part, "rounds": options.rounds}
+        row["world_size"] = 1 if name in SOLO else ranks.world_size
+        if why := unfit(name, case):
+            row |= {"status": "unsupported", "detail": why}
+        variants[name] = variant_of(name, failed.get(name, row), case, ranks, seen, more or _first_facts)
 
     turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
     samples = trainings.measure(variants, context, stage=part, settle=True, **turns)
@@ -155,13 +149,10 @@ def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, 
     sync.traffic.reset()
     with track_peak(ranks.device) as of_step:
         loss = built.run()
-    facts: dict[str, Any] = {
-        "calls_per_step": sync.traffic.calls,
-        "payload_bytes": sync.traffic.payload_bytes,
-        "link_bytes": sync.traffic.link_bytes,
-        "parameter_bytes": sum(p.nbytes for p in built.model.parameters() if p.requires_grad),
-        "loss": float(loss),
-    }
+    traffic = sync.traffic
+    facts: dict[str, Any] = {"calls_per_step": traffic.calls, "payload_bytes": traffic.payload_bytes}
+    facts |= {"link_bytes": traffic.link_bytes, "loss": float(loss)}
+    facts["parameter_bytes"] = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
     if on_gpu:

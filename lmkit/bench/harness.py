@@ -134,15 +134,21 @@ def run_bench(
             return None
         rows, environment = [believed(storable(row)) for row in measured[0]], measured[1]
         summary, files = result_files(name, rows, environment)
-        files |= {ENVIRONMENT: json.dumps(environment, indent=1) + "\n", RECIPE: recipe_to_toml(recipe)}
-        for file in sorted(
-            files, key=lambda name: name != ENVIRONMENT
-        ):  # the folder is a bench's from now on
-            write_atomic(folder / file, files[file])
+        written = write_results(folder, files | {RECIPE: recipe_to_toml(recipe)}, environment)
         journal.path.unlink(missing_ok=True)
     table, wrong = terminal_text(summary), tuple(summary.wrong)
     failed = any(row.get("status") == "failed" for row in rows)
-    return BenchStored(bench, str(folder), tuple(files), rows, table, summary.measured, wrong, failed)
+    return BenchStored(bench, str(folder), written, rows, table, summary.measured, wrong, failed)
+
+
+def write_results(
+    folder: Path, files: Mapping[str, bytes | str], environment: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Write the files of a bench or a profile; first the environment, which says whose folder it is. Return names."""
+    write_atomic(folder / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return *files, ENVIRONMENT
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
@@ -316,14 +322,9 @@ def too_large_for_host(config: ModelConfig, context: Context) -> dict[str, Any]:
 def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:
     """Return the fields of a row that describe its samples; `name` is the key of the median."""
     times = spread(samples_ms)
-    return {
-        name: times.median,
-        "mean_ms": times.mean,
-        "p10_ms": times.p10,
-        "p90_ms": times.p90,
-        "spread": times.relative if times.count > 1 else None,
-        "samples_ms": list(samples_ms),
-    }
+    fields = {name: times.median, "mean_ms": times.mean, "p10_ms": times.p10, "p90_ms": times.p90}
+    spread_ = times.relative if times.count > 1 else None
+    return fields | {"spread": spread_, "samples_ms": list(samples_ms)}
 
 
 def ratio_fields(ratio: PairedRatio, name: str = "speedup", verdict: str = "verdict") -> dict[str, Any]:

@@ -11,7 +11,6 @@ starts the ranks again, without that cell.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
     from lmkit.recipe.schema import Recipe
+    from lmkit.training.setup import TrainingStep
 
 ONE_RANK = SOLO[0]
 EVAL_BATCHES = 20
@@ -233,28 +233,14 @@ def _train_kernel(
     assert recipe.model is not None
     claim_workspaces(ranks.device)
     memory = Memory(ranks.device)
+    shared = {**context.optimizer_field, "kernel": kernel, "precision": options.precision}
+    shared |= {"compile": options.compile, "parameters": count_parameters(recipe.model).total}
     rows: dict[str, dict[str, Any]] = {
-        strategy: {
-            **context.optimizer_field,
-            "kernel": kernel,
-            "strategy": strategy,
-            "ranks": 1 if strategy == ONE_RANK else ranks.world_size,
-            "precision": options.precision,
-            "compile": options.compile,
-            "parameters": count_parameters(recipe.model).total,
-            "status": "ok",
-            "detail": "",
-        }
+        strategy: shared | {"strategy": strategy, "ranks": 1 if strategy == ONE_RANK else ranks.world_size}
         for strategy in strategies
     }
     variants = {
-        strategy: Variant(
-            row=row,
-            make=partial(Cell, strategy, context, recipe, parts[0], memory),
-            judge=lambda cell: cell.judge(references),
-            more=lambda cell: cell.warm_up(),
-            check=lambda cell, row=row: cell.end(row, parts[1]),  # type: ignore[misc]
-        )
+        strategy: _cell(strategy, row, context, recipe, parts, references, memory)
         for strategy, row in rows.items()
     }
     clock = SteadyStateClock(ranks.device, options.steps_per_epoch, untimed=0)
@@ -276,83 +262,86 @@ def _train_kernel(
     return list(rows.values())
 
 
-class Cell:
-    """A cell of the matrix: train one kernel with one strategy."""
+def _cell(
+    strategy: str,
+    row: dict[str, Any],
+    context: Context,
+    recipe: Recipe,
+    parts: tuple[np.ndarray, np.ndarray],
+    references: Mapping[bool, Reference],
+    memory: Memory,
+) -> Variant:
+    """Return a cell of the matrix: the training of one kernel with one strategy."""
+    from lmkit.bench.training_gate import budget_of, judge
+    from lmkit.parallel.ranks import Ranks
+    from lmkit.training.setup import TrainingStep
 
-    def __init__(
-        self, strategy: str, context: Context, recipe: Recipe, tokens: np.ndarray, memory: Memory
-    ) -> None:
-        from lmkit.parallel.ranks import Ranks
-        from lmkit.training.setup import TrainingStep
+    options = context.options
+    ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
+    losses: list[Any] = []
 
-        self._strategy, self._options, self._memory = strategy, context.options, memory
-        self._ranks = ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
-        self._rows = self._options.batch_size // context.ranks.world_size
-        self._losses: list[Any] = []
+    def make() -> TrainingStep:
         release_freed(ranks)
         memory.begin(strategy)
-        parallel = ParallelConfig(
-            strategy="none" if strategy == ONE_RANK else strategy, bucket_mb=self._options.bucket_mb
-        )
-        self.step = TrainingStep(recipe, ranks, batches_of(context, tokens, ranks), parallel=parallel)
+        named = "none" if strategy == ONE_RANK else strategy
+        parallel = ParallelConfig(strategy=named, bucket_mb=options.bucket_mb)
+        return TrainingStep(recipe, ranks, batches_of(context, parts[0], ranks), parallel=parallel)
 
-    def judge(self, references: Mapping[bool, Reference]) -> dict[str, Any]:
-        """Make the first steps; return the fields of `training_gate.judge`."""
-        from lmkit.bench.training_gate import budget_of, judge
-
-        theirs = references[self._ranks.world_size == 1 or self._strategy != "none"]
-        found, losses = judge(self.step, theirs, budget_of(self._options.precision), forward=True)
-        self._losses += losses
+    def first_steps(training: TrainingStep) -> dict[str, Any]:
+        theirs = references[ranks.world_size == 1 or strategy != "none"]
+        found, of_steps = judge(training, theirs, budget_of(options.precision), forward=True)
+        losses.extend(of_steps)
         return found
 
-    def warm_up(self) -> dict[str, Any]:
+    def run(training: TrainingStep) -> None:
+        losses.append(training.run())
+
+    def warm_up(training: TrainingStep) -> dict[str, Any]:
         """Make the untimed epochs (at least a step), in which a CUDA graph may be captured; return the peak."""
-        release_freed(self._ranks)
+        release_freed(ranks)
 
-        def run() -> None:
-            for _ in range(max(1, self._options.warmup_epochs * self._options.steps_per_epoch)):
-                self.run()
+        def epochs() -> None:
+            for _ in range(max(1, options.warmup_epochs * options.steps_per_epoch)):
+                run(training)
 
-        return {"peak_gb": self._memory.peak_gb(self._strategy, self.step, run)}
+        return {"peak_gb": memory.peak_gb(strategy, training, epochs)}
 
-    def run(self) -> None:
-        """Make one step."""
-        self._losses.append(self.step.run())
+    def end(training: TrainingStep) -> dict[str, Any]:
+        return _end(training, row, context, parts[1], losses)
 
-    def end(self, row: dict[str, Any], held_out: np.ndarray) -> dict[str, Any]:
-        """Add losses, averaged over the ranks, to the row; return status and detail if it is wrong by now, else {}.
-        Collective."""
-        import torch
+    return Variant(row, make, first_steps, warm_up, run=run, check=end)
 
-        from lmkit.bench.training_gate import STEPS, after_timing, budget_of
-        from lmkit.parallel.collectives import sum_over_ranks
-        from lmkit.training.evaluation import HeldOut, evaluate
 
-        options, ranks, graph = self._options, self._ranks, self.step.step.graph
-        if wrong := after_timing(self.step, budget_of(options.precision), forward=True):
-            return wrong
-        # Otherwise their memory would be freed while the next kernel is measured.
-        self.step.wait_for_weights()
-        losses = sum_over_ranks(torch.tensor(list(map(float, self._losses)), dtype=torch.float64), ranks)
-        # If another cell failed while it was timed, the others have made more steps.
-        epochs = (options.warmup_epochs, options.timed_epochs)
-        planned = STEPS + sum(max(1, number * options.steps_per_epoch) for number in epochs)
-        valid_loss = None
-        if len(losses) == planned:
-            # The same batches for all cells.
-            data = HeldOut(held_out, None, options.context_length, self._rows)
-            precision = self.step.step.precision
-            found = evaluate(self.step.model, data, ranks, precision=precision, max_batches=EVAL_BATCHES)
-            valid_loss = None if found is None else found.loss
-        curve = (losses[:planned] / ranks.world_size).tolist()
-        row |= {
-            "graph": graph.note if graph is not None else "",
-            "first_loss": curve[0],
-            "final_loss": curve[-1],
-            "valid_loss": valid_loss,
-            "losses": curve,
-        }
-        return {}
+def _end(
+    training: TrainingStep, row: dict[str, Any], context: Context, held_out: np.ndarray, of_steps: list[Any]
+) -> dict[str, Any]:
+    """Add losses, averaged over the ranks, to the row; return status and detail if it is wrong by now, else {}.
+    Collective."""
+    import torch
+
+    from lmkit.bench.training_gate import STEPS, after_timing, budget_of
+    from lmkit.parallel.collectives import sum_over_ranks
+    from lmkit.training.evaluation import HeldOut, evaluate
+
+    options, step, ranks = context.options, training.step, training.step.ranks
+    note = step.graph.note if step.graph is not None else ""  # the check drops the graph
+    if wrong := after_timing(training, budget_of(options.precision), forward=True):
+        return wrong
+    # Otherwise their memory would be freed while the next kernel is measured.
+    training.wait_for_weights()
+    losses = sum_over_ranks(torch.tensor(list(map(float, of_steps)), dtype=torch.float64), ranks)
+    # If another cell failed while it was timed, the others have made more steps.
+    epochs = (options.warmup_epochs, options.timed_epochs)
+    planned = STEPS + sum(max(1, number * options.steps_per_epoch) for number in epochs)
+    row |= {"graph": note, "valid_loss": None}
+    if len(losses) == planned:
+        # The same batches for all cells.
+        data = HeldOut(held_out, None, options.context_length, options.batch_size // context.ranks.world_size)
+        found = evaluate(training.model, data, ranks, precision=step.precision, max_batches=EVAL_BATCHES)
+        row["valid_loss"] = None if found is None else found.loss
+    curve = (losses[:planned] / ranks.world_size).tolist()
+    row |= {"first_loss": curve[0], "final_loss": curve[-1], "losses": curve}
+    return {}
 
 
 # Tokens
@@ -394,14 +383,9 @@ def batches_of(context: Context, tokens: np.ndarray, ranks: Ranks) -> TokenBatch
     """Return the batches of one of the ranks."""
     from lmkit.core.batches import TokenBatches
 
-    return TokenBatches(
-        tokens,
-        batch_size=context.options.batch_size,
-        context_length=context.options.context_length,
-        seed=context.recipe.run.seed,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
+    sizes: dict[str, Any] = {key: getattr(context.options, key) for key in ("batch_size", "context_length")}
+    place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
+    return TokenBatches(tokens, seed=context.recipe.run.seed, **sizes | place)
 
 
 TITLE = "lm-matrix: attention kernels x gradient strategies"

@@ -125,22 +125,11 @@ def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelCon
 def _row(config: ModelConfig, context: Context, part: str, mode: str, precision: str) -> dict[str, Any]:
     from lmkit.model.accounting import count_parameters
 
-    options = context.options
-    return {
-        **context.optimizer_field,
-        "part": part,
-        "size": config.preset,
-        "length": config.context_length,
-        "compile": config.compile,
-        "attention": config.attention,
-        "checkpointing": config.activation_checkpointing,
-        "batch_size": options.batch_size,
-        "parameters": count_parameters(config).total,
-        "mode": mode,
-        "precision": precision,
-        "status": "ok",
-        "detail": "",
-    }
+    row = {**context.optimizer_field, "part": part, "size": config.preset, "length": config.context_length}
+    row |= {"compile": config.compile, "attention": config.attention}
+    row |= {"checkpointing": config.activation_checkpointing, "batch_size": context.options.batch_size}
+    row["parameters"] = count_parameters(config).total
+    return row | {"mode": mode, "precision": precision}
 
 
 def _build(config: ModelConfig, precision: str, context: Context) -> TrainingStep:
@@ -237,7 +226,8 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row = _row(config, context, "warm-up", "step", context.options.precisions[0]) | {"warmup": warmup}
+    row = _row(config, context, "warm-up", "step", context.options.precisions[0])
+    row |= {"warmup": warmup, "status": "ok", "detail": ""}
     if too_large := too_large_for_host(config, context):
         return row | too_large
     clock = clock_for(context.device, "wall")

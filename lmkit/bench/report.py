@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,12 @@ PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memor
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one kind in one file.
+    """The rows of one kind (a bench, "profile" or "memory") in one file, with what lies beside it.
 
     Attributes:
-        kind: the bench, or "profile" or "memory".
         path: the file, below the folder that was searched.
-        environment: content of the `environment.json` in its folder; {} without one.
-        pictures: names of the PNG files in its folder.
+        environment: content of `environment.json`; {} without one.
+        pictures: names of PNG files.
     """
 
     kind: str
@@ -106,64 +105,33 @@ def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
     hint = "name a folder with results, or run a bench: lmkit bench attention bench_attention_cpu"
     if not folders:
         raise UsageError("report.no_folder", f"{searched}: not a folder", hint=hint)
-    found = [results for folder in folders for path in _row_files(folder) for results in _read(path, root)]
+    found = []
+    for folder in folders:
+        files = [*folder.rglob("*.jsonl"), *folder.rglob("profile_summary.json")]
+        for path in sorted(file for file in files if file.is_file()):
+            by_kind = grouped([row for row in read_rows(path) if kind_of(row) is not None], kind_of)
+            facts = path.parent / ENVIRONMENT
+            environment = read_rows(facts)[0] if by_kind and facts.is_file() else {}
+            pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
+            found += [
+                Results(str(kind), path.relative_to(root), rows, environment, pictures)
+                for kind, rows in by_kind.items()
+            ]
     if not found:
         raise UsageError("report.no_results", f"{searched}: no results of a bench or a profile", hint=hint)
     return found
-
-
-def _row_files(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith(".jsonl") or name == "profile_summary.json":
-                yield Path(parent) / name
-
-
-def _read(path: Path, root: Path) -> Iterator[Results]:
-    by_kind = grouped([row for row in read_rows(path) if kind_of(row) is not None], kind_of)
-    facts = path.parent / ENVIRONMENT
-    environment = read_rows(facts)[0] if by_kind and facts.is_file() else {}
-    pictures = tuple(sorted(picture.name for picture in path.parent.glob("*.png")))
-    for kind, rows in by_kind.items():
-        yield Results(str(kind), path.relative_to(root), rows, environment, pictures)
 
 
 # The documents
 
 
 WRITE_UPS = {
-    "attention": (
-        "FlashAttention",
-        "Naive attention stores a length x length matrix of scores: its memory and most of its time grow with the "
-        "square of the length. FlashAttention computes the same result tile by tile with a running softmax: memory "
-        "grows linearly. The limit is the rate of a large matrix product, measured in the same run.",
-        ("attention",),
-    ),
-    "data_parallelism": (
-        "Data parallelism",
-        "Every rank computes the gradients of its rows of the batch; before the optimizer step they are averaged "
-        "over the ranks. Strategies differ in how many calls they make and when: after the backward pass or during "
-        "it. An all-reduce of n bytes over W ranks makes each rank send at least 2 (W-1)/W n bytes.",
-        ("ddp", "all_reduce"),
-    ),
-    "optimizer_sharding": (
-        "Optimizer state sharding (ZeRO-1)",
-        "AdamW keeps two fp32 numbers per parameter, the same on every rank. ZeRO-1 gives each of W ranks 1/W of "
-        "them: gradients are reduce-scattered, each rank updates its shard, and the new weights are gathered. That "
-        "moves the bytes of one all-reduce and divides the optimizer's time by W.",
-        ("optimizer",),
-    ),
-    "profiling": (
-        "Profiling",
-        "First whole passes of models, timed from outside; then, inside a step, how long the CPU dispatches work to "
-        "the GPU, how long it waits, and how long the GPU is busy; last, what fills the memory at its peak. If the "
-        "GPU is not always busy and the CPU never waits, larger batches, compilation or CUDA graphs help more than "
-        "faster kernels.",
-        ("model", "lm_matrix", "profile", "memory"),
-    ),
+    "attention": ("attention",),
+    "data_parallelism": ("ddp", "all_reduce"),
+    "optimizer_sharding": ("optimizer",),
+    "profiling": ("model", "lm_matrix", "profile", "memory"),
 }
-"""Name of a document -> its title, introduction, and the kinds of rows that it summarizes."""
+"""Name of a document, whose text is in `explained` -> the kinds of rows that it summarizes."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +178,15 @@ def write_reports(
     found = find_results(root, parts)
     target = output or root / parts[0] / "reports"
     paths = {name: target / f"{name}.md" for name in WRITE_UPS}
+    explained = {
+        name: (Path(__file__).parent / "explained" / f"{name}.md").read_text("utf-8") for name in paths
+    }
     for name, path in paths.items():
-        is_ours = path.is_file() and read_input(path).startswith(f"# {WRITE_UPS[name][0]}\n".encode())
+        title = explained[name].partition("\n")[0]
+        is_ours = path.is_file() and read_input(path).startswith(f"{title}\n".encode())
         refuse_existing(path, force=force or is_ours)
     written, missing = [], []
-    for name, (title, introduction, kinds) in WRITE_UPS.items():
+    for name, kinds in WRITE_UPS.items():
         chosen = [results for kind in kinds for results in found if results.kind == kind]
         if not chosen:
             missing.append(paths[name].name)
@@ -223,9 +195,10 @@ def write_reports(
         figures: list[str] = []
         for results in chosen:
             figures += _section(results, profiles, root.resolve(), target.resolve(), short)
-        how = (Path(__file__).parent / "explained" / f"{name}.md").read_text("utf-8")
-        parts_ = (bullets(short), "## How it works", how, "## Figures", *figures)
-        write_atomic(paths[name], document(f"# {title}", introduction, *parts_))
+        introduction, heading, how = explained[name].partition("## How it works\n")
+        write_atomic(
+            paths[name], document(introduction, bullets(short), heading, how, "## Figures", *figures)
+        )
         written.append(str(paths[name]))
     searched = " and ".join(str(root / part) for part in parts)
     sources = tuple(results.path.as_posix() for results in found)
@@ -241,16 +214,16 @@ def _section(
     summary = _or_damaged(root / path, partial(summarize, results.rows))
     alone = path.stem.endswith(("_results", "_summary", "_peaks"))
     title = (path.parent if alone else path.with_suffix("")).as_posix()
-    source = Path(os.path.relpath(root / path, output)).as_posix()
+    source = Path(os.path.relpath(root / path, output))
     if said := [*summary.wrong, *summary.findings]:
         short.append(f"**{title}**: {said[0]}")
     facts = root / path.parent / ENVIRONMENT
     return [
         f"## {summary.title}: {title}",
-        f"Rows with raw samples: [{path.as_posix()}]({source}).",
+        f"Rows with raw samples: [{path.as_posix()}]({source.as_posix()}).",
         *_or_damaged(facts, partial(report_body, summary, results.environment, level=3)),
         *(
-            f"![{name[:-4].replace('_', ' ')}]({Path(source).parent.as_posix()}/{name})"
+            f"![{name[:-4].replace('_', ' ')}]({(source.parent / name).as_posix()})"
             for name in results.pictures
         ),
     ]

@@ -6,6 +6,8 @@ Each trains as its users do: float32 weights under autocast, logits of all token
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,67 +34,41 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-class NanoGPTBlock(nn.Module):
-    """Pre-norm layer of GPT-2 without biases: x + attention(norm(x)), then x + MLP(norm(x))."""
+class Block(nn.Module):
+    """The attention half of a pre-norm layer without biases; subclasses have the other half."""
+
+    def __init__(self, config: ModelConfig, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.ln1, self.ln2 = norm(config.d_model), norm(config.d_model)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=False)
+
+
+class NanoGPTBlock(Block):
+    """Layer of GPT-2: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        d = config.d_model
-        self.num_heads = config.num_heads
+        super().__init__(config, partial(nn.LayerNorm, bias=False))
         # As many products as SwiGLU's three matrices; 4 d_model where d_ff is 8/3 d_model.
         d_hidden = 3 * config.d_ff // 2
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.attention_out = nn.Linear(d, d, bias=False)
-        self.mlp_in = nn.Linear(d, d_hidden, bias=False)
-        self.mlp_out = nn.Linear(d_hidden, d, bias=False)
+        self.up = nn.Linear(config.d_model, d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, d_model) -> (batch, seq, d_model)"""
-        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        x = x + self.attention_out(causal_attention(q, k, v, self.num_heads))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        q, k, v = self.qkv(self.ln1(x)).chunk(3, dim=-1)
+        x = x + self.output(causal_attention(q, k, v, self.num_heads))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
 
 
-class NanoGPT(nn.Module):
-    """GPT-2 as https://github.com/karpathy/nanoGPT describes its training: learned positions, LayerNorm, GELU, no
-    biases, no dropout, a tied head, weights from N(0, 0.02), those before a residual addition smaller by
-    sqrt(2 layers) (Radford et al. 2019, section 2.3)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        assert config.vocab_size is not None
-        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = nn.Embedding(config.context_length, config.d_model)
-        self.blocks = nn.ModuleList([NanoGPTBlock(config) for _ in range(config.num_layers)])
-        self.norm = nn.LayerNorm(config.d_model, bias=False)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.head.weight = self.tokens.weight
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of (batch, seq) ids, a scalar in nats per token."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class PlainBlock(nn.Module):
+class PlainBlock(Block):
     """The layer of `lmkit.model.TransformerBlock` in PyTorch's modules, with joined projections."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        d = config.d_model
-        self.num_heads = config.num_heads
-        self.ln1, self.ln2 = (nn.RMSNorm(d, eps=config.norm_eps) for _ in range(2))
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.output = nn.Linear(d, d, bias=False)
-        self.gate_up = nn.Linear(d, 2 * config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, d, bias=False)
+        super().__init__(config, partial(nn.RMSNorm, eps=config.norm_eps))
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         """(batch, seq, d_model), (seq, head_dim / 2, 2) -> (batch, seq, d_model)"""
@@ -109,33 +85,56 @@ class PlainBlock(nn.Module):
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(2).to(x.dtype)
 
 
-class Plain(nn.Module):
-    """The architecture of `lmkit.model.TransformerLM` in PyTorch's modules."""
+class Model(nn.Module):
+    """Embedding, blocks, norm and head; `model(ids, targets)` is the mean cross-entropy, in nats per token."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, block: type[Block], norm: nn.Module) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList([PlainBlock(config) for _ in range(config.num_layers)])
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.blocks = nn.ModuleList([block(config) for _ in range(config.num_layers)])  # type: ignore[call-arg]
+        self.norm = norm
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def loss(self, x: Tensor, targets: Tensor, *of_blocks: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *of_blocks)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class NanoGPT(Model):
+    """GPT-2 as https://github.com/karpathy/nanoGPT describes its training: learned positions, LayerNorm, GELU, no
+    biases, no dropout, a tied head, weights from N(0, 0.02), those before a residual addition smaller by
+    sqrt(2 layers) (Radford et al. 2019, section 2.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, NanoGPTBlock, nn.LayerNorm(config.d_model, bias=False))
+        self.positions = nn.Embedding(config.context_length, config.d_model)
+        self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        return self.loss(self.embedding(ids) + self.positions(positions), targets)
+
+
+class Plain(Model):
+    """The architecture of `lmkit.model.TransformerLM` in PyTorch's modules."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, PlainBlock, nn.RMSNorm(config.d_model, eps=config.norm_eps))
         self.rope = RotaryEmbedding(
             head_dim=config.head_dim, context_length=config.context_length, theta=config.rope_theta
         )
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of (batch, seq) ids, a scalar in nats per token."""
-        x, cos_sin = self.embedding(ids), self.rope(ids.shape[1])
-        for block in self.blocks:
-            x = block(x, cos_sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.loss(self.embedding(ids), targets, self.rope(ids.shape[1]))
 
 
-RIVALS: dict[str, tuple[type[nn.Module], bool]] = {
-    "nanogpt": (NanoGPT, True),
-    "plain": (Plain, True),
-    "plain_eager": (Plain, False),
-}
+RIVALS = {"nanogpt": (NanoGPT, True), "plain": (Plain, True), "plain_eager": (Plain, False)}
 """Name -> the model, and whether torch.compile compiles it as a whole."""
 
 

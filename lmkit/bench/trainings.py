@@ -41,7 +41,7 @@ class Variant:
     """A training, or a model that writes, that a bench times.
 
     Attributes:
-        row: what identifies it, and status "ok"; a row with another status is not built.
+        row: what identifies it; with a status other than "ok" it is not built.
         make: builds the training; without collectives.
         judge: makes its first steps; returns fields with a status.
         more: returns what is measured of a right training before it is timed.
@@ -63,28 +63,27 @@ def measure_figures(
     variants: Mapping[str, Variant],
     context: Context,
     limits: Limits | None,
-    figures: Callable[[str, list[float]], dict[str, Any]],
+    figures: Callable[[str, Any], dict[str, Any]],
     **options: Any,
-) -> dict[str, list[float]]:
+) -> dict[str, Any]:
     """Measure variants, add figures to their rows, and say how many times as fast the variant `versus` of a row is.
 
     Args:
-        figures: returns the figures of a variant, from the samples of the slowest rank.
+        figures: returns the figures of a variant, from its samples.
         options: of `measure`.
 
     Returns:
         The samples of rows whose figures are believed.
     """
-    samples: Samples = measure(variants, context, **options)
-    rows = {name: variants[name].row for name in samples}
     believed = {
-        name: samples_ms
-        for name, samples_ms in samples.items()
-        if add_figures(rows[name], limits, partial(figures, name, samples_ms))
+        name: samples
+        for name, samples in measure(variants, context, **options).items()
+        if add_figures(variants[name].row, limits, partial(figures, name, samples))
     }
-    for name, samples_ms in believed.items():
-        if (first := rows[name].get("versus")) in believed and first != name:
-            rows[name] |= ratio_fields(paired_ratio(believed[first], samples_ms), "first_is", "verdict")
+    for name, samples in believed.items():
+        row = variants[name].row
+        if (first := row.get("versus")) in believed and first != name:
+            row |= ratio_fields(paired_ratio(believed[first], samples), "first_is")
     return believed
 
 
@@ -111,6 +110,8 @@ def measure(
     for number, (name, variant) in enumerate(variants.items()):
         if stage:
             context.progress(f"{stage}, building", number, len(variants))
+        variant.row.setdefault("status", "ok")
+        variant.row.setdefault("detail", "")
         _begin(name, variant, context, built)
 
     def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from lmkit.core.autograd import differentiable_once
 from lmkit.core.loss import check_targets
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
+from lmkit.kernels.operators import save_once
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x * LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -222,11 +223,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if of_weight:
                 _add_product(sums, logits.t(), h, begin=start == 0)
         loss = losses.sum() * share
-        # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
-        empty = loss.new_empty(0)
-        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(grad_hidden, sums, share if late else one, empty)
-        return loss, empty
+        return loss, save_once(ctx, loss, grad_hidden, sums, share if late else one)
 
     @staticmethod
     @differentiable_once(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.launch import LaunchCache, Start, as_rows, count_tiles, prepare_launch
+from lmkit.kernels.operators import save_once
 
 ROWS, COLUMNS = 32, 256  # of a tile that a program of the sorted way adds up at a time
 
@@ -75,9 +76,8 @@ def sorted_sum_kernel(
 def _prepare_atomic(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     grad, *_ = tensors
     constants = {"BLOCK": triton.next_power_of_2(grad.shape[1]), "num_warps": 4}
-    return prepare_launch(
-        scatter_add_kernel, (len(grad), 1), tensors, (grad.stride(0), grad.shape[1]), constants
-    )
+    numbers = (grad.stride(0), grad.shape[1])
+    return prepare_launch(scatter_add_kernel, (len(grad), 1), tensors, numbers, constants)
 
 
 def _prepare_sorted(tensors: tuple[Tensor, ...], options: tuple) -> Start:
@@ -115,14 +115,11 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        # `differentiable_once` needs an output among the saved tensors; the rows may be written to in place.
-        empty = weight.new_empty(0)
-        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(ids, empty)
         # The gradient can have another dtype than the weight on leaves only.
         wanted = weight.grad_dtype if weight.is_leaf else weight.dtype
         ctx.options = (len(weight), torch.float32 if wanted is None else wanted)
-        return F.embedding(ids, weight), empty
+        rows = F.embedding(ids, weight)
+        return rows, save_once(ctx, rows, ids)
 
     @staticmethod
     @differentiable_once("embedding", instead="torch.nn.functional.embedding has a second derivative")

@@ -162,25 +162,19 @@ def _prepare_rows(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     rows, columns = x.shape
     block = triton.next_power_of_2(columns)
     together = max(1, 1024 // block)
-    constants = {
-        "COLUMNS": columns,
-        "BLOCK": block,
-        "ROWS": together,
-        "num_warps": min(max(block // 512, 4), 16),
-    }
-    return prepare_launch(
-        cast_rows_kernel, (count_tiles(rows, together), 1), tensors, (x.stride(0), rows), constants
-    )
+    warps = min(max(block // 512, 4), 16)
+    constants = {"COLUMNS": columns, "BLOCK": block, "ROWS": together, "num_warps": warps}
+    grid = (count_tiles(rows, together), 1)
+    return prepare_launch(cast_rows_kernel, grid, tensors, (x.stride(0), rows), constants)
 
 
 def _prepare_transposed(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     x, *_ = tensors
     rows, columns = x.shape
-    tiles = count_tiles(rows, TILE_ROWS) * count_tiles(columns, TILE_COLUMNS)
+    grid = (count_tiles(rows, TILE_ROWS) * count_tiles(columns, TILE_COLUMNS), 1)
     constants = {"ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS, "num_warps": 4}
-    return prepare_launch(
-        cast_transposed_kernel, (tiles, 1), tensors, (x.stride(0), rows, columns), constants
-    )
+    numbers = (x.stride(0), rows, columns)
+    return prepare_launch(cast_transposed_kernel, grid, tensors, numbers, constants)
 
 
 row_calls = LaunchCache(_prepare_rows)

@@ -31,6 +31,7 @@ from lmkit.kernels.launch import (
     prepare_call,
     prepare_launch,
 )
+from lmkit.kernels.operators import save_once
 
 
 def add_rms_norm(
@@ -169,10 +170,9 @@ class AddRMSNorm(torch.autograd.Function):
         grad_x, grad_gain = past, None
         if grad is not None:
             grad_x, grad_gain = _gradients(grad, past, total if x is None else x, *others)
-        grad_delta = (
-            grad_x.to(ctx.delta_dtype) if grad_x is not None and ctx.delta_dtype is not None else None
-        )
-        return grad_x, grad_delta, grad_gain, None
+        if grad_x is None or ctx.delta_dtype is None:
+            return grad_x, None, grad_gain, None
+        return grad_x, grad_x.to(ctx.delta_dtype), grad_gain, None
 
 
 def _gradients(
@@ -342,12 +342,11 @@ class HeadsNorm(torch.autograd.Function):
         ctx: Any, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, eps: float
     ) -> tuple[Tensor, Tensor]:
         inputs = qkv.contiguous(), q_gain.contiguous(), k_gain.contiguous()
-        out, empty = torch.empty_like(inputs[0]), qkv.new_empty(0)
+        out = torch.empty_like(inputs[0])
         if qkv.numel():
             heads_forward_calls(inputs, (out,), (kv_heads, eps))
-        ctx.save_for_backward(*inputs, empty)
         ctx.options = kv_heads, eps
-        return out, empty
+        return out, save_once(ctx, out, *inputs)
 
     @staticmethod
     @differentiable_once("the norm of heads", instead='model.operations = "plain" has second derivatives')

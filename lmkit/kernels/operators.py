@@ -1,4 +1,5 @@
-"""Define attention kernels as custom operators: torch.compile takes a call as it is and does not look into it."""
+"""Autograd of kernels: what a backward pass needs; attention as custom operators, into which torch.compile does not
+look."""
 
 from __future__ import annotations
 
@@ -11,6 +12,17 @@ from torch import Tensor
 from lmkit.core.attention import SECOND_DERIVATIVES
 from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.launch import empty_in_order_of
+
+
+def save_once(ctx: Any, result: Tensor, *tensors: Tensor) -> Tensor:
+    """Save tensors for a `differentiable_once` backward pass, which needs an output among them: return an empty one.
+
+    `result` may be written to in place. The gradient of an unused output is None instead of zeros.
+    """
+    empty = result.new_empty(0)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, empty)
+    return empty
 
 
 def define_attention(
@@ -51,9 +63,7 @@ def define_attention(
     def save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *ctx.options = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(
-            False
-        )  # or autograd would allocate zeros as the gradient of the log-sum-exp
+        ctx.set_materialize_grads(False)  # else zeros would be allocated as the log-sum-exp's gradient
         ctx.save_for_backward(q, k, v, *output)
 
     @differentiable_once(name, instead=SECOND_DERIVATIVES)

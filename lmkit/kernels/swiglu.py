@@ -24,6 +24,7 @@ from torch import Tensor
 from lmkit.core.autograd import differentiable_once
 from lmkit.kernels.fp8 import keep_cast, make_room, pack, scale_of_rows
 from lmkit.kernels.launch import LaunchCache, Start, count_tiles, prepare_launch
+from lmkit.kernels.operators import save_once
 
 BLOCK = 1024  # elements of the result a program
 WARPS = 4
@@ -159,10 +160,7 @@ class SwiGLU(torch.autograd.Function):
         ctx.in_place, ctx.casts = not joint.is_leaf, casts
         joint = joint.contiguous()
         out = joint.new_empty(*joint.shape[:-1], joint.shape[-1] // 2)
-        # `differentiable_once` needs an output among the saved tensors; the result may be written to in place.
-        empty = joint.new_empty(0)
-        ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(joint, empty)
+        empty = save_once(ctx, out, joint)
         if not casts:
             if out.numel():
                 forward_calls((joint,), (out,), ())

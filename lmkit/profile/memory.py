@@ -24,16 +24,15 @@ import numpy as np
 import torch
 
 from lmkit.bench.context import failure_is_a_row
-from lmkit.bench.summary import Summary, report_text, terminal_text
+from lmkit.bench.summary import Summary, terminal_text
 from lmkit.core.ranges import range_
-from lmkit.measure.environment import describe_environment
 from lmkit.measure.memory import GIB, release_memory
 from lmkit.measure.plots import decorate, stacked_areas
 from lmkit.measure.ranges import disable_ranges, observe_ranges, quietly
 from lmkit.measure.tables import Column, Rows, markdown_table, row_files
 from lmkit.measure.trace import chrome_trace
 from lmkit.model.accounting import count_parameters
-from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_files
+from lmkit.profile.run import Mode, Profiled, Workload, call_of, make_training, write_profile
 from lmkit.profile.summary import (
     BUILD,
     CATEGORIES,
@@ -43,7 +42,6 @@ from lmkit.profile.summary import (
     peak_row,
     summarize_memory,
 )
-from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.training.setup import TrainingStep
 
@@ -334,6 +332,12 @@ CONTEXTS = (
 )
 
 
+CONTEXT_NOTES = (
+    "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the peak of a "
+    "phase; every cell has a folder with its phases and source lines",
+)
+
+
 def run_memory(
     recipe: Recipe, output: Path, *, mode: Mode, steps: int, warmup: int = 0, snapshot: bool = True
 ) -> Profiled:
@@ -361,26 +365,25 @@ def run_memory(
         tables={"Source lines that hold most at the peak": markdown_table(lines, LINES)} if lines else {},
         notes=(f"GiB = 2^30 bytes, of {recording.source}",),
     )
-    environment = describe_environment()
     drawn = decorate(PICTURE, lambda: _picture(profile, work))
-    files: dict[str, bytes | str] = {
+    files = {
         **row_files("memory_peaks", rows),
         **({PICTURE: drawn} if drawn else {}),
         **({"memory_snapshot.pickle": recording.pickled} if snapshot and recording.pickled else {}),
-        "memory_report.md": report_text(summary, environment, [PICTURE] if drawn else []),
-        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return Profiled(str(output), write_files(files, output), {"peaks": rows}, terminal_text(summary))
+    written = write_profile(output, files, "memory_report.md", summary)
+    return Profiled(str(output), written, {"peaks": rows}, terminal_text(summary))
 
 
 def _rows(work: Workload, peaks: Mapping[str, Mapping[str, int]]) -> Rows:
     model = work.model
-    facts = {
+    facts: dict[str, Any] = {
         "model": model.preset or f"{model.num_layers} x {model.d_model}",
-        "parameters": count_parameters(model).total,
-        "context_length": model.context_length,
-        "batch_size": work.train.batch_size,
         "pass": work.mode,
+    }
+    facts |= {"parameters": count_parameters(model).total, "context_length": model.context_length}
+    facts |= {
+        "batch_size": work.train.batch_size,
         "dtype": work.train.precision,
         "attention": model.attention,
     }
@@ -421,42 +424,22 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
     rows: Rows = []
     for recipe in recipes:
         work = Workload(recipe)
-        row: dict[str, Any] = {
-            "attention": work.model.attention,
-            "context_length": work.model.context_length,
-            "dtype": work.train.precision,
-            "batch_size": work.train.batch_size,
-            "status": "ok",
-        }
+        model, train = work.model, work.train
+        row: dict[str, Any] = {"attention": model.attention, "context_length": model.context_length}
+        row |= {"dtype": train.precision, "batch_size": train.batch_size, "status": "ok"}
         for mode in MODES:
             folder = f"{row['attention']}_{mode}_{row['context_length']}_{row['dtype']}"
             with failure_is_a_row(row, work.ranks.device):
                 # Without snapshots: of every cell they would be hundreds of megabytes.
-                peaks = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False).summary[
-                    "peaks"
-                ]
-                row |= {
-                    f"{mode}_gib": peak_row(peaks)["peak_gib"],
-                    f"{mode}_computed_gib": most_computed(peaks),
-                }
+                done = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False)
+                peaks = done.summary["peaks"]
+                row[f"{mode}_gib"] = peak_row(peaks)["peak_gib"]
+                row[f"{mode}_computed_gib"] = most_computed(peaks)
             release_memory(work.ranks.device)
         rows.append(row)
-        summary = Summary(
-            "Memory by context and precision",
-            CONTEXTS,
-            rows,
-            about=f"Batch {row['batch_size']}",
-            notes=(
-                "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at "
-                "the peak of a phase; every cell has a folder with its phases and source lines",
-            ),
-        )
-        environment = describe_environment()
-        files = {
-            "memory_contexts.json": json.dumps(rows, indent=1) + "\n",
-            "memory_contexts_report.md": report_text(summary, environment, []),
-            ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
-        }
-        written = write_files(files, output)
+        title, about = "Memory by context and precision", f"Batch {row['batch_size']}"
+        summary = Summary(title, CONTEXTS, rows, about, notes=CONTEXT_NOTES)
+        files = {"memory_contexts.json": json.dumps(rows, indent=1) + "\n"}
+        written = write_profile(output, files, "memory_contexts_report.md", summary)
     is_fine = all(row["status"] != "failed" for row in rows)
     return Profiled(str(output), written, {"rows": rows}, terminal_text(summary), is_fine)

@@ -18,7 +18,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from lmkit.bench.summary import report_text
+from lmkit.bench.harness import write_results
+from lmkit.bench.summary import Summary, report_text
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment
@@ -31,10 +32,8 @@ from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize, summarize_trace, text_of
 from lmkit.recipe.load import required
-from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
-from lmkit.storage import write_atomic
 from lmkit.tokenizer.vocabulary import required_model
 from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics
@@ -48,7 +47,7 @@ logger = logging.getLogger("lmkit")
 
 @dataclass(frozen=True)
 class Profiled:
-    """A summary, and the folder that holds it and the recording."""
+    """A summary, and its folder."""
 
     folder: str
     files: tuple[str, ...]
@@ -133,24 +132,21 @@ def _store(
     `profile_ranges.png`."""
     summary = summarize(trace, skip_steps=skip_steps)
     picture = decorate(PICTURE, lambda: _picture(summary)) if summary["ranges"] else None
-    environment = describe_environment()
-    files: dict[str, bytes | str] = {
+    files = {
         "profile_summary.json": json.dumps(summary, indent=2, allow_nan=False) + "\n",
-        "profile_report.md": report_text(
-            summarize_trace([summary]), environment, [PICTURE] if picture else []
-        ),
         **({PICTURE: picture} if picture else {}),
         **(recording or {}),
-        ENVIRONMENT: json.dumps(environment, indent=1) + "\n",
     }
-    return Profiled(str(output), write_files(files, output), summary, text_of(summary))
+    written = write_profile(output, files, "profile_report.md", summarize_trace([summary]))
+    return Profiled(str(output), written, summary, text_of(summary))
 
 
-def write_files(files: Mapping[str, bytes | str], output: Path) -> tuple[str, ...]:
-    """Write the files of a profile; return their names."""
-    for name in sorted(files, key=lambda name: name != ENVIRONMENT):  # the folder is a profile's from now on
-        write_atomic(output / name, files[name])
-    return tuple(files)
+def write_profile(
+    output: Path, files: Mapping[str, bytes | str], report: str, summary: Summary
+) -> tuple[str, ...]:
+    """Write the files of a profile, its report, which shows the pictures among them, and the environment."""
+    environment = describe_environment()
+    return write_results(output, {**files, report: report_text(summary, environment, [*files])}, environment)
 
 
 def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
@@ -247,8 +243,7 @@ class Workload:
 def workload_from_json(text: str) -> Workload:
     """Return the workload that `Workload.as_json` wrote."""
     fields: dict[str, Any] = json.loads(text)
-    recipe = Recipe.model_validate_json(json.dumps(fields.pop("recipe")))
-    return Workload(recipe, **fields)
+    return Workload(Recipe.model_validate_json(json.dumps(fields.pop("recipe"))), **fields)
 
 
 def make_training(work: Workload) -> TrainingStep:

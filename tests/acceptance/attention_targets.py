@@ -1,6 +1,7 @@
 """The targets of the attention kernels, and what rows of measurements say of them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +46,7 @@ class Target:
 
 def _chosen(rows: Rows, **fields: Any) -> list[Row]:
     """Rows with these values, of what was timed."""
-    return [
-        row
-        for row in rows
-        if row.get("median_ms") and all(row.get(key) == value for key, value in fields.items())
-    ]
+    return [row for row in rows if row.get("median_ms") and fields.items() <= row.items()]
 
 
 def _core(
@@ -76,24 +73,28 @@ def _smallest(key: str, **fields: Any) -> Callable[[Rows], float | None]:
     return lambda rows: min((row[key] for row in _chosen(rows, **fields) if row.get(key)), default=None)
 
 
+def _ratios(key: str, mine: Sequence[Row], theirs: Sequence[Row], *same: str) -> list[float]:
+    """Mine over theirs, of rows in which the fields `same` are equal; 1 where both are 0 (one key takes all)."""
+    beside = {tuple(row[name] for name in same): row[key] for row in theirs if key in row}
+    pairs = [(row[key], beside.get(tuple(row[name] for name in same))) for row in mine if key in row]
+    return [
+        1.0 if own == other else own / other if other else math.inf
+        for own, other in pairs
+        if other is not None
+    ]
+
+
 def _against_compiled(rows: Rows) -> float | None:
-    ours = _chosen(rows, set="headline", kernel=OURS)
-    compiled = _chosen(rows, set="headline", kernel="vectorized+compile")
-    return compiled[0]["median_ms"] / ours[0]["median_ms"] if ours and compiled else None
-
-
-def _times_of(rows: Rows, name: str) -> dict[tuple[int, str], float]:
-    return {
-        (row["head_dim"], row["direction"]): row["median_ms"] for row in _chosen(rows, set=name, kernel=OURS)
-    }
+    ours, compiled = (_chosen(rows, set="headline", kernel=name) for name in (OURS, "vectorized+compile"))
+    return min(_ratios("median_ms", compiled, ours), default=None)
 
 
 def _between(slower: str, faster: str) -> Callable[[Rows], float | None]:
     """The largest ratio of our times in two sets, over head_dim and direction."""
 
     def measured(rows: Rows) -> float | None:
-        above, below = _times_of(rows, slower), _times_of(rows, faster)
-        return max((above[key] / below[key] for key in above if key in below), default=None)
+        times = (_chosen(rows, set=name, kernel=OURS) for name in (slower, faster))
+        return max(_ratios("median_ms", *times, "head_dim", "direction"), default=None)
 
     return measured
 
@@ -101,60 +102,32 @@ def _between(slower: str, faster: str) -> Callable[[Rows], float | None]:
 def _on_trained_data(rows: Rows) -> float | None:
     """Our lowest rate on data like a trained model's, in units of that on normal data."""
     chosen = _chosen(rows, set="data", kernel=OURS)
-
-    def case(row: Row) -> tuple[Any, ...]:
-        return row["head_dim"], row["causal"], row["direction"]
-
-    normal = {case(row): row["tflops"] for row in chosen if row["data"] == "normal"}
-    return min(
-        (
-            row["tflops"] / normal[case(row)]
-            for row in chosen
-            if row["data"] != "normal" and case(row) in normal
-        ),
-        default=None,
-    )
-
-
-def _times(ours: float, theirs: float) -> float:
-    """Ours in units of theirs; both may be exactly 0 (one key that takes everything)."""
-    if ours == theirs:
-        return 1.0
-    return ours / theirs if theirs else math.inf
+    trained = [row for row in chosen if row["data"] != "normal"]
+    normal = _chosen(chosen, data="normal")
+    return min(_ratios("tflops", trained, normal, "head_dim", "causal", "direction"), default=None)
 
 
 def _error_ratio(*keys: str, normal: bool = True) -> Callable[[Rows], float | None]:
     """Our largest error in units of cuDNN's on the same inputs: core cases, or those whose data are not normal."""
 
-    def counts(row: Row) -> bool:
-        return row["set"].startswith("core") if normal else row["data"] != "normal"
-
     def measured(rows: Rows) -> float | None:
-        def by_case(kernel: str) -> dict[tuple[Any, ...], Row]:
-            chosen = [row for row in _chosen(rows, kernel=kernel) if counts(row)]
-            identity = ("set", "head_dim", "num_keys", "causal", "direction", "data")
-            return {tuple(row[key] for key in identity): row for row in chosen}
+        def counted(kernel: str) -> list[Row]:
+            chosen = _chosen(rows, kernel=kernel)
+            return [x for x in chosen if (x["set"].startswith("core") if normal else x["data"] != "normal")]
 
-        theirs = by_case(CUDNN)
-        return max(
-            (
-                _times(row[key], theirs[case][key])
-                for case, row in by_case(OURS).items()
-                for key in keys
-                if key in row and case in theirs
-            ),
-            default=None,
-        )
+        ours, theirs = counted(OURS), counted(CUDNN)
+        same = ("set", "head_dim", "num_keys", "causal", "direction", "data")
+        return max((ratio for key in keys for ratio in _ratios(key, ours, theirs, *same)), default=None)
 
     return measured
 
 
 def _longest(rows: Rows) -> float | None:
     """The most tokens of a sequence that went through forward and backward."""
-    lengths = [
+    forward, backward = (
         {row["num_keys"] for row in _chosen(rows, kernel=OURS, direction=d)} for d in ("forward", "backward")
-    ]
-    return max(lengths[0] & lengths[1], default=None)
+    )
+    return max(forward & backward, default=None)
 
 
 def _first_call(rows: Rows) -> float | None:
@@ -162,11 +135,10 @@ def _first_call(rows: Rows) -> float | None:
 
     As the caches of compiled kernels were: rows of the set "first call" come from processes with empty ones.
     """
-    seconds: dict[tuple[Any, ...], float] = {}
+    seconds: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
         if row["kernel"] == OURS and row.get("first_call_s") and row["set"].startswith(_FIRST_CALLS):
-            key = (row["head_dim"], row["causal"], row["dtype"])
-            seconds[key] = seconds.get(key, 0.0) + row["first_call_s"]
+            seconds[row["head_dim"], row["causal"], row["dtype"]] += row["first_call_s"]
     return max(seconds.values(), default=None)
 
 
@@ -192,19 +164,17 @@ FORWARD = {
 BACKWARD = {128: (0.95, 1.10), 64: (1.02, 1.20)}
 
 
-def _must_of(row: Row) -> float:
-    if row["direction"] == "backward":
-        return BACKWARD[row["head_dim"]][0]
-    return FORWARD[row["head_dim"], row["causal"]][0]
-
-
 def _musts_on_trained_data(rows: Rows) -> float | None:
     """On data like a trained model's: our lowest ratio to the best backend on the same data, in units of its
     target."""
-    chosen = _chosen(rows, set="data", kernel=OURS)
-    return min(
-        (row["versus_sdpa"] / _must_of(row) for row in chosen if row["data"] != "normal"), default=None
-    )
+    found = []
+    for row in _chosen(rows, set="data", kernel=OURS):
+        head_dim = row["head_dim"]
+        of_backward = row["direction"] == "backward"
+        must, _ = BACKWARD[head_dim] if of_backward else FORWARD[head_dim, row["causal"]]
+        if row["data"] != "normal":
+            found.append(row["versus_sdpa"] / must)
+    return min(found, default=None)
 
 
 TARGETS = (
@@ -265,29 +235,23 @@ def against_targets(rows: Rows) -> list[Row]:
     for target in TARGETS:
         figure = target.measured(rows)
         sign = "<= " if target.at_most else ">= "
-        verdict = target.verdict(figure)
-        measured = "-"
+        entry = {"target": target.name, "must": sign + _number(target.must), "stretch": "", "measured": "-"}
+        if target.stretch is not None:
+            entry["stretch"] = sign + _number(target.stretch)
         if figure is not None:
             spec = "d" if isinstance(figure, int) else "#.3g"
-            measured = _number(figure, spec).rstrip(".") + target.unit
-        entries.append(
-            {
-                "target": target.name,
-                "must": sign + _number(target.must),
-                "stretch": "" if target.stretch is None else sign + _number(target.stretch),
-                "measured": f"**{measured}**" if verdict == "missed" else measured,
-                "verdict": verdict,
-            }
-        )
+            entry["measured"] = _number(figure, spec).rstrip(".") + target.unit
+        entry["verdict"] = target.verdict(figure)
+        if entry["verdict"] == "missed":
+            entry["measured"] = f"**{entry['measured']}**"
+        entries.append(entry)
     return entries
 
 
 TARGET_COLUMNS = tuple(Column(key, key) for key in ("target", "must", "stretch", "measured", "verdict"))
 _CASE_COLUMNS = (
     Column("set", "case"),
-    Column("shape", "shape"),
-    Column("direction", "direction"),
-    Column("kernel", "kernel"),
+    *(Column(key, key) for key in ("shape", "direction", "kernel")),
     Column("median_ms", "ms", ".4g", instead="status"),
     Column("tflops", "TFLOP/s", ".3g"),
     Column("speedup", "x baseline", ".2f"),

@@ -237,31 +237,26 @@ def store(rows: Rows, environment: dict[str, Any]) -> None:
 
 def rows_of(trial, *, ratio=1.5, speedup=60.0, milliseconds=2.0):
     """What a machine would measure on which everything takes two milliseconds."""
-    options = trial.options
-    directions = ("forward", *(trial.gradients if options.backward else ()))
+    directions = ("forward", *(trial.gradients if trial.options.backward else ()))
+    shape = ("head_dim", "batch", "heads", "kv_heads", "causal", "dtype", "data")
+    case = {
+        "set": trial.name,
+        "num_queries": trial.length,
+        "num_keys": trial.length,
+        "status": "ok",
+        "detail": "",
+    }
+    case |= {key: getattr(trial.options, key) for key in shape}
+    case |= {"tflops": 500.0, "speedup": speedup, "first_call_s": 1.5}
+    case |= {f"error_{name}": 0.002 for name in ("out", "dq", "dk", "dv")}
     for direction in directions:
         for kernel in (*trial.kernels, *(trial.backward_only if direction != "forward" else ())):
-            yield {
-                "set": trial.name,
-                "num_queries": trial.length,
-                "num_keys": trial.length,
-                "head_dim": options.head_dim,
-                "batch": options.batch,
-                "heads": options.heads,
-                "kv_heads": options.kv_heads,
-                "causal": options.causal,
-                "dtype": options.dtype,
-                "data": options.data,
+            times = 20.0 if kernel == "vectorized+compile" else 1.0
+            yield case | {
                 "direction": direction,
                 "kernel": kernel,
-                "status": "ok",
-                "detail": "",
-                "median_ms": milliseconds * (20.0 if kernel == "vectorized+compile" else 1.0),
-                "tflops": 500.0,
-                "speedup": speedup,
+                "median_ms": milliseconds * times,
                 "versus_sdpa": None if kernel.startswith("sdpa") else ratio,
-                "first_call_s": 1.5,
-                **{f"error_{name}": 0.002 for name in ("out", "dq", "dk", "dv")},
             }
 
 

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -52,7 +53,7 @@ def one_head_forgotten(q, k, v, *, causal):
     return vectorized(q, k, v, causal=causal) * keep
 
 
-def rounded_operands(q, k, v, rounded):
+def rounded_operands(q, k, v, *, causal, rounded):
     """Causal attention in float32, both operands of both products rounded."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = rounded(q) @ rounded(k).mT * q.shape[-1] ** -0.5
@@ -60,21 +61,14 @@ def rounded_operands(q, k, v, rounded):
     return (rounded(scores.masked_fill(hidden, -torch.inf).softmax(-1)) @ rounded(v)).float()
 
 
-def cut_operands(q, k, v, *, causal):
-    return rounded_operands(q, k, v, cut_to_tf32)
-
-
-def nearest_operands(q, k, v, *, causal):
+def nearest(x):
     """The other way to tf32: half a unit of the 10th bit added before the rest is cut off."""
-
-    def nearest(x):
-        return cut_to_tf32((x.float().view(torch.int32) + 0x1000).view(torch.float32))
-
-    return rounded_operands(q, k, v, nearest)
+    return cut_to_tf32((x.float().view(torch.int32) + 0x1000).view(torch.float32))
 
 
-def bfloat16_operands(q, k, v, *, causal):
-    return rounded_operands(q, k, v, lambda x: x.bfloat16().float())
+cut_operands = partial(rounded_operands, rounded=cut_to_tf32)
+nearest_operands = partial(rounded_operands, rounded=nearest)
+bfloat16_operands = partial(rounded_operands, rounded=lambda x: x.bfloat16().float())
 
 
 def gradient_dropped(q, k, v, *, causal):
@@ -123,16 +117,18 @@ def _calls(q):
     return len(CALLS)
 
 
-def wrong_later(q, k, v, *, causal):
-    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 5 else 0.5)
+def later(name, right, factor):
+    """Return a kernel of that name whose results have a factor after so many right calls."""
+
+    def kernel(q, k, v, *, causal):
+        return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) <= right else factor)
+
+    kernel.__name__ = name
+    return kernel
 
 
-def halves_later(q, k, v, *, causal):
-    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 60 else 0.5)
-
-
-def nan_later(q, k, v, *, causal):
-    return vectorized(q, k, v, causal=causal) * (1.0 if _calls(q) < 60 else torch.nan)
+wrong_later, halves_later = later("wrong_later", 4, 0.5), later("halves_later", 59, 0.5)
+nan_later = later("nan_later", 59, torch.nan)
 
 
 def backward_halves_later(q, k, v, *, causal):

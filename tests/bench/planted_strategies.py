@@ -1,6 +1,6 @@
 """Strategies that do not average the gradients, or not always, or fail."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,89 +9,56 @@ from lmkit.registry import STRATEGIES
 
 
 class Planted(Strategy):
-    _step = 0
+    """Averages what `chosen(self, gradients)` returns, and multiplies it by `factor(self)`."""
+
+    chosen: Callable[["Planted", list[Any]], list[Any]]
+    factor: Callable[["Planted"], float] = lambda self: 1.0
+    step = 0
 
     def _reduce(self, unused: Any, *, wait: bool) -> list[int]:
-        self._step += 1
-        gradients = [parameter.grad for parameter in self.parameters]
-        if gradients := self.averaged(gradients):
+        self.step += 1
+        if gradients := self.chosen([parameter.grad for parameter in self.parameters]):
             self._averager.all_reduce(gradients).wait()
-        self.after(gradients)
+        for gradient in gradients:
+            gradient *= self.factor()
         return []
 
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        return gradients
 
-    def after(self, gradients: list[Any]) -> None: ...
-
-
-class EveryOther(Planted):
+def every_other(self: Planted, gradients: list[Any]) -> list[Any]:
     """The example of CONTRIBUTING.md, and with it weights that meet again."""
-
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        if self._step % 2:
-            return []
-        self._averager.all_reduce([parameter.detach() for parameter in self.parameters]).wait()
-        return gradients
+    if self.step % 2:
+        return []
+    self._averager.all_reduce([parameter.detach() for parameter in self.parameters]).wait()
+    return gradients
 
 
-class FirstOnly(Planted):
-    """Right in the first step."""
-
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        return gradients if self._step == 1 else []
+def fails(self: Planted, gradients: list[Any], message: str = "broken\nlong story") -> list[Any]:
+    raise RuntimeError(message)
 
 
-class Forgets(Planted):
-    """Leaves out one small parameter."""
-
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        return gradients[:-1]
-
-
-class Sums(Planted):
-    """Adds up, where the mean is wanted: AdamW alone would not notice."""
-
-    def after(self, gradients: list[Any]) -> None:
-        for gradient in gradients:
-            gradient *= self.ranks.world_size
-
-
-class Stops(Planted):
-    """Right as long as it is checked."""
-
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        return gradients if self._step <= 3 else []
-
-
-class Raises(Planted):
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        raise RuntimeError("broken\nlong story")
-
-
-class Tires(Planted):
+def tires(self: Planted, gradients: list[Any]) -> list[Any]:
     """Fails while it is timed."""
-
-    def averaged(self, gradients: list[Any]) -> list[Any]:
-        if self._step > 10:
-            raise RuntimeError("tired")
-        return gradients
+    return fails(self, gradients, "tired") if self.step > 10 else gradients
 
 
-class Right(Planted):
-    """What all the others should be."""
-
-
-WRONG = ("every_other", "first_only", "forgets", "sums", "stops")
-FAILED = ("raises", "tires")
-KINDS = (EveryOther, FirstOnly, Forgets, Sums, Stops, Raises, Tires, Right)
-NAMES = dict(zip((*WRONG, *FAILED, "right"), KINDS, strict=True))
+CHOSEN: dict[str, Callable[[Planted, list[Any]], list[Any]]] = {
+    "every_other": every_other,
+    "first_only": lambda self, gradients: gradients if self.step == 1 else [],
+    "forgets": lambda self, gradients: gradients[:-1],  # one small parameter
+    "sums": lambda self, gradients: gradients,  # where the mean is wanted: AdamW alone would not notice
+    "stops": lambda self, gradients: gradients if self.step <= 3 else [],  # right as long as it is checked
+    "raises": fails,
+    "tires": tires,
+    "right": lambda self, gradients: gradients,
+}
+WRONG, FAILED, NAMES = (*CHOSEN,)[:5], (*CHOSEN,)[5:7], tuple(CHOSEN)
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    for name, strategy in NAMES.items():
-        STRATEGIES.register(name, steps_alike=False)(strategy)
+    for name, chosen in CHOSEN.items():
+        made = {"chosen": chosen} | ({"factor": lambda self: self.ranks.world_size} if name == "sums" else {})
+        STRATEGIES.register(name, steps_alike=False)(type(name, (Planted,), made))
     try:
         yield
     finally:

@@ -26,9 +26,11 @@ from lmkit.registry import ATTENTION
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
-def make_inputs(options, queries, keys, head_dim, *, backward=False):
+def inputs_of(queries, keys, *, backward=False, seed=0, **options):
+    options = Options(**SMALL | options)
+    sizes = (queries, keys, options.head_dim)
     return attention_gate.make_inputs(
-        options, queries, keys, head_dim, device=torch.device("cpu"), seed=0, backward=backward
+        options, *sizes, device=torch.device("cpu"), seed=seed, backward=backward
     )
 
 
@@ -62,8 +64,7 @@ def test_a_tile_of_every_head_that_no_sampled_row_meets_is_found_beside_pytorch(
         out[:, :, start : start + 16] = 0.0
         return out
 
-    options = Options(dtype="bf16", **SMALL)
-    gate = Gate(make_inputs(options, 3000, 3000, 16))
+    gate = Gate(inputs_of(3000, 3000, dtype="bf16"))
     arithmetic = arithmetic_of("bf16", keeps_scores=True)
     assert judge(gate, vectorized, arithmetic) == []
     (fault,) = judge(gate, forgetful, arithmetic)
@@ -85,16 +86,14 @@ def test_sampled_rows_leave_no_large_gap_and_another_seed_chooses_others(length)
 
 def test_rows_are_measured_by_their_own_size():
     """Of 3000 keys the last 16 are missing: 7% of the last rows, which are a hundredth of the first ones' size."""
-    options = Options(dtype="bf16", **SMALL)
-    gate = Gate(make_inputs(options, 3000, 3000, 16, backward=False))
+    gate = Gate(inputs_of(3000, 3000, dtype="bf16"))
     (fault,) = judge(gate, last_tile_skipped)
     assert fault.startswith("out: worst_row")
 
 
 @cache
 def long_gate(dtype, *, backward):
-    options = Options(dtype=dtype, **SMALL)
-    return Gate(make_inputs(options, 1100, 1100, 16, backward=backward))
+    return Gate(inputs_of(1100, 1100, dtype=dtype, backward=backward))
 
 
 def judge(gate: Gate, function, arithmetic=EXACT):
@@ -104,8 +103,7 @@ def judge(gate: Gate, function, arithmetic=EXACT):
 
 @pytest.mark.parametrize("length", [300, pytest.param(1100, marks=pytest.mark.full)])
 def test_tf32_is_judged_by_ten_bits_of_mantissa(length):
-    options = Options(dtype="fp32", **SMALL)
-    gate = Gate(make_inputs(options, length, length, 16, backward=False))
+    gate = Gate(inputs_of(length, length))
     for honest in (cut_operands, nearest_operands):
         assert judge(gate, honest, TF32) == []
         assert judge(gate, honest, EXACT), "passes for fp32"
@@ -128,8 +126,8 @@ def test_labels_and_budgets_of_precisions():
 @pytest.mark.parametrize("length", [300, pytest.param(2048, marks=pytest.mark.full)])
 def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(name, length):
     """Scores of 30 and more are off by 0.1 in bfloat16: far more than PyTorch's kernel is."""
-    options = Options(dtype="bf16", data="logits x 8", **{**SMALL, "head_dim": 64, "heads": 2})
-    gate = Gate(make_inputs(options, length, length, 64, backward=True))
+    shape = {"dtype": "bf16", "data": "logits x 8", "head_dim": 64, "heads": 2}
+    gate = Gate(inputs_of(length, length, backward=True, **shape))
     function = build_variant(name, "bf16")
     assert judge(gate, function, arithmetic_of("bf16", keeps_scores=True)) == []
     assert judge(gate, function, EXACT)
@@ -137,8 +135,7 @@ def test_kernels_that_keep_bfloat16_scores_pass_and_no_others_get_their_budget(n
 
 @pytest.mark.parametrize("data", ["normal", "logits x 8", "sink", "late sink", "ramp up", "ramp down"])
 def test_kinds_of_data(data):
-    options = Options(data=data, **SMALL)
-    inputs = make_inputs(options, 200, 200, 16)
+    inputs = inputs_of(200, 200, data=data)
     scores = (inputs.q[:, :2] @ inputs.k[:, :1].mT * 16**-0.5).mean(dim=(0, 1, 2))  # (keys,)
     lifted = scores - scores.median()
     if data in ("sink", "late sink"):
@@ -152,7 +149,7 @@ def test_kinds_of_data(data):
     elif data == "logits x 8":
         assert inputs.q.std() == pytest.approx(8.0, rel=0.1)  # a sample of thousands: good to 1% or so
     assert all(x.isfinite().all() for x in (inputs.q, inputs.k))
-    few = make_inputs(Options(data="sink", **SMALL), 5, 2, 16)
+    few = inputs_of(5, 2, data="sink")
     assert (few.k[..., 0].argmax(dim=-1) == 1).all()  # the last
 
 
@@ -160,8 +157,7 @@ def test_kinds_of_data(data):
 @pytest.mark.parametrize("causal", [True, False])
 def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
     monkeypatch.setattr("lmkit.bench.attention_gate.BLOCK_ELEMENTS", 3 * 24)  # blocks of 3 queries, ragged
-    options = Options(causal=causal, **SMALL)
-    whole = make_inputs(options, 33, 24, 16, backward=True).of_key_head(1, 1)
+    whole = inputs_of(33, 24, backward=True, causal=causal).of_key_head(1, 1)
     rows = torch.arange(33) if chosen is None else torch.tensor(chosen)
     dout = torch.zeros_like(whole.dout)
     dout[:, :, rows] = whole.dout[:, :, rows]
@@ -178,8 +174,8 @@ def test_exact_at_equals_autograd_in_float64(causal, chosen, monkeypatch):
 @pytest.mark.parametrize("length", [40, pytest.param(2048, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
-    options = Options(dtype=dtype, projection_layout=True, **{**SMALL, "heads": 2, "head_dim": 64})
-    inputs = make_inputs(options, length, length, 64, backward=True)
+    shape = {"dtype": dtype, "projection_layout": True, "heads": 2, "head_dim": 64}
+    inputs = inputs_of(length, length, backward=True, **shape)
     assert not inputs.q.is_contiguous()
     gate = Gate(inputs)
     for name in ("reference", "vectorized", "flash_torch", "sdpa"):
@@ -204,11 +200,8 @@ def test_the_gate_lets_every_honest_kernel_pass(dtype, length):
 def test_rows_whose_terms_cancel_are_measured_by_their_terms(dtype, data, shape, seed):
     """A query that looks at one key has dq = 0: what an honest kernel returns is rounding errors alone."""
     for causal in (True, False):
-        options = Options(dtype=dtype, data=data, causal=causal, **{**SMALL, "head_dim": shape[2]})
-        inputs = attention_gate.make_inputs(
-            options, *shape, device=torch.device("cpu"), seed=seed, backward=True
-        )
-        gate = Gate(inputs)
+        kind = {"dtype": dtype, "data": data, "causal": causal, "head_dim": shape[2]}
+        gate = Gate(inputs_of(*shape[:2], backward=True, seed=seed, **kind))
         for name in ("reference", "flash_torch", "sdpa"):
             arithmetic = arithmetic_of(dtype, keeps_scores=ATTENTION.facts(name).keeps_scores)
             assert judge(gate, build_variant(name, dtype), arithmetic) == [], (name, causal)

@@ -364,17 +364,10 @@ def test_the_best_of_lmkit_is_compared_with_pytorchs():
         row = {"case": "small", "variant": name, "world_size": 2, "step_ms": ms, "samples_ms": [ms] * 6}
         return row | more
 
-    rows = [
-        timed("one rank", 9.0),
-        timed("naive", 14.0),
-        timed("bucketed", 11.0),
-        timed("torch_ddp", 22.0),
-        timed("zero1", 10.0),
-        timed("zero1 bf16", 8.0),
-        timed("torch_ddp + ZeRO", 12.0),
-        timed("none", 9.0, part="bucket sweep"),
-        timed("bucketed 10 MB", 9.5, part="bucket sweep"),
-    ]
+    ladder = {"one rank": 9.0, "naive": 14.0, "bucketed": 11.0, "torch_ddp": 22.0}
+    ladder |= {"zero1": 10.0, "zero1 bf16": 8.0, "torch_ddp + ZeRO": 12.0}
+    rows = [timed(name, ms) for name, ms in ladder.items()]
+    rows += [timed(name, ms, part="bucket sweep") for name, ms in (("none", 9.0), ("bucketed 10 MB", 9.5))]
     summary = summary_of(ddp, rows)
     assert "none" not in [row["variant"] for row in summary.rows]
     best, plain, sharded = summary.findings

@@ -46,36 +46,28 @@ def test_a_share_of_the_bandwidth_above_what_reads_can_reach_is_refused(run_benc
     assert "copy bandwidth" in refused.table.splitlines()[0] + refused.table.splitlines()[1]
 
 
-SWITCHES = [{"tie_embeddings": True}, {}, {"qkv_bias": True, "qk_norm": True}]
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize(
+    "switches", [{"tie_embeddings": True}, {}, {"qkv_bias": True, "qk_norm": True}], ids=str
+)
 def test_least_bytes_are_the_weights_and_the_filled_cache(switches):
-    config = TINY.model_copy(update={"num_kv_heads": 2} | switches)
-    tied = config.tie_embeddings
-    model = TransformerLM(config)
-    names = dict(model.named_parameters())
-    weights = sum(x.numel() for name, x in names.items() if tied or name != "token_embeddings.weight")
+    """Weights in fp8 are a byte each, and a scale for each row of a matrix."""
+    config = TINY.changed(num_kv_heads=2, **switches)
+    names = dict(TransformerLM(config).named_parameters())
+    if not config.tie_embeddings:
+        del names["token_embeddings.weight"]
+    matrices = [x for x in names.values() if x.dim() == 2]
+    weights = sum(x.numel() for x in names.values())
     cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache)
+    of_matrices = sum(x.numel() for x in matrices)
+    scales = 4 * sum(map(len, matrices))
+    assert least_bytes(config, 3, 7, 2, fp8=True) == scales + of_matrices + 2 * (
+        weights - of_matrices + cache
+    )
     # All layers but the last see four tokens, one of which is the new one.
-    config = config.model_copy(update={"attention_window": 4, "attention_pattern": "S"})
+    config = config.changed(attention_window=4, attention_pattern="S")
     unseen = 2 * (config.num_layers - 1) * 2 * config.head_dim * 4 * 3
     assert least_bytes(config, 3, 7, 2) == 2 * (weights + cache - unseen)
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_least_bytes_of_fp8_weights_are_a_byte_each_and_a_scale_for_each_row(switches):
-    config = TINY.model_copy(update={"num_kv_heads": 2} | switches)
-    tied = config.tie_embeddings
-    names = dict(TransformerLM(config).named_parameters())
-    if tied:
-        names["lm_head.weight"] = names.pop("token_embeddings.weight")
-    matrices = [x for name, x in names.items() if x.dim() == 2 and name != "token_embeddings.weight"]
-    gains = sum(x.numel() for x in names.values() if x.dim() == 1)
-    cache = 2 * config.num_layers * 2 * config.head_dim * 7 * 3
-    bytes_of_matrices = sum(x.numel() + 4 * len(x) for x in matrices)
-    assert least_bytes(config, 3, 7, 2, fp8=True) == bytes_of_matrices + 2 * (gains + cache)
 
 
 def test_no_step_writes_beyond_the_cache(run_bench, monkeypatch):

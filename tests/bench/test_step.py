@@ -19,7 +19,6 @@ from lmkit.model.transformer import TransformerLM, join
 QUICK = {"sizes": ("tiny",), "precision": "fp32", "rounds": 2, "steps_per_sample": 1, "profiled_steps": 1}
 EAGER = {**QUICK, "variants": ("lmkit", "plain_eager"), "profiled_steps": 0}
 TINY = config_of("tiny", "lmkit", "sdpa")
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 @pytest.fixture
@@ -134,9 +133,9 @@ def test_nanogpt_is_gpt2():
         centred = x - x.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
 
-    x = model.tokens.weight[ids] + model.positions.weight[:32]
+    x = model.embedding.weight[ids] + model.positions.weight[:32]
     for block in model.blocks:
-        joined = norm(x, block.attention_norm.weight) @ block.qkv.weight.T
+        joined = norm(x, block.ln1.weight) @ block.qkv.weight.T
         q, k, v = (part.split(16, dim=-1) for part in joined.split(64, dim=-1))  # of each of 4 heads
         heads = [torch.zeros_like(part) for part in v]
         for head in range(4):
@@ -144,11 +143,11 @@ def test_nanogpt_is_gpt2():
                 scores = q[head][:, i : i + 1] @ k[head][:, : i + 1].mT / 4.0  # sqrt(16)
                 weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
                 heads[head][:, i] = (weights @ v[head][:, : i + 1])[:, 0]
-        x = x + torch.cat(heads, dim=-1) @ block.attention_out.weight.T
-        inner = norm(x, block.mlp_norm.weight) @ block.mlp_in.weight.T
+        x = x + torch.cat(heads, dim=-1) @ block.output.weight.T
+        inner = norm(x, block.ln2.weight) @ block.up.weight.T
         inner = inner * (1 + torch.erf(inner / math.sqrt(2))) / 2
-        x = x + inner @ block.mlp_out.weight.T
-    logits = norm(x, model.norm.weight) @ model.tokens.weight.T
+        x = x + inner @ block.down.weight.T
+    logits = norm(x, model.norm.weight) @ model.embedding.weight.T
     losses = logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
     assert model(ids, targets).item() == pytest.approx(losses.mean().item(), rel=1e-12)  # float64
 
@@ -162,7 +161,7 @@ def test_nanogpt_multiplies_as_much_as_ours(size):
     looked_up = [nanogpt.positions.weight.numel(), plain.embedding.weight.numel()]
     assert products[0] - looked_up[0] == products[1] - looked_up[1]
     if size == "162M":
-        assert nanogpt.blocks[0].mlp_in.weight.shape == (4 * 768, 768)  # GPT-2's own width
+        assert nanogpt.blocks[0].up.weight.shape == (4 * 768, 768)  # GPT-2's own width
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

@@ -23,17 +23,11 @@ from lmkit.tokenizer import Tokenizer
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"num_kv_heads": 2, "tie_embeddings": True},
-        {"qk_norm": True, "num_kv_heads": 2},
-        {"qkv_bias": True},
-        {"qkv_bias": True, "qk_norm": True},
-    ],
-    ids=str,
-)
+FIELDS = [{}, {"num_kv_heads": 2, "tie_embeddings": True}]
+SWITCHES = [{"qk_norm": True, "num_kv_heads": 2}, {"qkv_bias": True}, {"qkv_bias": True, "qk_norm": True}]
+
+
+@pytest.mark.parametrize("fields", FIELDS + SWITCHES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, top_p=0.8, repetition_penalty=1.3)], ids=str
@@ -43,7 +37,7 @@ def test_500_tokens_equal_the_plain_step_in_float64(rows, fields, sampling):
     checks.check_equals_plain_step(rows, lengths, sampling, "cuda", new=500, context_length=1024, **fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "tie_embeddings": True}], ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_500_tokens_with_fp8_weights_equal_the_plain_step_in_float64(rows, fields):
     options = {"new": 500, "context_length": 1024, "weights": "fp8"}

@@ -137,15 +137,8 @@ def test_products_equal_their_simulation(tokens, columns, rows):
 
 def test_a_step_in_a_graph_is_the_step_without(monkeypatch):
     monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 128)
-    sizes = {
-        "vocab_size": 256,
-        "context_length": 128,
-        "d_model": 128,
-        "d_ff": 384,
-        "num_layers": 2,
-        "num_heads": 2,
-    }
-    config = ModelConfig(**sizes, attention="flash_triton")
+    config = ModelConfig(vocab_size=256, context_length=128, d_model=128, d_ff=384, num_layers=2, num_heads=2)
+    config = config.changed(attention="flash_triton")
     torch.cuda.reset_peak_memory_stats()  # a graph may take as much as other tests took
     losses = []
     for cuda_graph in ("off", "on"):

@@ -10,9 +10,9 @@ import math
 
 import pytest
 import torch
+from attention_oracle import exact_attention
 
 from lmkit.core.attention import flash_forward as tiled_forward
-from lmkit.core.attention import reference as plain_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -46,15 +46,6 @@ def poison():
     torch.full((32 << 20,), math.nan, device="cuda")
 
 
-def reference(q, k, v, causal, scale):
-    return plain_attention(q.double(), k.double(), v.double(), causal=causal, scale=scale)
-
-
-def reference_gradients(dout, q, k, v, causal, scale):
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    return torch.autograd.grad(reference(*leaves, causal, scale), leaves, dout.double())
-
-
 def error(result, expected):
     """‖result - expected‖ / ‖expected‖ over what is finite in the expectation; infinite where finiteness
     differs."""
@@ -69,8 +60,8 @@ def check(hopper, q, k, v, dout, *, causal, scale, ways=(False, True)):
     """Forward, and backward in both ways (deterministic or not), on poisoned memory; returns out and log-sum-exp."""
     poison()
     out, lse = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
-    expected = reference_gradients(dout, q, k, v, causal, scale)
+    exact_out, *expected = exact_attention(q, k, v, dout, causal=causal, scale=scale)
+    assert error(out, exact_out) < BUDGET
     for deterministic in ways:
         poison()
         results = hopper.backward(
@@ -156,11 +147,11 @@ def test_columns_beyond_the_head_are_not_touched(hopper, written_beyond, head_di
     columns, scale = 256, head_dim**-0.5
     q, k, v, dout = (inside_nan(draw(2, heads, 384, head_dim), columns) for heads in (4, 2, 2, 4))
     out, lse = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
+    exact_out, *expected = exact_attention(q, k, v, dout, causal=causal, scale=scale)
+    assert error(out, exact_out) < BUDGET
     results = hopper.backward(
         dout, q, k, v, inside_nan(out, columns), lse, causal=causal, scale=scale, deterministic=deterministic
     )
-    expected = reference_gradients(dout, q, k, v, causal, scale)
     assert max(map(error, results, expected)) < BUDGET
     assert written_beyond() == 0
 
@@ -213,7 +204,7 @@ def test_forward_on_hard_values(hopper, length, name, head_dim, causal):
     q, k, v = (draw(1, 4, length, head_dim) for _ in range(3))
     adversary(name, q, k, v, scale)
     out, _ = hopper.forward(q, k, v, causal=causal, scale=scale)
-    assert error(out, reference(q, k, v, causal, scale)) < BUDGET
+    assert error(out, exact_attention(q, k, v, None, causal=causal, scale=scale)[0]) < BUDGET
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -256,13 +247,7 @@ def test_tiles_that_ctas_draw(hopper, length, heads, key_heads, head_dim, kind):
     options = {"causal": True, "scale": head_dim**-0.5, "first": bounds_of(kind, 2, length)}
     poison()
     out, lse = hopper.forward(q, k, v, **options)
-    wrong = []
-    for batch in range(2):  # float64 scores of one text
-        own = [x[batch : batch + 1].double().requires_grad_() for x in (q, k, v)]
-        exact = plain_attention(*own, **options | {"first": options["first"][batch : batch + 1]})
-        expected = torch.autograd.grad(exact, own, dout[batch : batch + 1].double())
-        wrong.append([exact.detach(), *expected])
-    exact, *expected = map(torch.cat, zip(*wrong, strict=True))
+    exact, *expected = exact_attention(q, k, v, dout, **options)
     assert error(out, exact) < BUDGET
     for deterministic in (False, True):
         poison()
@@ -316,10 +301,8 @@ def test_more_than_2_to_31_elements(hopper):
     q, k, v, dout = (torch.randn(40000, 14, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse = hopper.forward(q, k, v, causal=True, scale=0.125)
     gradients = hopper.backward(dout, q, k, v, out, lse, causal=True, scale=0.125, deterministic=False)
-    last = [tensor[-1:, -2:] for tensor in (dout, q, k, v)]
-    assert error(out[-1:, -2:], reference(*last[1:], True, 0.125)) < BUDGET
-    expected = reference_gradients(*last, True, 0.125)
-    assert max(error(g[-1:, -2:], e) for g, e in zip(gradients, expected, strict=True)) < BUDGET
+    expected = exact_attention(*(x[-1:, -2:] for x in (q, k, v, dout)), causal=True, scale=0.125)
+    assert max(error(x[-1:, -2:], e) for x, e in zip((out, *gradients), expected, strict=True)) < BUDGET
 
 
 def test_unsupported_requests_say_why(hopper):

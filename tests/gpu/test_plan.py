@@ -88,14 +88,9 @@ def test_the_peak_is_within_5_percent(size, fields):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("text_files", []),
-        ("quickstart", []),
+        *((name, []) for name in ("text_files", "quickstart", "chat", "finetune")),
+        *((name, []) for name in ("speedrun", "tinystories", "profile")),
         ("quickstart", ["train.precision=bf16", "model.attention=flash_triton"]),
-        ("chat", []),
-        ("finetune", []),
-        ("speedrun", []),
-        ("tinystories", []),
-        ("profile", []),
         ("llama_1b", ["model.activation_checkpointing=block"]),
         ("llama_1b", ["model.num_layers=4", "train.batch_size=2"]),
     ],

@@ -12,9 +12,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 
 from lmkit.core.sampling import Sampling
+from lmkit.generation import Decoder, kernel_step
 from lmkit.kernels.decode import attention, products, sampling
-from lmkit.kernels.decode.products import Fp8Matrix, Matrix, Stream
-from lmkit.kernels.decode.rows import Rows, Rules, kind_of
+from lmkit.kernels.decode.products import Fp8Matrix
+from lmkit.kernels.decode.sampling import prepare_rules
+from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.tables import ModelConfig
 
 KERNELS = (
     *(products.single_row_kernel, products.few_rows_kernel),
@@ -29,8 +32,8 @@ SPILLS = 32
 class Shape(NamedTuple):
     d_model: int
     d_ff: int
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
 
 
 SHAPES = {
@@ -50,8 +53,13 @@ KINDS = {
 
 
 @pytest.fixture
-def prepare_step(stand_in_gpu, assembled):
-    """Prepares every launch of a step: PTX of each, by the kernel's name."""
+def prepare_step(stand_in_gpu, assembled, monkeypatch):
+    """Prepares every launch of a step, whose numbers nobody reads: PTX of each, by the kernel's name."""
+
+    def empty_fp8(weight):
+        return Fp8Matrix(torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(len(weight)))
+
+    monkeypatch.setattr(kernel_step, "to_fp8", empty_fp8)
     yield prepare_all
     for kernel in KERNELS:
         kernel.device_caches.clear()
@@ -60,50 +68,14 @@ def prepare_step(stand_in_gpu, assembled):
 def prepare_all(
     shape: Shape, rows: int, dtype: torch.dtype, kinds=("greedy",), *, pdl: bool = True, fp8: bool = False
 ) -> list[tuple[str, str]]:
-    vocab_size, capacity = 50304, 2048
-    width, head_dim = shape.d_model, shape.d_model // shape.heads
-    qkv_width = (shape.heads + 2 * shape.kv_heads) * head_dim
-
-    def array(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype)
-
-    def matrix(*sizes: int) -> Matrix:
-        if not fp8:
-            return array(*sizes)
-        return Fp8Matrix(array(*sizes, dtype=torch.float8_e4m3fn), array(sizes[0], dtype=torch.float32))
-
-    x, qkv, hidden = array(rows, width), array(rows, qkv_width), array(rows, shape.d_ff)
-    gain, parts = array(width), array(rows * width, dtype=torch.float32)
-    stream = Stream(x, array(rows, width), parts)
-    keys = array(rows, shape.kv_heads, capacity, head_dim)
-    place, marks = array(rows, dtype=torch.int64), array(rows, vocab_size, dtype=torch.int8)
-    table = array(capacity, head_dim // 2, 2, dtype=torch.float32)
-    space = attention.attend_space(rows, shape.heads, shape.kv_heads, head_dim, capacity, x)
-    logits = array(rows, vocab_size, dtype=torch.float32)
-    settings = array(5, dtype=torch.float64)
-    best = array(rows, products.SLOTS.value, dtype=torch.int64)
-    product = products.prepare_product
-    eps = 1e-5
-    product("qkv", x, matrix(qkv_width, width), qkv, stream, num_parts=48, eps=eps, pdl=pdl)
-    attention.prepare_attend(qkv, keys, keys, place, table, x, space, longest=capacity, pdl=pdl)
-    product("output", x, matrix(width, width), x, stream, then="residual", gain=gain, pdl=pdl)
-    joint = matrix(2 * shape.d_ff, width)
-    product("gate_up", x, joint, hidden, stream, then="swiglu", num_parts=48, eps=eps, pdl=pdl)
-    product("down", hidden, matrix(width, shape.d_ff), x, stream, then="residual", gain=gain, pdl=pdl)
+    config = ModelConfig(vocab_size=50304, context_length=2048, num_layers=1, **shape._asdict())
+    model = TransformerLM(config, device="meta", dtype=dtype).to_empty(device="cpu")
     for kind in kinds:
-        way = KINDS[kind]
-        rules = Rules(marks[0], marks, settings, way.repetition_penalty != 1)
-        head = array(vocab_size, width)
-        product(
-            "head", x, matrix(vocab_size, width), logits, stream, then="logits", num_parts=48, eps=eps, rules=rules,
-            best=best, pdl=pdl,
-        )  # fmt: skip
-        sampling.prepare_rules(logits, best, rules)
-        state = Rows(place, array(rows, capacity + 1, dtype=torch.int64), *[place] * 4, logits[:, 0])
-        sampling.prepare_advance(
-            logits, best, state, rules, head, gain, stream, 48, sampling=way, most=9,
-            logprobs=kind_of(way) == "all", pdl=pdl,
-        )  # fmt: skip
+        options = {"sampling": KINDS[kind], "logprobs": kind == "all", "weights": "fp8" if fp8 else "same"}
+        step = Decoder(model, rows, most=9, kernels=True, **options)._step
+        step.pdl = pdl
+        step._few(config.context_length)
+        prepare_rules(step.logits, step.best, step.decoder.rules)
     return [
         (kernel.__name__, compiled.asm["ptx"])
         for kernel in KERNELS

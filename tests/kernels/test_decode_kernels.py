@@ -8,11 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import decode_checks as checks
 import decode_draw_checks as draws
 
-# The interpreter computes on masked lanes, too, and NumPy says so.
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.interpreter
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str
 )

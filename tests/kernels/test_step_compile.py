@@ -20,15 +20,9 @@ CALLS = (
     *(cross_entropy.calls, embedding.atomic_calls, embedding.sorted_calls),
 )
 # Loads and stores of single values in each kernel; all others move 16 bytes a thread.
-SINGLE = {
-    "add_norm_kernel": (0, 1),
-    "norm_gradient_kernel": (1, 0),
-    "rope_kernel": (0, 0),
-    "swiglu_kernel": (0, 0),
-    "swiglu_gradient_kernel": (0, 0),
-    "cross_entropy_kernel": (3, 2),
-    "scatter_add_kernel": (1, 0),
-}
+SINGLE = dict.fromkeys(("rope_kernel", "swiglu_kernel", "swiglu_gradient_kernel"), (0, 0))
+SINGLE |= {"add_norm_kernel": (0, 1), "norm_gradient_kernel": (1, 0)}
+SINGLE |= {"cross_entropy_kernel": (3, 2), "scatter_add_kernel": (1, 0)}
 CASTS = (
     *(fp8.cast_rows_kernel, fp8.cast_transposed_kernel),
     *(swiglu.swiglu_cast_kernel, swiglu.swiglu_gradient_cast_kernel),

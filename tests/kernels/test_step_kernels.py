@@ -7,11 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import step_checks as checks
 
-# The interpreter computes on masked lanes, too, and NumPy says so.
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -21,7 +21,7 @@ from lmkit.profile.memory import (
     run_memory,
     run_memory_table,
 )
-from lmkit.profile.summary import BUILD, MEMORY, WHOLE_RUN, most_computed, peak_row
+from lmkit.profile.summary import BUILD, CATEGORIES, MEMORY, WHOLE_RUN, most_computed, peak_row
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
@@ -66,13 +66,8 @@ def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):
 def test_files(result, begins):
     folder = Path(result.folder)
     assert set(result.files) == {path.name for path in folder.iterdir()}
-    assert set(result.files) == {
-        "memory_peaks.jsonl",
-        "memory_peaks.csv",
-        "memory_timeline.png",
-        "memory_report.md",
-        "environment.json",
-    }
+    names = ("peaks.jsonl", "peaks.csv", "timeline.png", "report.md")
+    assert set(result.files) == {*(f"memory_{name}" for name in names), "environment.json"}
     assert (folder / "memory_timeline.png").read_bytes()[:4] == b"\x89PNG"
     assert max(map(len, result.text.splitlines())) <= 100
     report = (folder / "memory_report.md").read_text()
@@ -113,13 +108,7 @@ def test_what_does_not_fit_is_a_row(monkeypatch, tmp_path):
 
 def test_the_innermost_line_that_counts_is_of_lmkit_or_of_the_user():
     ours, own = transformer.__file__, "/home/me/my_kernel.py"
-    inside = [
-        ("", 0),
-        ("??", 0),
-        ("<string>", 1),
-        (torch.nn.functional.__file__, 1),
-        (run_memory.__code__.co_filename, 3),
-    ]
+    inside = [("", 0), ("??", 0), ("<string>", 1), (torch.nn.functional.__file__, 1), (memory.__file__, 3)]
     assert line_of([*inside, (ours, 1), (own, 2)]).startswith("model/transformer.py:1  ")
     assert line_of([*inside, (own, 2), (ours, 1)]) == "my_kernel.py:2"
     assert line_of(inside) == AUTOGRAD
@@ -152,12 +141,8 @@ def test_what_a_step_computes_is_taken_from_the_phase_that_holds_most_of_it():
 
 # ---- peaks worked by hand
 
-PHASES = [
-    Phase("build", 0, 10),
-    Phase("forward", 10, 20),
-    Phase("backward", 20, 30),
-    Phase("optimizer", 30, 40),
-]
+NAMES = ("build", "forward", "backward", "optimizer")
+PHASES = [Phase(name, 10 * i, 10 * i + 10) for i, name in enumerate(NAMES)]
 # (time, address, size): worked by hand in the tests below
 EVENTS = [
     (1, 1000, 100),  # parameters
@@ -184,6 +169,10 @@ def profile(events, phases, censuses=()):
     return profile_memory(Recording(blocks_of(events), phases, censuses, None, "a test"))
 
 
+def sums_of(peaks):
+    return {phase: sum(peak.values()) for phase, peak in peaks.items()}
+
+
 def test_frees_find_their_allocations_and_blocks_their_categories():
     blocks = blocks_of(EVENTS)
     assert [block[:4] for block in blocks] == [
@@ -208,21 +197,11 @@ def test_a_census_counts_only_while_the_block_is_alive():
 def test_peaks_by_hand():
     found = profile(EVENTS, PHASES, CENSUSES)
     assert found.begins == [("build", 0), ("forward", 1), ("backward", 4), ("optimizer", 6)]
-    assert {phase: sum(peak.values()) for phase, peak in found.peaks.items()} == {
-        "build": 100,
-        "forward": 100 + 50 + 70,
-        "backward": 100 + 50 + 100,
-        "optimizer": 100 + 100 + 200 + 30,
-        "whole run": 430,
-    }
+    of_step = {"forward": 100 + 50 + 70, "backward": 100 + 50 + 100, "optimizer": 100 + 100 + 200 + 30}
+    assert sums_of(found.peaks) == {"build": 100, **of_step, "whole run": 430}
     assert found.peaks["forward"]["activations"] == 50
-    assert found.peaks["whole run"] == {
-        "parameters": 100,
-        "gradients": 100,
-        "optimizer state": 200,
-        "activations": 0,
-        "temporary": 30,
-    }
+    assert tuple(found.peaks["whole run"].values()) == (100, 100, 200, 0, 30)
+    assert tuple(found.peaks["whole run"]) == CATEGORIES
     assert found.alive["gradients"][-1] == 0
     assert found.lines == [{"bytes": 200, "category": "optimizer state", "line": "adamw.py:9"}]
 
@@ -230,17 +209,13 @@ def test_peaks_by_hand():
 def test_the_larger_of_two_instances_counts():
     events = [(1, 10, 5), (2, 10, -5), (11, 10, 9), (12, 10, -9), (21, 10, 7), (22, 10, -7)]
     found = profile(events, [Phase("forward", start, start + 10) for start in (0, 10, 20)])
-    assert {phase: sum(peak.values()) for phase, peak in found.peaks.items()} == {
-        "forward": 9,
-        "whole run": 9,
-    }
+    assert sums_of(found.peaks) == {"forward": 9, "whole run": 9}
 
 
 def test_what_is_alive_when_a_phase_begins_counts():
     peaks = profile([(1, 10, 5), (12, 10, -5)], [Phase("backward", 10, 20)]).peaks
-    assert sum(peaks["backward"].values()) == 5
+    assert sums_of(peaks)["backward"] == 5
 
 
 def test_nothing_recorded():
-    peaks = profile([], [Phase("build", 0, 1)]).peaks
-    assert {phase: sum(peak.values()) for phase, peak in peaks.items()} == {"build": 0, "whole run": 0}
+    assert sums_of(profile([], [Phase("build", 0, 1)]).peaks) == {"build": 0, "whole run": 0}

@@ -82,12 +82,3 @@ def test_without_nsys_the_hint_says_what_can_be_done_instead(monkeypatch, tmp_pa
     with raises(UsageError, "nsys.missing", hint="nsys export --type sqlite old.nsys-rep") as caught:
         read_nsys_file(report)
     assert "--engine" not in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [("a.txt", "trace.wrong_kind"), ("absent.nsys-rep", "trace.missing"), ("absent.sqlite", "trace.missing")],
-)
-def test_other_files_are_refused(tmp_path, name, code):
-    with raises(UsageError, code, name):
-        read_nsys_file(tmp_path / name)

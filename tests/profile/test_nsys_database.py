@@ -30,16 +30,10 @@ def test_the_answers_of_a_recording_worked_by_hand(two_steps):
     # gemm, then the copy
     assert summary["communication_overlap_share"] == pytest.approx((700 - 610 + 10) / 180)
     ranges = {entry["name"]: entry for entry in summary["ranges"]}
-    assert ranges["lmkit.forward"] == {
-        "name": "lmkit.forward",
-        "instances": 1,
-        "wall_ms": 0.2,
-        "dispatch_ms": pytest.approx(0.020),
-        "dispatch_share": pytest.approx(0.1),
-        "wait_ms": 0.0,
-        "gpu_ms": pytest.approx(0.150),
-        "launches": 2,
-    }
+    forward = ranges["lmkit.forward"]
+    keys = ("instances", "launches", "wall_ms", "dispatch_ms", "dispatch_share", "wait_ms", "gpu_ms")
+    assert values(forward, *keys) == pytest.approx((1, 2, 0.2, 0.020, 0.1, 0.0, 0.150))
+    assert forward.keys() == {"name", *keys}
     # launched by another thread, and still backward's own
     launches = values(ranges["lmkit.backward"], "launches", "dispatch_ms", "gpu_ms")
     assert launches == (2, pytest.approx(0.035), pytest.approx(0.290))
@@ -133,16 +127,20 @@ def test_a_step_that_only_launches_a_graph_has_lost_nothing(nsys_database):
     assert summary["dispatch_share"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("content", [b"", b"no database at all, however long this text may be" * 100, None])
-def test_other_files_are_refused(tmp_path, content):
-    path = tmp_path / "x.sqlite"
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("x.sqlite", b"", "trace.wrong_kind"),
+        ("x.sqlite", b"no database at all, however long this text may be" * 100, "trace.damaged"),
+        ("a.txt", None, "trace.wrong_kind"),
+        *((f"absent.{suffix}", None, "trace.missing") for suffix in ("sqlite", "nsys-rep")),
+    ],
+)
+def test_other_files_are_refused(tmp_path, name, content, code):
     if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError) as caught:
-        read_nsys_file(path)
-    codes = ("trace.missing",) if content is None else ("trace.damaged", "trace.wrong_kind")
-    assert caught.value.code in codes
-    assert "x.sqlite" in caught.value.message
+        (tmp_path / name).write_bytes(content)
+    with raises(UsageError, code, name):
+        read_nsys_file(tmp_path / name)
 
 
 def test_a_table_without_a_column_is_damaged(nsys_database):

@@ -67,13 +67,8 @@ def test_kineto_profiles_the_trainers_own_step(tmp_path):
     assert result.summary["steps"] == 2
     assert names(result.summary) == RANGES
     assert set(result.files) == {path.name for path in tmp_path.iterdir()}
-    assert set(result.files) == {
-        "profile_summary.json",
-        "profile_report.md",
-        "profile_ranges.png",
-        "kineto_trace.json.gz",
-        "environment.json",
-    }
+    names_of_profile = {f"profile_{name}" for name in ("summary.json", "report.md", "ranges.png")}
+    assert set(result.files) == names_of_profile | {"kineto_trace.json.gz", "environment.json"}
     assert json.loads((tmp_path / "profile_summary.json").read_text()) == result.summary
     assert result.summary["gpu_busy_share"] is None
     assert result.summary["ranges"][0]["wall_ms"] > 0

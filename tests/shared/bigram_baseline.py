@@ -8,16 +8,12 @@ space; `<|endoftext|>` is one token. With c the counts in the training text and 
 
 (Ney, Essen, Kneser 1994; D = n1 / (n1 + 2 n2) as there): an unseen word is spelled byte by byte, each byte and the
 end equally likely, so that every text has a probability.
-
-Run as a script it prints bits per byte: python tests/shared/bigram_baseline.py TRAIN.txt VALID.txt
 """
 
 import math
 import re
-import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 _END = "<|endoftext|>"
 _WORD = re.compile(r"<\|endoftext\|>| ?\w+| ?[^\w\s]+|\s")
@@ -73,8 +69,3 @@ def _discount(counts: Counter) -> float:
     if not of_counts[1]:
         return 0.5  # nothing was seen just once: the estimate has no data
     return of_counts[1] / (of_counts[1] + 2 * of_counts[2])
-
-
-if __name__ == "__main__":
-    train, valid = (Path(name).read_text(encoding="utf-8") for name in sys.argv[1:3])
-    print(f"{BigramModel(train).bits_per_byte(valid):.4f} bits per byte")

@@ -11,16 +11,9 @@ from lmkit.recipe.tables import ModelConfig
 
 def model_of(device: str, dtype: torch.dtype = torch.float32, **fields) -> TransformerLM:
     """A small model, opinionated enough for its guesses to differ."""
-    sizes = {
-        "vocab_size": 101,
-        "context_length": 300,
-        "d_model": 64,
-        "d_ff": 96,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
+    config = ModelConfig(vocab_size=101, context_length=300, d_model=64, d_ff=96, num_layers=2, num_heads=4)
     torch.manual_seed(0)
-    model = TransformerLM(ModelConfig(**{**sizes, **fields}))
+    model = TransformerLM(config.changed(**fields))
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
         for layer in model.layers:

@@ -116,22 +116,12 @@ def build(pre_tokenizer, *, first=(), size=500, alphabet="all", extra=(), append
             (given, {}) if isinstance(given, str) else given for given in appended
         )
     ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": tokens,
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": BYTE_LEVEL,
-        "decoder": BYTE_LEVEL,
-        **parts,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            **dict(model), "vocab": vocab, "merges": merges,
-        },
-    }  # fmt: skip
+    unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    bpe = {"type": "BPE", **unset, **off, **dict(model), "vocab": vocab, "merges": merges}
+    content = {"version": "1.0", **dict.fromkeys(("truncation", "padding", "normalizer"))}
+    content |= {"added_tokens": tokens, "pre_tokenizer": pre_tokenizer}
+    return content | {"post_processor": BYTE_LEVEL, "decoder": BYTE_LEVEL, **parts, "model": bpe}
 
 
 # ---- families
@@ -277,19 +267,23 @@ def with_unknown(content, *, fuse):
     return content
 
 
-VARIANTS = {
-    "plain": lambda make: make(),
-    "odd": lambda make: with_odd_tokens(make(alphabet="all") if make not in FIXED else make()),
-    "older": lambda make: as_older_files(with_leftovers(make())),
-    "seen": lambda make: (
-        make(alphabet="seen") if make not in FIXED else with_odd_tokens(with_leftovers(make()))
-    ),
-    "unknown": lambda make: with_unknown(make(alphabet="seen") if make not in FIXED else make(), fuse=False),
-    "fused": lambda make: with_unknown(make(alphabet="seen") if make not in FIXED else make(), fuse=True),
-}
 FIXED = [
     FAMILIES[name] for name in ("smollm2", "pythia", "olmo", "modernbert")
-]  # with an alphabet of their own
+]  # with alphabets of their own
+
+
+def with_seen_bytes(make):
+    return make() if make in FIXED else make(alphabet="seen")
+
+
+VARIANTS = {
+    "plain": lambda make: make(),
+    "odd": lambda make: with_odd_tokens(make()),
+    "older": lambda make: as_older_files(with_leftovers(make())),
+    "seen": lambda make: with_odd_tokens(with_leftovers(make())) if make in FIXED else with_seen_bytes(make),
+    "unknown": lambda make: with_unknown(with_seen_bytes(make), fuse=False),
+    "fused": lambda make: with_unknown(with_seen_bytes(make), fuse=True),
+}
 
 
 def files(families=tuple(FAMILIES), variants=tuple(VARIANTS)):
@@ -334,15 +328,11 @@ def random_file(rng):
         flags = {flag: rng.random() < 0.25 for flag in ("normalized", "lstrip", "rstrip")}
         flags["lstrip"] &= bool(text.strip())  # tokenizers panics at whitespace that two tokens take
         tokens.setdefault(text, added(text, token_id, special=rng.random() < 0.5, **flags))
-    return {
-        "added_tokens": list(tokens.values()),
-        "normalizer": rng.choice([None, NFC]),
-        "pre_tokenizer": rng.choice([GPT2, STARCODER, LLAMA3, QWEN2]),
-        "model": {
-            "type": "BPE", "vocab": vocab, "merges": merges, "unk_token": unknown,
-            "fuse_unk": rng.random() < 0.5, "ignore_merges": rng.random() < 0.4,
-        },
-    }  # fmt: skip
+    steps = {"normalizer": rng.choice([None, NFC])}
+    steps["pre_tokenizer"] = rng.choice([GPT2, STARCODER, LLAMA3, QWEN2])
+    bpe = {"type": "BPE", "vocab": vocab, "merges": merges, "unk_token": unknown}
+    bpe |= {"fuse_unk": rng.random() < 0.5, "ignore_merges": rng.random() < 0.4}
+    return {"added_tokens": list(tokens.values()), **steps, "model": bpe}
 
 
 def characters_of(numbers):

@@ -20,6 +20,7 @@ of 16 outputs occupies four warps, and small matrices still spread over all SMs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product, starmap
 from typing import Literal, NamedTuple
 
 import torch
@@ -259,65 +260,37 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Name of the matrix -> tile, measured for bfloat16 on an H200: first for a width of 2048, then for a width of 768,
-# where a row is short enough for one warp, which needs to wait for no other warp, then for widths from 4096 on.
-SINGLE_ROW = {
-    "qkv": Tile(8, 2048, 8, 1),
-    "output": Tile(2, 2048, 2, 1),
-    "gate_up": Tile(2, 2048, 4, 1),
-    "down": Tile(4, 2048, 4, 1),
-    "head": Tile(4, 2048, 4, 1),
-}
-SINGLE_SHORT_ROW = {
-    "qkv": Tile(2, 1024, 1, 1),
-    "output": Tile(2, 1024, 1, 1),
-    "gate_up": Tile(2, 1024, 1, 1),
-    "down": Tile(2, 2048, 2, 1),
-    "head": Tile(4, 1024, 1, 1),
-}
-SINGLE_LONG_ROW = SINGLE_ROW | {
-    "qkv": Tile(4, 4096, 4, 1),
-    "output": Tile(8, 1024, 2, 1),
-    "gate_up": Tile(2, 4096, 4, 1),
-    "head": Tile(4, 4096, 4, 1),
-}
-FEW_ROWS = {
-    "qkv": Tile(16, 128, 4, 3),
-    "output": Tile(16, 128, 4, 3),
-    "gate_up": Tile(16, 128, 4, 3),
-    "down": Tile(16, 64, 4, 6),
-    "head": Tile(32, 128, 4, 3),
-}
-FP8_SINGLE_ROW = {
-    "qkv": Tile(4, 1024, 1, 1),
-    "output": Tile(4, 2048, 2, 1),
-    "gate_up": Tile(2, 2048, 2, 1),
-    "down": Tile(4, 2048, 4, 1),
-    "head": Tile(8, 2048, 4, 1),
-}
-FP8_SINGLE_SHORT_ROW = {
-    "qkv": Tile(2, 1024, 4, 1),
-    "output": Tile(8, 1024, 4, 1),
-    "gate_up": Tile(4, 1024, 2, 1),
-    "down": Tile(8, 2048, 8, 1),
-    "head": Tile(8, 1024, 2, 1),
-}
-FP8_SINGLE_LONG_ROW = FP8_SINGLE_ROW | {
-    "qkv": Tile(4, 4096, 4, 1),
-    "output": Tile(8, 2048, 4, 1),
-    "gate_up": Tile(4, 4096, 4, 1),
-    "head": Tile(4, 4096, 4, 1),
-}
-FP8_FEW_ROWS = {
-    "qkv": Tile(32, 128, 4, 2),
-    "output": Tile(16, 256, 4, 2),
-    "gate_up": Tile(16, 128, 4, 3),
-    "down": Tile(16, 128, 4, 4),
-    "head": Tile(32, 128, 4, 3),
-}
-FP8_FEW_LONG_ROWS = FP8_FEW_ROWS | {"qkv": Tile(32, 128, 4, 3), "gate_up": Tile(32, 128, 4, 3)}
+MATRICES = ("qkv", "output", "gate_up", "down", "head")
+
+
+def _tiles(*sizes: tuple[int, int, int, int]) -> dict[str, Tile]:
+    return dict(zip(MATRICES, starmap(Tile, sizes), strict=True))
+
+
+# (rows, fp8, row length) -> tiles of `MATRICES`, measured for bfloat16 on an H200: "middle" for a width of 2048,
+# "short" for 768, where one warp holds a row and waits for no other warp, "long" for widths from 4096 on. "down" has
+# one tile for middle and long rows.
+TILES = {
+    (1, False, "short"): _tiles((2, 1024, 1, 1), (2, 1024, 1, 1), (2, 1024, 1, 1), (2, 2048, 2, 1), (4, 1024, 1, 1)),
+    (1, False, "middle"): _tiles((8, 2048, 8, 1), (2, 2048, 2, 1), (2, 2048, 4, 1), (4, 2048, 4, 1), (4, 2048, 4, 1)),
+    (1, False, "long"): _tiles((4, 4096, 4, 1), (8, 1024, 2, 1), (2, 4096, 4, 1), (4, 2048, 4, 1), (4, 4096, 4, 1)),
+    (1, True, "short"): _tiles((2, 1024, 4, 1), (8, 1024, 4, 1), (4, 1024, 2, 1), (8, 2048, 8, 1), (8, 1024, 2, 1)),
+    (1, True, "middle"): _tiles((4, 1024, 1, 1), (4, 2048, 2, 1), (2, 2048, 2, 1), (4, 2048, 4, 1), (8, 2048, 4, 1)),
+    (1, True, "long"): _tiles((4, 4096, 4, 1), (8, 2048, 4, 1), (4, 4096, 4, 1), (4, 2048, 4, 1), (4, 4096, 4, 1)),
+    **dict.fromkeys(
+        product((MOST_ROWS,), (False,), ("short", "middle", "long")),
+        _tiles((16, 128, 4, 3), (16, 128, 4, 3), (16, 128, 4, 3), (16, 64, 4, 6), (32, 128, 4, 3)),
+    ),
+    **dict.fromkeys(
+        product((MOST_ROWS,), (True,), ("short", "middle")),
+        _tiles((32, 128, 4, 2), (16, 256, 4, 2), (16, 128, 4, 3), (16, 128, 4, 4), (32, 128, 4, 3)),
+    ),
+    (MOST_ROWS, True, "long"): _tiles(
+        (32, 128, 4, 3), (16, 256, 4, 2), (32, 128, 4, 3), (16, 128, 4, 4), (32, 128, 4, 3)
+    ),
+}  # fmt: skip
 # Larger tiles would not fit into shared memory.
-FEW_ROWS_IN_FLOAT32 = dict.fromkeys(FEW_ROWS, Tile(16, 16, 4, 2))
+FEW_ROWS_IN_FLOAT32 = Tile(16, 16, 4, 2)
 
 
 def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool = False) -> Tile:
@@ -327,19 +300,12 @@ def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool
         dtype: of the rows.
         fp8: the matrix is an `Fp8Matrix`.
     """
-    short = columns <= (4096 if name == "down" else 1024)
-    long = columns >= 4096  # "down" has the same tile as below
-    if rows == 1 and fp8:
-        table = FP8_SINGLE_SHORT_ROW if short else FP8_SINGLE_LONG_ROW if long else FP8_SINGLE_ROW
-    elif rows == 1:
-        table = SINGLE_SHORT_ROW if short else SINGLE_LONG_ROW if long else SINGLE_ROW
-    elif dtype == torch.float32:
-        table = FEW_ROWS_IN_FLOAT32
-    elif fp8:
-        table = FP8_FEW_LONG_ROWS if long else FP8_FEW_ROWS
-    else:
-        table = FEW_ROWS
-    tile = table[name]
+    length = "long" if columns >= 4096 else "middle"
+    if columns <= (4096 if name == "down" else 1024):
+        length = "short"
+    tile = TILES[1 if rows == 1 else MOST_ROWS, fp8, length][name]
+    if rows > 1 and dtype == torch.float32:
+        tile = FEW_ROWS_IN_FLOAT32
     return tile._replace(columns=min(tile.columns, triton.next_power_of_2(columns)))
 
 
@@ -420,18 +386,10 @@ def prepare_product(
     gain = x if gain is None else gain
     best = x if best is None else best
     tensors = (x, values, scales, out, gain, stream.normed, stream.parts, best, *rules[:3])
-    constants = {
-        "K": columns,
-        "THEN": then,
-        "NORM": num_parts > 0,
-        "FP8": fp8,
-        "PENALTY": rules.penalizes,
-        "MOST_PARTS": triton.next_power_of_2(columns // (2 if rows == 1 else PART)),
-        "TILE_N": tile.outputs,
-        "TILE_K": tile.columns,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
-    }
+    most_parts = triton.next_power_of_2(columns // (2 if rows == 1 else PART))
+    constants = {"K": columns, "THEN": then, "NORM": num_parts > 0, "FP8": fp8, "PENALTY": rules.penalizes}
+    constants |= {"MOST_PARTS": most_parts, "TILE_N": tile.outputs, "TILE_K": tile.columns}
+    constants |= {"STAGES": tile.stages, "num_warps": tile.warps}
     kernel = single_row_kernel if rows == 1 else few_rows_kernel
     grid = (count_tiles(outputs, tile.outputs), 1)
     return prepare_call(kernel, grid, tensors, (rows, outputs, eps, num_parts), constants, pdl=pdl)

@@ -135,12 +135,8 @@ def dq_kernel(
     delta_pointer,  # written here, read by dkdv_kernel
     dq_pointer,
     first_pointer,  # read only with FIRST
-    q_stride_batch, q_stride_head, q_stride_row,
-    k_stride_batch, k_stride_head, k_stride_row,
-    v_stride_batch, v_stride_head, v_stride_row,
-    out_stride_batch, out_stride_head, out_stride_row,
-    dout_stride_batch, dout_stride_head, dout_stride_row,
-    dq_stride_batch, dq_stride_head, dq_stride_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,  # strides
+    out_batch, out_head, out_row, dout_batch, dout_head, dout_row, dq_batch, dq_head, dq_row,
     heads,
     group,  # query heads to a key head
     num_queries, num_keys,
@@ -156,18 +152,12 @@ def dq_kernel(
     REGISTERS: tl.constexpr,  # q and dout are read from registers (see `in_registers`)
 ):  # fmt: skip
     row, batch_head, batch, head, kv_head = tiles.locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
-    q_view = tiles.view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
-    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    dout_view = tiles.view_head(
-        dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
-    )
-    out_view = tiles.view_head(
-        out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
-    )
-    dq_view = tiles.view_head(
-        dq_pointer, dq_stride_batch, dq_stride_head, dq_stride_row, batch, head, num_queries
-    )
+    q_view = tiles.view_head(q_source, q_batch, q_head, q_row, batch, head, num_queries)
+    k_view = tiles.view_head(k_source, k_batch, k_head, k_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_batch, v_head, v_row, batch, kv_head, num_keys)
+    dout_view = tiles.view_head(dout_source, dout_batch, dout_head, dout_row, batch, head, num_queries)
+    out_view = tiles.view_head(out_pointer, out_batch, out_head, out_row, batch, head, num_queries)
+    dq_view = tiles.view_head(dq_pointer, dq_batch, dq_head, dq_row, batch, head, num_queries)
 
     # delta = rowsum(dO * O)
     dout = tiles.load_main(dout_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
@@ -285,12 +275,8 @@ def dkdv_kernel(
     delta_pointer,  # written by dq_kernel
     dk_pointer, dv_pointer,
     first_pointer, last_pointer,  # read only with FIRST; the last query that sees each key, (batch, num_keys) int32
-    q_stride_batch, q_stride_head, q_stride_row,
-    k_stride_batch, k_stride_head, k_stride_row,
-    v_stride_batch, v_stride_head, v_stride_row,
-    dout_stride_batch, dout_stride_head, dout_stride_row,
-    dk_stride_batch, dk_stride_head, dk_stride_row,
-    dv_stride_batch, dv_stride_head, dv_stride_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,  # strides
+    dout_batch, dout_head, dout_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     kv_heads,
     group,  # query heads to a key head
     num_queries, num_keys,
@@ -311,14 +297,10 @@ def dkdv_kernel(
     batch_head = tl.program_id(0) // num_tiles
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     column = tile * COLUMNS
-    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    dk_view = tiles.view_head(
-        dk_pointer, dk_stride_batch, dk_stride_head, dk_stride_row, batch, kv_head, num_keys
-    )
-    dv_view = tiles.view_head(
-        dv_pointer, dv_stride_batch, dv_stride_head, dv_stride_row, batch, kv_head, num_keys
-    )
+    k_view = tiles.view_head(k_source, k_batch, k_head, k_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_batch, v_head, v_row, batch, kv_head, num_keys)
+    dk_view = tiles.view_head(dk_pointer, dk_batch, dk_head, dk_row, batch, kv_head, num_keys)
+    dv_view = tiles.view_head(dv_pointer, dv_batch, dv_head, dv_row, batch, kv_head, num_keys)
 
     k = tiles.load_main(k_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
     v = tiles.load_main(v_view, column, COLUMNS, MAIN, HEAD_DIM, True)  # (COLUMNS, MAIN)
@@ -355,12 +337,8 @@ def dkdv_kernel(
         head = kv_head * group + member
         # where this head's lse and delta begin
         statistics = (batch.to(tl.int64) * kv_heads * group + head) * num_queries
-        q_view = tiles.view_head(
-            q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries
-        )
-        dout_view = tiles.view_head(
-            dout_source, dout_stride_batch, dout_stride_head, dout_stride_row, batch, head, num_queries
-        )
+        q_view = tiles.view_head(q_source, q_batch, q_head, q_row, batch, head, num_queries)
+        dout_view = tiles.view_head(dout_source, dout_batch, dout_head, dout_row, batch, head, num_queries)
         if CAUSAL:
             dk, dk_rest, dv, dv_rest = walk_over_queries(
                 dk, dk_rest, dv, dv_rest, k, k_rest, v, v_rest, q_view, dout_view,

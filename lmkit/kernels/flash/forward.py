@@ -85,10 +85,8 @@ def forward_kernel(
     q_source, k_source, v_source,  # pointers, or TMA descriptors
     out_pointer, lse_pointer,
     first_pointer,  # read only with FIRST
-    q_stride_batch, q_stride_head, q_stride_row,
-    k_stride_batch, k_stride_head, k_stride_row,
-    v_stride_batch, v_stride_head, v_stride_row,
-    out_stride_batch, out_stride_head, out_stride_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,  # strides
+    out_batch, out_head, out_row,
     heads,
     group,  # query heads to a key head
     num_queries, num_keys,
@@ -103,12 +101,10 @@ def forward_kernel(
     REGISTERS: tl.constexpr,  # q is read from registers (see `in_registers`)
 ):  # fmt: skip
     row, batch_head, batch, head, kv_head = tiles.locate_query_tile(heads, group, num_queries, ROWS, CAUSAL)
-    q_view = tiles.view_head(q_source, q_stride_batch, q_stride_head, q_stride_row, batch, head, num_queries)
-    k_view = tiles.view_head(k_source, k_stride_batch, k_stride_head, k_stride_row, batch, kv_head, num_keys)
-    v_view = tiles.view_head(v_source, v_stride_batch, v_stride_head, v_stride_row, batch, kv_head, num_keys)
-    out_view = tiles.view_head(
-        out_pointer, out_stride_batch, out_stride_head, out_stride_row, batch, head, num_queries
-    )
+    q_view = tiles.view_head(q_source, q_batch, q_head, q_row, batch, head, num_queries)
+    k_view = tiles.view_head(k_source, k_batch, k_head, k_row, batch, kv_head, num_keys)
+    v_view = tiles.view_head(v_source, v_batch, v_head, v_row, batch, kv_head, num_keys)
+    out_view = tiles.view_head(out_pointer, out_batch, out_head, out_row, batch, head, num_queries)
 
     q = tiles.load_main(q_view, row, ROWS, MAIN, HEAD_DIM, True)  # (ROWS, MAIN)
     q_rest = tiles.load_rest(q_view, row, ROWS, MAIN, REST, HEAD_DIM, True, q)  # (ROWS, REST)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,6 +138,7 @@ KERNELS = ("forward", "dq", "dkdv")
 # Measured on an H200 over 1024 and 4096 keys together: (head_dim, causal) -> the fastest tiling of each of KERNELS.
 # bfloat16 stands for float16 too, and for inputs that TMA can reach; float32 for its default precision, "bf16x6".
 SHIPPED_CAPABILITY = (9, 0)
+MASKS = (True, False)
 SHIPPED_BFLOAT16: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
     (32, True): (C(64, 64, 4, 3), C(64, 64, 4, 3), C(64, 64, 4, 2)),
     (32, False): (C(64, 64, 4, 3), C(64, 64, 4, 3, registers=True), C(32, 128, 4, 3)),
@@ -152,19 +154,16 @@ SHIPPED_BFLOAT16: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
     (256, False): (C(128, 64, 8, 2), C(128, 32, 8, 3), C(32, 128, 8, 3, apart=True)),
 }  # fmt: skip
 SHIPPED_FLOAT32: dict[tuple[int, bool], tuple[Tiling, Tiling, Tiling]] = {
-    (32, True): (T(64, 32, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2)),
-    (32, False): (T(64, 32, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2)),
-    (64, True): (T(64, 64, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2)),
-    (64, False): (T(64, 64, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2)),
-    (80, True): (T(64, 32, 4, 2), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (80, False): (T(128, 32, 8, 1), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (96, True): (T(64, 32, 4, 2), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (96, False): (T(128, 32, 8, 1), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (128, True): (T(64, 32, 4, 2), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (128, False): (T(128, 32, 8, 1), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True)),
-    (256, True): (T(128, 16, 8, 1), T(64, 16, 8, 1), T(16, 64, 4, 1, apart=True)),
-    (256, False): (T(128, 16, 8, 1), T(64, 16, 8, 1), T(16, 64, 4, 1, apart=True)),
-}  # fmt: skip
+    **dict.fromkeys(product((32,), MASKS), (T(64, 32, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2))),
+    **dict.fromkeys(product((64,), MASKS), (T(64, 64, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 2))),
+    **dict.fromkeys(
+        product((80, 96, 128), (True,)), (T(64, 32, 4, 2), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True))
+    ),
+    **dict.fromkeys(
+        product((80, 96, 128), (False,)), (T(128, 32, 8, 1), T(128, 32, 8, 1), T(32, 128, 8, 1, apart=True))
+    ),
+    **dict.fromkeys(product((256,), MASKS), (T(128, 16, 8, 1), T(64, 16, 8, 1), T(16, 64, 4, 1, apart=True))),
+}
 
 
 class Case(NamedTuple):
@@ -261,10 +260,8 @@ def measure(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(entries, indent=1, sort_keys=True))
-    except (
-        OSError,
-        LmkitError,
-    ) as error:  # a home that cannot be written to costs time at the next start, nothing else
+    # A home that cannot be written to costs time at the next start, nothing else.
+    except (OSError, LmkitError) as error:
         logger.warning("the tilings are not kept: %s", error)
     return best
 
@@ -347,23 +344,10 @@ def prepare_tiled(
     tiles = count_tiles(num_keys, tiling.columns) if by_keys else count_tiles(num_queries, tiling.rows)
     if INTERPRETED:
         constants["PRECISION"] = "ieee"  # NumPy multiplies exactly, whatever was asked for
-    return prepare_launch(
-        kernel,
-        (tiles * batch * owners, 1),
-        sources,
-        (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales),
-        {
-            "HEAD_DIM": head_dim,
-            "MAIN": main,
-            "REST": rest,
-            "ROWS": tiling.rows,
-            "COLUMNS": tiling.columns,
-            "REGISTERS": tiling.registers,
-            "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
-            **constants,
-        },
-    )
+    shape = {"HEAD_DIM": head_dim, "MAIN": main, "REST": rest, "ROWS": tiling.rows, "COLUMNS": tiling.columns}
+    shape |= {"REGISTERS": tiling.registers, "num_warps": tiling.warps, "num_stages": tiling.stages}
+    numbers = (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales)
+    return prepare_launch(kernel, (tiles * batch * owners, 1), sources, numbers, shape | constants)
 
 
 def tma_reaches(*tensors: Tensor) -> bool:

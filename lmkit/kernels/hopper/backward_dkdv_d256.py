@@ -28,9 +28,8 @@ write what lies outside of the tensor.
 | named, P_READY + slot | the value consumer, when P is stored | the key consumer |
 | named, P_FREE + slot | the key consumer, when P is loaded; both slots once at the start | the value consumer |
 
-Cost (sm_90, Triton 3.6): 168 registers a thread at launch, then 240 of a consumer and 24 of the producer; 225 KiB
-of shared memory, of 227 (K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with 16 each,
-lse and delta); no spills.
+Shared memory is full, 225 of 227 KiB: K and V with 32 KiB each, two slots of Q and of dO with 32 each, two of P with
+16 each, lse and delta.
 """
 
 from collections import namedtuple
@@ -226,15 +225,10 @@ def dkdv_d256_kernel(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_d
         allocate_slots(delta_desc, STAGES),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS * ROWS // 32, 32], P_LAYOUT),
     )
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    k_full = sync.allocate_mbarrier()
-    v_full = sync.allocate_mbarrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    k_full = sync.make_mbarrier()
+    v_full = sync.make_mbarrier()
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc)

@@ -28,13 +28,7 @@ the other.
 | named, V_FREE + slot | both consumers, when dP of the slot's step is done | the producer |
 | named, TURN + consumer | the other consumer, when its S and dP are issued | this one, before its S |
 
-Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer; the producer keeps 24.
-
-| variant | keys of a block, slots of K and V | registers | shared memory, of 227 KiB | spills |
-|-|-|-|-|-|
-| D = 64 | 128, 3 and 2 | 168, 240 | 113 KiB | 0 |
-| D = 128 | 128, 2 and 2 | 168, 240 | 193 KiB | 0 |
-| D = 256 | 64, 2 and 1 | 168, 240 | 225 KiB | 0 |
+Nothing spills. D = 256 takes 225 of 227 KiB of shared memory, hence one slot of V.
 """
 
 from collections import namedtuple
@@ -227,14 +221,9 @@ def dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse_in, lse_out, delta_o
         allocate_slots(k_desc, K_STAGES),
         allocate_slots(v_desc, V_STAGES),
     )
-    q_full = sync.allocate_mbarrier()
-    k_full = sync.allocate_mbarriers(K_STAGES)
-    v_full = sync.allocate_mbarriers(V_STAGES)
-    mbarrier.init(q_full, count=1)
-    for i in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-    for i in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(i), count=1)
+    q_full = sync.make_mbarrier()
+    k_full = sync.make_mbarriers(K_STAGES)
+    v_full = sync.make_mbarriers(V_STAGES)
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, do_desc, dq_desc)

@@ -39,14 +39,6 @@ barriers of their own. `step` counts query tiles; its slot is step % STAGES, its
 | named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
 | named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
 | named, TURN + consumer (without ADD_DQ) | the other consumer, when its S and dP are issued | it, before its S |
-
-Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer; the producer keeps 24.
-
-| variant | queries of a step | registers | shared memory, of 227 KiB | spills |
-|-|-|-|-|-|
-| D = 128, ADD_DQ | 64 | 168, 240 | 177 KiB | 0 |
-| D = 128 | 64 | 168, 240 | 129 KiB | 0 |
-| D = 64, PACKED_P | 128 | 168, 240 | 98 KiB | 0 (float16: up to 12 bytes a thread) |
 """
 
 from collections import namedtuple
@@ -160,13 +152,9 @@ def next_query_tile(tile, head, work):
 @gluon.jit
 def allocate_barriers():
     """Return the initialised mbarriers."""
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    kv_full = sync.allocate_mbarrier()
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    mbarrier.init(kv_full, count=1)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    kv_full = sync.make_mbarrier()
     fence_async_shared()
     partition_barrier()
     return Barriers(q_full, do_full, kv_full)

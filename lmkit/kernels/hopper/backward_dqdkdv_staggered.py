@@ -44,15 +44,8 @@ With `first`, a tile's first step waits for no dS, and none is announced before 
 Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was announced when
 the other's dQ(j-2), the last reader of this buffer, was done.
 
-Cost of the variants (sm_90, Triton 3.6; over all masks). Registers: a thread at launch, then of a consumer; the
-producer keeps 24. Without `first`, the spills lie outside of the loop or at its rim.
-
-| variant | queries of a step | registers | shared memory, of 227 KiB | spilled bytes a thread |
-|-|-|-|-|-|
-| D = 64, bfloat16 | 128 | 168, 240 | 194 KiB | 28 to 36 |
-| D = 64, bfloat16, `first` | 128 | 168, 240 | 226 KiB | 168, a third of it loaded in each step |
-| D = 64, float16 | 128 | 168, 240 | 194 KiB | 36 to 64 |
-| D = 128, bfloat16, no mask | 64 | 168, 240 | 193 KiB | 16 to 20 |
+Without `first`, the few bytes that a thread spills lie outside of the loop or at its rim
+(tests/kernels/hopper/test_compile.py); with `first`, shared memory is full, 226 of 227 KiB.
 """
 
 from collections import namedtuple
@@ -367,15 +360,10 @@ Barriers = namedtuple("Barriers", ["q_full", "do_full", "kv_full", "kv_empty"]) 
 @gluon.jit
 def _allocate_barriers():
     """Return the initialised mbarriers of calls with `first`."""
-    q_full = sync.allocate_mbarriers(STAGES)
-    do_full = sync.allocate_mbarriers(STAGES)
-    kv_full = sync.allocate_mbarriers(2)
-    kv_empty = sync.allocate_mbarriers(2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
+    q_full = sync.make_mbarriers(STAGES)
+    do_full = sync.make_mbarriers(STAGES)
+    kv_full = sync.make_mbarriers(2)
+    kv_empty = sync.make_mbarriers(2, 2)
     fence_async_shared()
     partition_barrier()
     return Barriers(q_full, do_full, kv_full, kv_empty)

@@ -19,15 +19,20 @@ TURN_THREADS = gl.constexpr(256)  # the two warp groups that take turns
 
 
 @gluon.jit
-def allocate_mbarriers(COUNT: gl.constexpr):
-    """Return (COUNT, 1) mbarriers in shared memory, not yet initialised."""
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+def make_mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Return (COUNT, 1) mbarriers in shared memory; so many arrivals complete a phase."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
-def allocate_mbarrier():
-    """Return one mbarrier in shared memory, not yet initialised."""
-    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+def make_mbarrier():
+    """Return one mbarrier in shared memory; one arrival completes a phase."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
 
 
 @gluon.jit

@@ -35,15 +35,8 @@ the producer for the opposite one, which lets its first round through.
 | named, 9 + consumer | the other of two consumers (`bar.arrive`) | that consumer, before it issues products |
 | named, 9 + CONSUMERS + consumer | the 128 threads of that consumer, at each of its votes | the same threads |
 
-Cost of the variants (sm_90, Triton 3.6). Registers: a thread at launch, then of a consumer, which takes over most of
-the producer's; the producer keeps 24.
-
-| variant | queries x keys of a block | registers | shared memory, of 227 KiB | spills |
-|-|-|-|-|-|
-| D = 64 (`forward.HEAD_DIM_64`) | 3 x 64 x 128, 3 stages | 128, 160 | 144 KiB | 0 |
-| D = 64, short (`HEAD_DIM_64_SHORT`) | 2 x 64 x 128, 4 stages | 168, 240 | 160 KiB | 0 |
-| D = 128 | 2 x 64 x 128, 2 stages | 168, 240 | 192 KiB | 0 |
-| D = 256 | 2 x 64 x 64, 2 stages, O through Q's tiles | 168, 240 | 192 KiB | 0 |
+Registers and shared memory (at most 192 of 227 KiB): `forward.REGISTERS`, `forward.ForwardConfig`; nothing spills
+(tests/kernels/hopper/test_compile.py). The producer keeps 24 registers.
 
 Softmax without a running maximum. The row maximum of the first block (or 6 above it, see FEW_KEYS) is the REFERENCE
 of the row: P = 2^(score - reference). The row sum l and O carry the same factor, which cancels in O / l, so any
@@ -459,20 +452,12 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse, first, drawn, num_querie
     if FIRST:
         units = schedule.allocate_units(CONSUMERS)
     tiles = Tiles(q_tiles, allocate_slots(k_desc, STAGES), allocate_slots(v_desc, STAGES), o_tiles, units)
-    q_full = sync.allocate_mbarriers(CONSUMERS)
-    q_empty = sync.allocate_mbarriers(CONSUMERS)
-    k_full = sync.allocate_mbarriers(STAGES)
-    k_empty = sync.allocate_mbarriers(STAGES)
-    v_full = sync.allocate_mbarriers(STAGES)
-    v_empty = sync.allocate_mbarriers(STAGES)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    q_full = sync.make_mbarriers(CONSUMERS)
+    q_empty = sync.make_mbarriers(CONSUMERS)
+    k_full = sync.make_mbarriers(STAGES)
+    k_empty = sync.make_mbarriers(STAGES, CONSUMERS)
+    v_full = sync.make_mbarriers(STAGES)
+    v_empty = sync.make_mbarriers(STAGES, CONSUMERS)
     fence_async_shared()
     partition_barrier()
     descriptors = Descriptors(q_desc, k_desc, v_desc, o_desc)

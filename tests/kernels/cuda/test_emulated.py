@@ -52,18 +52,11 @@ def emulate(tmp_path, monkeypatch):
     return compile_and_use
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "arch"),
-    [
-        (64, torch.bfloat16, 90),
-        (96, torch.float16, 90),
-        (128, torch.bfloat16, 90),
-        (128, torch.bfloat16, 80),
-        (80, torch.float16, 75),
-        (40, torch.bfloat16, 86),
-    ],
-    ids=str,
-)
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = [(64, BF16, 90), (96, FP16, 90), (128, BF16, 90), (128, BF16, 80), (80, FP16, 75), (40, BF16, 86)]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "arch"), CASES, ids=str)
 def test_kernels_equal_the_oracle(emulate, head_dim, dtype, arch):
     code = emulate(head_dim, dtype, arch)
     kernel = attention_function("flash_cuda")
