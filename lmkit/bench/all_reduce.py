@@ -7,7 +7,7 @@ all-reduce, (W-1)/W for reduce-scatter and all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,13 +128,20 @@ def _row(operation: str, dtype: str, num_bytes: int, ranks: Ranks, samples_ms: l
     times = spread(samples_ms)
     share_sent = (2 if operation == "all_reduce" else 1) * (ranks.world_size - 1) / ranks.world_size
     assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(ranks.device).name()
-    row: dict[str, Any] = {"operation": operation, "backend": backend, "world_size": ranks.world_size}
-    row |= {"dtype": dtype, "bytes": num_bytes}
-    row |= {"median_us": times.median * 1e3, "p10_us": times.p10 * 1e3, "p90_us": times.p90 * 1e3}
-    rate = num_bytes / times.median / 1e6
-    row |= {"spread": times.relative, "algorithm_gb_per_s": rate, "bus_gb_per_s": share_sent * rate}
-    return row | {"samples_ms": samples_ms}
+    return {
+        "operation": operation,
+        "backend": dist.group.WORLD._get_backend(ranks.device).name(),
+        "world_size": ranks.world_size,
+        "dtype": dtype,
+        "bytes": num_bytes,
+        "median_us": times.median * 1e3,
+        "p10_us": times.p10 * 1e3,
+        "p90_us": times.p90 * 1e3,
+        "spread": times.relative,
+        "algorithm_gb_per_s": num_bytes / times.median / 1e6,
+        "bus_gb_per_s": share_sent * num_bytes / times.median / 1e6,
+        "samples_ms": samples_ms,
+    }
 
 
 TITLE = "Collectives"
@@ -162,10 +169,14 @@ NOTES = (
 def pictures(rows: Rows) -> dict[str, bytes]:
     """Draw bus bandwidth over the size, a panel per backend and number of ranks."""
     measured = [row | {"mb": float(f"{row['bytes'] / 1e6:.3g}")} for row in rows if row.get("median_us")]
-
-    def world(row: Mapping[str, Any]) -> str:
-        return f"{row.get('backend', '')}, {row['world_size']} ranks"
-
-    where: dict[str, Any] = {"panel": world, "group": "operation", "kind": "dtype"}
-    where |= {"title": "Collectives", "x_label": "buffer (MB, 10^6 bytes)"}
-    return {"all_reduce_bandwidth.png": line_panels(measured, "mb", BANDWIDTH, **where)}
+    picture = line_panels(
+        measured,
+        "mb",
+        BANDWIDTH,
+        panel=lambda row: f"{row.get('backend', '')}, {row['world_size']} ranks",
+        group="operation",
+        kind="dtype",
+        title="Collectives",
+        x_label="buffer (MB, 10^6 bytes)",
+    )
+    return {"all_reduce_bandwidth.png": picture}

@@ -220,8 +220,13 @@ def _heat_map(rows: Rows) -> bytes:
     lengths, head_dims = (sorted({row[key] for row in rows}) for key in ("num_keys", "head_dim"))
     key = "speedup" if as_ratio else "tflops"
     found = {(row["head_dim"], row["num_keys"]): row.get(key) for row in rows if row["kernel"] == kernel}
-    cells = [[found.get((head_dim, length)) for length in lengths] for head_dim in head_dims]
-    told: dict[str, Any] = {"title": _title(rows, f"forward, {kernel}"), "y_label": "head_dim"}
-    told |= {"x_label": "sequence length (tokens)", "center": 1.0 if as_ratio else None}
-    told["value_label"] = f"times as fast as {baseline}" if as_ratio else "TFLOP/s"
-    return heat_map([*map(str, lengths)], [*map(str, head_dims)], cells, **told)
+    return heat_map(
+        [str(length) for length in lengths],
+        [str(head_dim) for head_dim in head_dims],
+        [[found.get((head_dim, length)) for length in lengths] for head_dim in head_dims],
+        title=_title(rows, f"forward, {kernel}"),
+        x_label="sequence length (tokens)",
+        y_label="head_dim",
+        value_label=f"times as fast as {baseline}" if as_ratio else "TFLOP/s",
+        center=1.0 if as_ratio else None,
+    )

@@ -183,8 +183,11 @@ def exact_at(inputs: Inputs, rows: Tensor, arithmetic: Arithmetic = EXACT) -> Re
     """
     operand = arithmetic.operands
     shape = (*inputs.q.shape[:2], len(rows), inputs.q.shape[3])
-    out, dq = (torch.zeros(shape, dtype=torch.float64, device=rows.device) for _ in range(2))
-    dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v))
+    out = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+    dq, dk, dv = (
+        torch.zeros_like(out),
+        *(torch.zeros_like(x, dtype=torch.float64) for x in (inputs.k, inputs.v)),
+    )
     for head, part, q, k, v, p, dout, dp in _blocks(inputs, rows, arithmetic):
         out[0, head, part] = operand(p) @ v
         if inputs.dout is not None:
@@ -283,8 +286,14 @@ class Gate:
             dout = torch.zeros_like(inputs.dout)
             dout[:, :, self._rows] = inputs.dout[:, :, self._rows]
             self.probe = replace(inputs, dout=dout)
-        named = [*((name, getattr(inputs, name)) for name in TENSORS), ("dout", self.probe.dout)]
-        self._kept = [(name, tensor, tensor.clone()) for name, tensor in named if tensor is not None]
+        self._kept = [
+            (name, tensor, tensor.clone())
+            for name, tensor in [
+                *((name, getattr(inputs, name)) for name in TENSORS),
+                ("dout", self.probe.dout),
+            ]
+            if tensor is not None
+        ]
         batch, kv_heads = inputs.k.shape[:2]
         self._spots = sorted({(0, 0), (batch - 1, kv_heads - 1)})
         self._exact = self._at_spots(EXACT)

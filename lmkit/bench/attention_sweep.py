@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from lmkit.bench.attention import Options
     from lmkit.bench.attention_gate import Arithmetic, Gate, Inputs
 
-TIERS = {"Small": 128, "Medium": 256, "Large": 512, "XL": 1024, "XXL": 2048}
-TIERS |= {f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)}
+TIERS: dict[str, int] = {
+    "Small": 128,
+    "Medium": 256,
+    "Large": 512,
+    "XL": 1024,
+    "XXL": 2048,
+    **{f"{thousands}k": thousands * 1024 for thousands in (4, 8, 16, 32, 64, 128)},
+}
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
@@ -259,14 +265,18 @@ class Sweep:
 
         def take(runs: Mapping[str, Any], prepare: Mapping[str, Any], turn: Any) -> dict[str, Timing]:
             gates.clear()
-            how: dict[str, Any] = {"repeats": options.iters, "warmup": options.warmup}
-            how |= {
-                "cold_cache": options.cold_cache,
-                "min_sample_ms": 0.2,
-            }  # 400 times what CUDA events resolve
-            how |= {"max_seconds": options.max_seconds * len(directions), "share_seconds": True}
             return time_variants(
-                runs, prepare=prepare, device=self._device, seed=self._seed, turn=turn, **how
+                runs,
+                prepare=prepare,
+                device=self._device,
+                repeats=options.iters,
+                warmup=options.warmup,
+                cold_cache=options.cold_cache,
+                min_sample_ms=0.2,  # 400 times what CUDA events resolve
+                max_seconds=options.max_seconds * len(directions),
+                share_seconds=True,
+                seed=self._seed,
+                turn=turn,
             )
 
         with matmul_precision(options.dtype):
@@ -303,12 +313,15 @@ class Sweep:
 
     def _row(self, case: Case, name: str, direction: str) -> dict[str, Any]:
         options = self._options
-        row = {**asdict(case), "direction": direction, "kernel": name}
-        row |= {"precision": precision_of(name, options.dtype)}
-        row |= {
-            key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype", "data")
+        return {
+            **asdict(case),
+            "direction": direction,
+            "kernel": name,
+            "precision": precision_of(name, options.dtype),
+            **{key: getattr(options, key) for key in ("batch", "heads", "kv_heads", "causal", "dtype")},
+            "layout": "projection" if options.projection_layout else "contiguous",
+            "data": options.data,
         }
-        return row | {"layout": "projection" if options.projection_layout else "contiguous"}
 
     def _inputs(self, case: Case, *, backward: bool, seed: int | None = None) -> Inputs:
         from lmkit.bench.attention_gate import make_inputs
@@ -407,10 +420,15 @@ class Sweep:
         direction, _, name = key.partition(" ")
         fields = time_fields(timing.samples_ms)
         rate = case.flops(self._options, direction) / (fields["median_ms"] * 1e-3)
-        peak = self._limits.matmul_flops[precision_of(name, self._options.dtype)]
-        fields |= {"repeats": len(timing.samples_ms), "tflops": rate / 1e12, "share_of_matmul": rate / peak}
-        fields |= {"clock": timing.clock, "cache": timing.cache, "calls_per_sample": timing.calls_per_sample}
-        return fields | {"sample_rounds": list(timing.rounds)}
+        return fields | {
+            "repeats": len(timing.samples_ms),
+            "tflops": rate / 1e12,
+            "share_of_matmul": rate / self._limits.matmul_flops[precision_of(name, self._options.dtype)],
+            "clock": timing.clock,
+            "cache": timing.cache,
+            "calls_per_sample": timing.calls_per_sample,
+            "sample_rounds": list(timing.rounds),
+        }
 
     def _ratios(self, key: str, believed: Mapping[str, Timing]) -> dict[str, Any]:
         """Compare one variant with the baseline and PyTorch's best, among those of its direction."""

@@ -149,10 +149,13 @@ def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, 
     sync.traffic.reset()
     with track_peak(ranks.device) as of_step:
         loss = built.run()
-    traffic = sync.traffic
-    facts: dict[str, Any] = {"calls_per_step": traffic.calls, "payload_bytes": traffic.payload_bytes}
-    facts |= {"link_bytes": traffic.link_bytes, "loss": float(loss)}
-    facts["parameter_bytes"] = sum(p.nbytes for p in built.model.parameters() if p.requires_grad)
+    facts: dict[str, Any] = {
+        "calls_per_step": sync.traffic.calls,
+        "payload_bytes": sync.traffic.payload_bytes,
+        "link_bytes": sync.traffic.link_bytes,
+        "parameter_bytes": sum(p.nbytes for p in built.model.parameters() if p.requires_grad),
+        "loss": float(loss),
+    }
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
     if on_gpu:

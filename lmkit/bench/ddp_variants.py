@@ -165,12 +165,17 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
 
 def _named_options(detail: str) -> dict[str, Any] | None:
     """Return the keys of [parallel] that a name such as "100 MB bf16 wire" sets; None if it is malformed."""
-    found = list(OPTION.finditer(detail))
-    named: dict[str, Any] = {str(option.lastgroup): option[str(option.lastgroup)] for option in found}
-    if len(named) < len(found) or "".join(option[0] for option in found) != detail:
-        return None
-    named |= {"bucket_mb": float(named["bucket_mb"])} if "bucket_mb" in named else {}
-    return named if 0 < named.get("bucket_mb", 1) < math.inf else None
+    named: dict[str, Any] = {}
+    while detail:
+        found = OPTION.match(detail)
+        if found is None or found.lastgroup is None or found.lastgroup in named:
+            return None
+        named[found.lastgroup] = found[found.lastgroup]
+        detail = detail[found.end() :]
+    if "bucket_mb" in named:
+        named["bucket_mb"] = float(named["bucket_mb"])
+        return named if 0 < named["bucket_mb"] < math.inf else None
+    return named
 
 
 def expected_link_bytes(
@@ -239,8 +244,13 @@ def variant_of(
             training.run()
         return {"status": "ok"}
 
-    check = partial(after_timing, budget=budget)
-    return Variant(row, make, first_steps, lambda training: more(name, training, peak), check=check)
+    return Variant(
+        row=row,
+        make=make,
+        judge=first_steps,
+        more=lambda training: more(name, training, peak),
+        check=lambda training: after_timing(training, budget),
+    )
 
 
 def _on_all_ranks(case: Recipe, ranks: Ranks) -> Recipe:
@@ -276,9 +286,15 @@ def _torch_zero(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.o
     # Its package compiles deprecated TorchScript when it is imported, with a warning.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    settings: dict[str, Any] = {"lr": table.lr, "betas": table.betas, "eps": table.eps, "fused": True}
-    kind = torch.optim.AdamW
-    return ZeroRedundancyOptimizer(groups, kind, parameters_as_bucket_view=True, **settings)
+    return ZeroRedundancyOptimizer(
+        groups,
+        optimizer_class=torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        fused=True,
+        lr=table.lr,
+        betas=table.betas,
+        eps=table.eps,
+    )
 
 
 def _count_broadcasts(traffic: Any, optimizer: Any, *_: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from operator import methodcaller
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -149,9 +148,18 @@ def _measure(
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
     config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)
-    case = {"size": size, "batch_size": batch_size, "context": filled, "kv_heads": config.kv_heads}
-    case |= {"versus": options.variants[0], "precision": options.precision}
-    rows = {variant: {"variant": variant, **case} for variant in options.variants}
+    rows = {
+        variant: {
+            "size": size,
+            "variant": variant,
+            "versus": options.variants[0],
+            "batch_size": batch_size,
+            "context": filled,
+            "kv_heads": config.kv_heads,
+            "precision": options.precision,
+        }
+        for variant in options.variants
+    }
 
     def make(variant: str) -> Writer:
         if variant not in writers:
@@ -169,9 +177,14 @@ def _measure(
         on_gpu = {"host_ms": host_ms(writer.step, device)} if device.type == "cuda" else {}
         return {"first_ms": first_ms, **on_gpu}
 
-    refill, step = methodcaller("refill"), methodcaller("step")
     variants = {
-        variant: Variant(row, partial(make, variant), more=more, prepare=refill, run=step)
+        variant: Variant(
+            row=row,
+            make=partial(make, variant),
+            more=more,
+            prepare=lambda writer: writer.refill(),
+            run=lambda writer: writer.step(),
+        )
         for variant, row in rows.items()
     }
     element_bytes = 2 if options.precision == "bf16" else 4

@@ -322,9 +322,14 @@ def too_large_for_host(config: ModelConfig, context: Context) -> dict[str, Any]:
 def time_fields(samples_ms: Sequence[float], name: str = "median_ms") -> dict[str, Any]:
     """Return the fields of a row that describe its samples; `name` is the key of the median."""
     times = spread(samples_ms)
-    fields = {name: times.median, "mean_ms": times.mean, "p10_ms": times.p10, "p90_ms": times.p90}
-    spread_ = times.relative if times.count > 1 else None
-    return fields | {"spread": spread_, "samples_ms": list(samples_ms)}
+    return {
+        name: times.median,
+        "mean_ms": times.mean,
+        "p10_ms": times.p10,
+        "p90_ms": times.p90,
+        "spread": times.relative if times.count > 1 else None,
+        "samples_ms": list(samples_ms),
+    }
 
 
 def ratio_fields(ratio: PairedRatio, name: str = "speedup", verdict: str = "verdict") -> dict[str, Any]:

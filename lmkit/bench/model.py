@@ -125,11 +125,20 @@ def _config(size: Any, length: int, compiled: Any, options: Options) -> ModelCon
 def _row(config: ModelConfig, context: Context, part: str, mode: str, precision: str) -> dict[str, Any]:
     from lmkit.model.accounting import count_parameters
 
-    row = {**context.optimizer_field, "part": part, "size": config.preset, "length": config.context_length}
-    row |= {"compile": config.compile, "attention": config.attention}
-    row |= {"checkpointing": config.activation_checkpointing, "batch_size": context.options.batch_size}
-    row["parameters"] = count_parameters(config).total
-    return row | {"mode": mode, "precision": precision}
+    options = context.options
+    return {
+        **context.optimizer_field,
+        "part": part,
+        "size": config.preset,
+        "length": config.context_length,
+        "compile": config.compile,
+        "attention": config.attention,
+        "checkpointing": config.activation_checkpointing,
+        "batch_size": options.batch_size,
+        "parameters": count_parameters(config).total,
+        "mode": mode,
+        "precision": precision,
+    }
 
 
 def _build(config: ModelConfig, precision: str, context: Context) -> TrainingStep:

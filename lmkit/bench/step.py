@@ -190,12 +190,16 @@ def is_own(variant: str) -> bool:
 
 def _row(size: str, variant: str, context: Context) -> dict[str, Any]:
     options = context.options
-    row: dict[str, Any] = {"size": size, "variant": variant, "versus": options.variants[0]}
-    row["context_length"] = config_of(size, variant, options.attention).context_length
-    row |= {"batch_size": SIZES[size][0], "precision": _precision(variant, options)}
-    if is_own(variant):
-        return row | {"attention": options.attention, **context.optimizer_field}
-    return row | {"attention": "PyTorch's"}
+    return {
+        **(context.optimizer_field if is_own(variant) else {}),
+        "size": size,
+        "variant": variant,
+        "versus": options.variants[0],
+        "context_length": config_of(size, variant, options.attention).context_length,
+        "batch_size": SIZES[size][0],
+        "precision": _precision(variant, options),
+        "attention": options.attention if is_own(variant) else "PyTorch's",
+    }
 
 
 def _precision(variant: str, options: Options) -> str:

@@ -188,14 +188,21 @@ class AdamWLaunch:
             if self._programs == 0:
                 return
             beta1, beta2, *others = scalars
-            # Floats: Triton would compile a kernel for each integer.
-            numbers = map(float, (beta1, 1 - beta1, beta2, 1 - beta2, *others))
-            types = {"WEIGHT": TYPES[params[0].dtype], "GRADIENT": TYPES[grads[0].dtype]}
-            types["COPY"] = TYPES[copies[0].dtype] if copies else None
-            # No fused multiply-add: an element gets the same bits in any block or shard.
-            options = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
-            pointers = (self._table, self._owners, factor, decided)
-            adamw_kernel[(self._programs,)](*pointers, *numbers, **types, **options)
+            numbers = (beta1, 1 - beta1, beta2, 1 - beta2, *others)
+            adamw_kernel[(self._programs,)](
+                self._table,
+                self._owners,
+                factor,
+                decided,
+                *map(float, numbers),  # Triton would compile a kernel for each integer
+                WEIGHT=TYPES[params[0].dtype],
+                GRADIENT=TYPES[grads[0].dtype],
+                COPY=TYPES[copies[0].dtype] if copies else None,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                # No fused multiply-add: an element gets the same bits in any block or shard.
+                enable_fp_fusion=False,
+            )
 
     def _place(self, addresses: list[list[int]], sizes: list[int], device: torch.device) -> None:
         """Make the table. Its columns: addresses of weight, gradient, both moments and copy; number of elements; the

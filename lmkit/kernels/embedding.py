@@ -76,8 +76,9 @@ def sorted_sum_kernel(
 def _prepare_atomic(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     grad, *_ = tensors
     constants = {"BLOCK": triton.next_power_of_2(grad.shape[1]), "num_warps": 4}
-    numbers = (grad.stride(0), grad.shape[1])
-    return prepare_launch(scatter_add_kernel, (len(grad), 1), tensors, numbers, constants)
+    return prepare_launch(
+        scatter_add_kernel, (len(grad), 1), tensors, (grad.stride(0), grad.shape[1]), constants
+    )
 
 
 def _prepare_sorted(tensors: tuple[Tensor, ...], options: tuple) -> Start:

@@ -171,10 +171,11 @@ def _prepare_rows(tensors: tuple[Tensor, ...], options: tuple) -> Start:
 def _prepare_transposed(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     x, *_ = tensors
     rows, columns = x.shape
-    grid = (count_tiles(rows, TILE_ROWS) * count_tiles(columns, TILE_COLUMNS), 1)
+    tiles = count_tiles(rows, TILE_ROWS) * count_tiles(columns, TILE_COLUMNS)
     constants = {"ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS, "num_warps": 4}
-    numbers = (x.stride(0), rows, columns)
-    return prepare_launch(cast_transposed_kernel, grid, tensors, numbers, constants)
+    return prepare_launch(
+        cast_transposed_kernel, (tiles, 1), tensors, (x.stride(0), rows, columns), constants
+    )
 
 
 row_calls = LaunchCache(_prepare_rows)

@@ -87,9 +87,15 @@ def _prepare(tensors: tuple[Tensor, ...], options: tuple) -> Start:
     turned = width - kept
     block = triton.next_power_of_2(turned)
     numbers = (*source.stride()[:2], *out_strides, table.stride(0) if table.dim() == 4 else 0, seq)
-    constants = {"HEAD_DIM": head_dim, "TURNED": turned, "KEPT": 0 if in_place else kept, "INVERSE": inverse}
-    constants |= {"BLOCK": block, "REST": triton.next_power_of_2(kept)}
-    constants["num_warps"] = 1 if block <= 512 else min(max(4, block // 1024), 16)
+    constants = {
+        "HEAD_DIM": head_dim,
+        "TURNED": turned,
+        "KEPT": 0 if in_place else kept,
+        "INVERSE": inverse,
+        "BLOCK": block,
+        "REST": triton.next_power_of_2(kept),
+        "num_warps": 1 if block <= 512 else min(max(4, block // 1024), 16),
+    }
     return prepare_launch(rope_kernel, (batch * seq, 1), tensors, numbers, constants)
 
 

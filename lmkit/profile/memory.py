@@ -332,12 +332,6 @@ CONTEXTS = (
 )
 
 
-CONTEXT_NOTES = (
-    "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at the peak of a "
-    "phase; every cell has a folder with its phases and source lines",
-)
-
-
 def run_memory(
     recipe: Recipe, output: Path, *, mode: Mode, steps: int, warmup: int = 0, snapshot: bool = True
 ) -> Profiled:
@@ -377,13 +371,12 @@ def run_memory(
 
 def _rows(work: Workload, peaks: Mapping[str, Mapping[str, int]]) -> Rows:
     model = work.model
-    facts: dict[str, Any] = {
+    facts = {
         "model": model.preset or f"{model.num_layers} x {model.d_model}",
-        "pass": work.mode,
-    }
-    facts |= {"parameters": count_parameters(model).total, "context_length": model.context_length}
-    facts |= {
+        "parameters": count_parameters(model).total,
+        "context_length": model.context_length,
         "batch_size": work.train.batch_size,
+        "pass": work.mode,
         "dtype": work.train.precision,
         "attention": model.attention,
     }
@@ -424,21 +417,35 @@ def run_memory_table(recipes: Sequence[Recipe], output: Path, *, steps: int) -> 
     rows: Rows = []
     for recipe in recipes:
         work = Workload(recipe)
-        model, train = work.model, work.train
-        row: dict[str, Any] = {"attention": model.attention, "context_length": model.context_length}
-        row |= {"dtype": train.precision, "batch_size": train.batch_size, "status": "ok"}
+        row: dict[str, Any] = {
+            "attention": work.model.attention,
+            "context_length": work.model.context_length,
+            "dtype": work.train.precision,
+            "batch_size": work.train.batch_size,
+            "status": "ok",
+        }
         for mode in MODES:
             folder = f"{row['attention']}_{mode}_{row['context_length']}_{row['dtype']}"
             with failure_is_a_row(row, work.ranks.device):
                 # Without snapshots: of every cell they would be hundreds of megabytes.
                 done = run_memory(recipe, output / folder, mode=mode, steps=steps, snapshot=False)
                 peaks = done.summary["peaks"]
-                row[f"{mode}_gib"] = peak_row(peaks)["peak_gib"]
-                row[f"{mode}_computed_gib"] = most_computed(peaks)
+                row[f"{mode}_gib"], row[f"{mode}_computed_gib"] = (
+                    peak_row(peaks)["peak_gib"],
+                    most_computed(peaks),
+                )
             release_memory(work.ranks.device)
         rows.append(row)
-        title, about = "Memory by context and precision", f"Batch {row['batch_size']}"
-        summary = Summary(title, CONTEXTS, rows, about, notes=CONTEXT_NOTES)
+        summary = Summary(
+            "Memory by context and precision",
+            CONTEXTS,
+            rows,
+            about=f"Batch {row['batch_size']}",
+            notes=(
+                "GiB = 2^30 bytes, at the peak; computed: the largest sum of activations and temporary tensors at "
+                "the peak of a phase; every cell has a folder with its phases and source lines",
+            ),
+        )
         files = {"memory_contexts.json": json.dumps(rows, indent=1) + "\n"}
         written = write_profile(output, files, "memory_contexts_report.md", summary)
     is_fine = all(row["status"] != "failed" for row in rows)

@@ -130,21 +130,29 @@ def summarize(trace: Trace, *, skip_steps: int = 1) -> dict[str, Any]:
     for item in work or ():
         count, duration = spent.get(item.name, (0, 0))
         spent[item.name] = (count + 1, duration + item.end - item.start)
-    summary: dict[str, Any] = {"engine": trace.engine, "source": trace.source, "window": window}
-    summary |= {"window_ms": (end - start) / NS_PER_MS, "undisturbed_ms": trace.undisturbed_ms}
-    summary |= {"steps": len(counted), "launches": None, "kernels": None}
-    if calls is not None:
-        summary["launches"] = sum(call.is_launch for call in calls)
-    if work is not None:
-        summary["kernels"] = sum(item.kind == "kernel" for item in work)
-    summary |= {"launches_per_forward": launches[FORWARD], "launches_per_step": launches[STEP]}
-    summary |= {"gpu_busy_share": busy, "gpu_idle_share": None if busy is None else 1.0 - busy}
-    summary |= {"undisturbed_gpu_share": undisturbed_share}
-    summary |= {"dispatch_share": dispatch_share, "wait_share": wait_share}
-    summary |= {"communication_ms": communication_ms, "communication_overlap_share": overlap_share}
-    summary |= {"ranges": ranges, "top_kernels": _largest(spent), "top_ops": _largest(trace.ops)}
-    warnings = _warnings(trace, window if lost else "", slowdown)
-    return summary | {"warnings": [*trace.notes, *warnings]}
+    return {
+        "engine": trace.engine,
+        "source": trace.source,
+        "window": window,
+        "window_ms": (end - start) / NS_PER_MS,
+        "undisturbed_ms": trace.undisturbed_ms,
+        "steps": len(counted),
+        "launches": None if calls is None else sum(call.is_launch for call in calls),
+        "kernels": None if work is None else sum(item.kind == "kernel" for item in work),
+        "launches_per_forward": launches[FORWARD],
+        "launches_per_step": launches[STEP],
+        "gpu_busy_share": busy,
+        "gpu_idle_share": None if busy is None else 1.0 - busy,
+        "undisturbed_gpu_share": undisturbed_share,
+        "dispatch_share": dispatch_share,
+        "wait_share": wait_share,
+        "communication_ms": communication_ms,
+        "communication_overlap_share": overlap_share,
+        "ranges": ranges,
+        "top_kernels": _largest(spent),
+        "top_ops": _largest(trace.ops),
+        "warnings": [*trace.notes, *_warnings(trace, window if lost else "", slowdown)],
+    }
 
 
 def _counted(ranges: Sequence[Range], skip: int) -> list[Range]:
@@ -219,11 +227,18 @@ def _summarize_ranges(
     found = []
     for name, of_name in instances.items():
         wall, dispatch, wait, gpu, launches = map(median, zip(*of_name, strict=True))
-        of_calls = {"dispatch_ms": dispatch, "dispatch_share": dispatch / wall if wall else None}
-        of_calls |= {"wait_ms": wait, "gpu_ms": None if work is None else gpu, "launches": launches}
-        if calls is None:
-            of_calls = dict.fromkeys(of_calls)
-        found.append({"name": name, "instances": len(of_name), "wall_ms": wall, **of_calls})
+        found.append(
+            {
+                "name": name,
+                "instances": len(of_name),
+                "wall_ms": wall,
+                "dispatch_ms": None if calls is None else dispatch,
+                "dispatch_share": None if calls is None or not wall else dispatch / wall,
+                "wait_ms": None if calls is None else wait,
+                "gpu_ms": None if calls is None or work is None else gpu,
+                "launches": None if calls is None else launches,
+            }
+        )
     return found
 
 

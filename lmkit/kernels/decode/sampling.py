@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -252,12 +251,15 @@ def prepare_advance(
     of_rows = (rows.place, rows.text, rows.number, rows.done, rows.seeds, rows.drawn, rows.logprobs)
     tensors = (logits, best, rules.settings, *of_rows, rules.seen, stops, table, gain, *stream)
     numbers = (vocab_size, rows.text.stride(0), rules.stop, most, num_parts)
-    constants: dict[str, Any] = {"KIND": kind_of(sampling), "LOGPROBS": logprobs, "PENALTY": rules.penalizes}
-    constants |= {
+    constants = {
+        "KIND": kind_of(sampling),
+        "LOGPROBS": logprobs,
+        "PENALTY": rules.penalizes,
         "STOPS": rules.stops is not None,
         "WIDTH": width,
         "MOST_PARTS": triton.next_power_of_2(num_parts),
+        "BLOCK": block,
+        "BLOCKS": count_tiles(vocab_size, block),
+        "num_warps": 4 if sampling.temperature == 0 and not logprobs else 16,
     }
-    constants |= {"BLOCK": block, "BLOCKS": count_tiles(vocab_size, block)}
-    constants["num_warps"] = 4 if sampling.temperature == 0 and not logprobs else 16
     return prepare_call(advance_kernel, (len(logits), 1), tensors, numbers, constants, pdl=pdl)

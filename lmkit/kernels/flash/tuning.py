@@ -344,10 +344,23 @@ def prepare_tiled(
     tiles = count_tiles(num_keys, tiling.columns) if by_keys else count_tiles(num_queries, tiling.rows)
     if INTERPRETED:
         constants["PRECISION"] = "ieee"  # NumPy multiplies exactly, whatever was asked for
-    shape = {"HEAD_DIM": head_dim, "MAIN": main, "REST": rest, "ROWS": tiling.rows, "COLUMNS": tiling.columns}
-    shape |= {"REGISTERS": tiling.registers, "num_warps": tiling.warps, "num_stages": tiling.stages}
-    numbers = (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales)
-    return prepare_launch(kernel, (tiles * batch * owners, 1), sources, numbers, shape | constants)
+    return prepare_launch(
+        kernel,
+        (tiles * batch * owners, 1),
+        sources,
+        (*strides, owners, heads // kv_heads, num_queries, num_keys, *scales),
+        {
+            "HEAD_DIM": head_dim,
+            "MAIN": main,
+            "REST": rest,
+            "ROWS": tiling.rows,
+            "COLUMNS": tiling.columns,
+            "REGISTERS": tiling.registers,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+            **constants,
+        },
+    )
 
 
 def tma_reaches(*tensors: Tensor) -> bool:

@@ -204,20 +204,38 @@ def _prepare(q_shape, q_strides, k_shape, k_strides, v_strides, dtype, device, c
     num_tiles = count_tiles(num_queries, CONSUMER_ROWS.value * config.consumers)
     units = batch * heads * ((num_tiles + 1) // 2 if causal and not has_first else num_tiles)
     out_strides = strides_in_order_of(q_shape, q_strides)
-    tensors = [
-        head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
-        head_boxes(k_shape, k_strides, dtype, config.keys, width),
-        head_boxes(k_shape, v_strides, dtype, config.keys, width),
-        head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
-        *(torch.float32, torch.int32, torch.int32),
-    ]
-    sizes = (num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads)
-    numbers = (*sizes, scale * math.log2(math.e))
-    constants = {"D": width, "USED": used_of(head_dim), "KEYS": config.keys, "STAGES": config.stages}
-    constants |= {"CAUSAL": causal, "TAIL": num_keys % config.keys != 0, "FIRST": has_first}
-    constants |= {"CONSUMERS": config.consumers, "OWN_O": config.own_o, "REGISTERS": consumer_registers}
-    constants |= {"num_warps": 4, "maxnreg": registers, "launch_pdl": True, **HOPPER_OPTIONS}
     with hopper_assembler():
-        grid = (min(units, count_sms(device)), 1)
-        launch = prepare_launch(forward_kernel, grid, tensors, numbers, constants)
+        launch = prepare_launch(
+            forward_kernel,
+            (min(units, count_sms(device)), 1),
+            [
+                head_boxes(q_shape, q_strides, dtype, CONSUMER_ROWS.value, width),
+                head_boxes(k_shape, k_strides, dtype, config.keys, width),
+                head_boxes(k_shape, v_strides, dtype, config.keys, width),
+                head_boxes(q_shape, out_strides, dtype, CONSUMER_ROWS.value, width),
+                torch.float32,
+                torch.int32,
+                torch.int32,
+            ],
+            (
+                *(num_queries, num_keys, heads, heads // k_shape[1], num_tiles, batch * heads),
+                scale * math.log2(math.e),
+            ),
+            {
+                "D": width,
+                "USED": used_of(head_dim),
+                "KEYS": config.keys,
+                "STAGES": config.stages,
+                "CAUSAL": causal,
+                "TAIL": num_keys % config.keys != 0,
+                "CONSUMERS": config.consumers,
+                "OWN_O": config.own_o,
+                "REGISTERS": consumer_registers,
+                "FIRST": has_first,
+                "num_warps": 4,
+                "maxnreg": registers,
+                "launch_pdl": True,
+                **HOPPER_OPTIONS,
+            },
+        )
     return out_strides, q_shape[:3], (heads * num_queries, num_queries, 1), launch
