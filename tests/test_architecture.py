@@ -127,7 +127,7 @@ def test_light_packages_import_nothing_heavy_when_loaded():
 # Where the rule has to give way, and why.
 EXCEPTIONS_TO_THE_RULE = {
     "measure/plots.py": "a picture never fails the work that it shows",
-    "bench/context.py": "a variant may be the user's code: any error of it becomes a row",
+    "bench/failures.py": "a variant may be the user's code: any error of it becomes a row",
     "plugins.py": "a plugin is the user's code: any error of it becomes one line",
     "parallel/launch.py": "at the border of a process any error must become a report",
 }

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator
 
-from lmkit.bench.context import Context, failure_is_a_row, not_enough_memory, wrong_result
+from lmkit.bench.context import Context
+from lmkit.bench.failures import failure_is_a_row, not_enough_memory, wrong_result
 from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.bench.trainings import Variant, measure_figures

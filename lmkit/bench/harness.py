@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmkit.bench.context import Context, Journal, RankGaveUp, not_enough_memory, storable, wrong_result
+from lmkit.bench.context import Context, Journal, storable
+from lmkit.bench.failures import RankGaveUp, not_enough_memory, wrong_result
 from lmkit.bench.summary import MEASURED, WRONG, Summary, picture_of, report_text, summary_of, terminal_text
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.environment import describe_environment

@@ -11,7 +11,8 @@ from functools import cache, partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lmkit.bench.context import Context, failure_is_a_row
+from lmkit.bench.context import Context
+from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.harness import ratio_fields, time_fields, too_large_for_host, without_figures
 from lmkit.bench.summary import UNCHECKED, WRONG
 from lmkit.bench.trainings import SPREAD, Memory, Variant, measure_figures, speed_fields

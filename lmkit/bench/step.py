@@ -12,7 +12,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from lmkit.bench.context import Context, wrong_result
+from lmkit.bench.context import Context
+from lmkit.bench.failures import wrong_result
 from lmkit.bench.harness import grouped, too_large_for_host
 from lmkit.bench.trainings import COMPARISON, SPREAD, Memory, Variant, host_ms, measure_figures, speed_fields
 from lmkit.measure.limits import Limits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lmkit.bench.context import wrong_result
+from lmkit.bench.failures import wrong_result
 from lmkit.bench.training_gate import Budget, after_timing
 from lmkit.core.adamw import decay_groups
 from lmkit.core.attention import RotaryEmbedding

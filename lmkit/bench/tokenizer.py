@@ -22,7 +22,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lmkit.bench.context import Context, failure_is_a_row, wrong_result
+from lmkit.bench.context import Context
+from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.trainings import SPREAD, Variant, measure_figures
 from lmkit.errors import LmkitError, UsageError

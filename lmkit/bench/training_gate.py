@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lmkit.attention import attention_function, joined_function
-from lmkit.bench.context import failure_is_a_row, wrong_result
+from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.measure.memory import release_memory

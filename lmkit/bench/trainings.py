@@ -17,7 +17,8 @@ from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lmkit.bench.context import Context, failure_on_any_rank_is_a_row
+from lmkit.bench.context import Context
+from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import add_figures, ratio_fields, time_fields, without_figures
 from lmkit.bench.summary import UNCHECKED
 from lmkit.measure.limits import Limits, model_flops_utilization

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lmkit.bench.context import failure_is_a_row
+from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.summary import Summary, terminal_text
 from lmkit.core.ranges import range_
 from lmkit.measure.memory import GIB, release_memory

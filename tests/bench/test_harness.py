@@ -14,7 +14,8 @@ import torch
 from raising import raises
 
 from lmkit.bench import harness
-from lmkit.bench.context import Context, Journal, RankGaveUp
+from lmkit.bench.context import Context, Journal
+from lmkit.bench.failures import RankGaveUp
 from lmkit.bench.harness import Interrupted, add_figures, believed, check_place, run_bench
 from lmkit.bench.summary import Summary, report_text, terminal_text
 from lmkit.cli.app import run_command_line

@@ -13,7 +13,7 @@ with zeros.
 |-|-|
 | `forward`, `forward_kernel` | which calls these kernels take, the launch; the kernel |
 | `backward` | which kernels a backward pass runs, their launches, the small kernels before and after |
-| `backward_dq` | dQ alone (deterministic, and all of D = 256) |
+| `backward_dq_deterministic` | dQ alone (deterministic, and all of D = 256) |
 | `backward_dqdkdv_staggered` | dQ, dK and dV together: D = 64, and long unmasked D = 128 |
 | `backward_dqdkdv_lockstep` | dK and dV, optionally with dQ: D = 128, and deterministic D = 64 |
 | `backward_dkdv_d256` | dK and dV: D = 256 |

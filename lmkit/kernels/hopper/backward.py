@@ -2,17 +2,17 @@
 
 | width of the heads | gradients | fast | deterministic |
 |-|-|-|-|
-| 64; 128 where `takes_staggered_kernel` | dQ | `backward_dqdkdv_staggered` | `backward_dq` |
+| 64; 128 where `takes_staggered_kernel` | dQ | `backward_dqdkdv_staggered` | `backward_dq_deterministic` |
 | | dK, dV | the same kernel | `backward_dqdkdv_lockstep` |
-| 128 | dQ | `backward_dqdkdv_lockstep` with ADD_DQ | `backward_dq` |
+| 128 | dQ | `backward_dqdkdv_lockstep` with ADD_DQ | `backward_dq_deterministic` |
 | | dK, dV | the same kernel | `backward_dqdkdv_lockstep` |
-| 256 | dQ | `backward_dq` | `backward_dq` |
+| 256 | dQ | `backward_dq_deterministic` | `backward_dq_deterministic` |
 | | dK, dV | `backward_dkdv_d256` | `backward_dkdv_d256` |
 
 Fast: CTAs that own different keys add their shares of dQ to a float32 sum in the order of arrival, so its last bits
 vary. `prepare_kernel` runs before (delta, lse in log2 units, zeros for the sum), `finish_kernel` after (rounds the
-sum to 16 bits). Deterministic: `backward_dq` computes dQ by itself, and delta for the kernel of dK and dV, which
-runs next.
+sum to 16 bits). Deterministic: `backward_dq_deterministic` computes dQ by itself, and delta for the kernel of dK and
+dV, which runs next.
 """
 
 import functools
@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lmkit.kernels.flash.backward import last_queries
 from lmkit.kernels.flash.tiles import LOG2_E
 from lmkit.kernels.hopper.backward_dkdv_d256 import dkdv_d256_kernel
-from lmkit.kernels.hopper.backward_dq import dq_kernel
+from lmkit.kernels.hopper.backward_dq_deterministic import dq_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_lockstep import dqdkdv_lockstep_kernel
 from lmkit.kernels.hopper.backward_dqdkdv_staggered import dqdkdv_staggered_kernel
 from lmkit.kernels.hopper.forward import PREPARED_CALLS, aligned, counter_of_stream, used_of, width_of

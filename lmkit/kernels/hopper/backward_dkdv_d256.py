@@ -12,8 +12,8 @@ products:
     value consumer | S(j)      | P(j) = exp, store P(j) | dV += P(j)^T dO(j)            |
     key consumer   | dP(j-1)   | load P(j-1), dS(j-1)   | dK += dS(j-1)^T Q(j-1)        |
 
-lse, delta and dQ come from `backward_dq`, which runs before: nothing is added up in the order of arrival, and every
-bit is reproducible.
+lse, delta and dQ come from `backward_dq_deterministic`, which runs before: nothing is added up in the order of
+arrival, and every bit is reproducible.
 
 Rows of keys past the end may hold anything, also NaN: row k of dK and dV depends on key k alone, and TMA does not
 write what lies outside of the tensor.

@@ -26,7 +26,7 @@ dS and dQ keep them in step.
 
 dQ. Tiles of different keys add up. With ADD_DQ, TMA adds float32 tiles to a scratch in global memory, in the order
 of arrival, which is not reproducible; CTAs start at different query tiles so that they do not queue for the same
-rows. Otherwise `backward_dq` computes dQ, and every bit is reproducible.
+rows. Otherwise `backward_dq_deterministic` computes dQ, and every bit is reproducible.
 
 Barriers. Slots are given back through named barriers, because `mbarrier.arrive` would cost the consumers two
 barriers of their own. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lmkit.bench.context import RankGaveUp, failure_is_a_row
+from lmkit.bench.failures import RankGaveUp, failure_is_a_row
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import RankLost
 
