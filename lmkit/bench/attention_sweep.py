@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import failure_is_a_row, not_enough_memory, wrong_result
+from lmkit.bench.failures import ends_the_bench, failure_is_a_row, not_enough_memory, wrong_result
 from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.bench.trainings import Variant, measure_figures
@@ -39,6 +39,7 @@ TIERS: dict[str, int] = {
 ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
+ODD_LENGTH = 100
 FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
 
 
@@ -368,7 +369,8 @@ class Sweep:
     def _faults_when_short(
         self, name: str, function: Callable[..., Tensor], case: Case, gate: Gate
     ) -> tuple[list[str], float]:
-        """Check every row of a shorter case against float64, once per kernel and head_dim; also return its seconds.
+        """Check a shorter case and an odd one against float64, once per kernel and head_dim. Also return the seconds
+        of the former.
 
         Not for compiled variants: another shape would be another compilation.
         """
@@ -378,16 +380,35 @@ class Sweep:
         key = (name, case.head_dim, backward)
         if name.endswith(COMPILED):
             return [], 0.0
-        if max(case.num_queries, case.num_keys) <= FULL_CHECK_LENGTH:
-            self._checked[key] = []  # the gate of this case looks at every row
         if key in self._checked:
             return list(self._checked[key]), 0.0
+        self._checked[key] = self._faults_when_odd(name, function, case, backward=backward)
+        if max(case.num_queries, case.num_keys) <= FULL_CHECK_LENGTH:
+            return list(self._checked[key]), 0.0  # the gate of this case looks at every row
         queries, keys = (min(length, FULL_CHECK_LENGTH) for length in (case.num_queries, case.num_keys))
         short = Gate(self._inputs(replace(case, num_queries=queries, num_keys=keys), backward=backward))
         probed, seconds = self._timed_run(function, short.probe)
         faults = short.faults_at_spots(probed, self._arithmetic(name))
-        self._checked[key] = [f"at {queries}:{keys}, {fault}" for fault in faults]
+        self._checked[key] += [f"at {queries}:{keys}, {fault}" for fault in faults]
         return list(self._checked[key]), seconds
+
+    def _faults_when_odd(
+        self, name: str, function: Callable[..., Tensor], case: Case, *, backward: bool
+    ) -> list[str]:
+        """Check a length that no tile divides, with fewer key heads than heads. A kernel that refuses it is right."""
+        from lmkit.bench.attention_gate import Gate, make_inputs
+
+        options = self._options.changed(batch=1, heads=4, kv_heads=2)
+        shape = (ODD_LENGTH, ODD_LENGTH, case.head_dim)
+        odd = Gate(make_inputs(options, *shape, device=self._device, seed=self._seed, backward=backward))
+        try:
+            probed = odd.probe.run(function)
+        except Exception as error:
+            if ends_the_bench(error):
+                raise
+            return []
+        faults = odd.faults_at_spots(probed, self._arithmetic(name))
+        return [f"at {ODD_LENGTH}:{ODD_LENGTH} with 4 heads and 2 key heads, {fault}" for fault in faults]
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []

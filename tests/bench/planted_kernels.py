@@ -46,6 +46,18 @@ def last_tile_skipped(q, k, v, *, causal):
     return vectorized(q, k[:, :, :-16], v[:, :, :-16], causal=causal)
 
 
+def rest_forgotten(q, k, v, *, causal):
+    """Right at every length that 8 divides."""
+    out = vectorized(q, k, v, causal=causal)
+    return F.pad(out[:, :, : q.shape[2] // 8 * 8], (0, 0, 0, q.shape[2] % 8))
+
+
+def heads_in_turn(q, k, v, *, causal):
+    """Right where every head has its own key head."""
+    k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
+    return vectorized(q, k, v, causal=causal)
+
+
 def one_head_forgotten(q, k, v, *, causal):
     """Batch row 0, head 2 belongs to neither of the two heads that are compared with float64."""
     keep = torch.ones((*q.shape[:2], 1, 1), dtype=q.dtype)
@@ -185,8 +197,20 @@ LATER = (halves_later, nan_later, backward_halves_later)
 """Right as long as they are checked before they are timed."""
 ON_RANK_1 = (without_gradients_on_rank_1, later_on_rank_1)
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
+WRONG_ELSEWHERE = (rest_forgotten, heads_in_turn)
 ALL = (
-    *(*WRONG, wrong_shape, wide, gradient_dropped, remembers, returns_none, wrong_later, tires, writes),
+    *(
+        *WRONG,
+        *WRONG_ELSEWHERE,
+        wrong_shape,
+        wide,
+        gradient_dropped,
+        remembers,
+        returns_none,
+        wrong_later,
+        tires,
+        writes,
+    ),
     *(wrong_without_gradients, leaks, *RAISING, *LATER, *ON_RANK_1),
 )
 

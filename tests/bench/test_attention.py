@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from planted_kernels import FULL, WRONG, wrong_shape
+from planted_kernels import FULL, WRONG, WRONG_ELSEWHERE, wrong_shape
 from raising import raises
 
 from lmkit.attention.vectorized import vectorized
@@ -102,7 +102,7 @@ def test_a_compiled_variant_is_compiled_anew_for_every_shape(measure, monkeypatc
     assert "vectorized+compile" in result.table  # names are not cut
 
 
-WRONG_NAMES = tuple(function.__name__ for function in (*WRONG, wrong_shape))
+WRONG_NAMES = tuple(function.__name__ for function in (*WRONG, *WRONG_ELSEWHERE, wrong_shape))
 FAULTS = {
     **dict.fromkeys(WRONG_NAMES, ("wrong result", "out: ")),
     "returns_none": ("wrong result", "NoneType,"),
@@ -174,18 +174,18 @@ def test_inputs_that_do_not_fit_are_rows_and_the_forward_pass_settles_the_backwa
     real_inputs = attention_gate.make_inputs
 
     def too_long(options, num_queries, num_keys, *others, **keywords):
-        if num_keys > 32:
+        if num_keys > 100:
             raise FULL
         return real_inputs(options, num_queries, num_keys, *others, **keywords)
 
     monkeypatch.setattr(attention_gate, "make_inputs", too_long)
     kernels = ("sdpa", "out_of_memory")
-    result = measure(tiers=("64", "32"), kernels=kernels, backward=True, longest_call_seconds=1e9)
+    result = measure(tiers=("128", "32"), kernels=kernels, backward=True, longest_call_seconds=1e9)
     rows = rows_by(result, "tier", "kernel", "direction")
     for direction in ("forward", "fwd+bwd", "backward"):
-        assert rows["64", "sdpa", direction]["status"] == "out of memory"
+        assert rows["128", "sdpa", direction]["status"] == "out of memory"
         assert rows["32", "sdpa", direction]["median_ms"] > 0
-    assert rows["64", "sdpa", "forward"]["detail"] == "inputs: CUDA out of memory"
+    assert rows["128", "sdpa", "forward"]["detail"] == "inputs: CUDA out of memory"
     assert rows["32", "out_of_memory", "backward"]["detail"] == "the forward pass alone does not fit"
 
 
@@ -228,7 +228,8 @@ def test_a_long_case_alone_has_its_kernels_checked_at_a_short_length_first(measu
     watched = lambda inputs, *seed: checked.append(inputs.q.shape[2]) or real_gate(inputs, *seed)  # noqa: E731
     monkeypatch.setattr(attention_gate, "Gate", watched)
     rows = rows_by(measure(tiers=("1100", "1101"), kernels=("sdpa", "mask_too_wide")), "tier", "kernel")
-    assert checked == [1100, 1024, 1024, 1100, 1101, 1101]  # each kernel once; each case again after timing
+    # Each kernel once at the odd and the short length; each case again after timing.
+    assert checked == [1100, 100, 1024, 100, 1024, 1100, 1101, 1101]
     assert rows["1100", "sdpa"]["status"] == rows["1101", "sdpa"]["status"] == "ok"
     assert "at 1024:1024, out: " in rows["1101", "mask_too_wide"]["detail"]
 
