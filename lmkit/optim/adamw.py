@@ -80,6 +80,11 @@ class AdamW(core.AdamW):
         for setting in ("maximize", "amsgrad"):
             if any(group.get(setting) for group in state_dict["param_groups"]):
                 raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
+        decays = [group for group in state_dict["param_groups"] if group["weight_decay"]]
+        if any(group.get("decoupled_weight_decay") is False for group in decays):
+            raise ValueError(
+                "the state was made with weight decay in the gradient, as Adam has it, not AdamW"
+            )
         masters = {param for param, state in self.state.items() if MASTER in state}
         super().load_state_dict(state_dict)
         self._cohorts.clear()

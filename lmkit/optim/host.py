@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,18 @@ class HostAdamW(AdamW):
     state_device = torch.device("cpu")
     writes_copies = False
 
+    def _forget_tensors(self) -> None:
+        super()._forget_tensors()
+        self._versions: dict[Tensor, int] = {}  # of parameters after the last step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what `closure`, called first, returns."""
+        loss = super().step(closure)
+        for group in self.param_groups:
+            self._versions.update({param: param._version for param in group["params"]})
+        return loss
+
     @property
     def captured(self) -> Any:
         """Say by an AttributeError, as `hasattr` asks for, that no CUDA graph can hold what the CPU computes."""
@@ -43,6 +55,7 @@ class HostAdamW(AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an AdamW into the host's memory, without a copy on the GPU."""
+        self._versions.clear()
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
         saved = [index for group in groups for index in group["params"]]
@@ -53,8 +66,15 @@ class HostAdamW(AdamW):
 
     def _updates(self, group: dict[str, Any]) -> dict[_Kind, list[Update]]:
         for param in group["params"]:
-            if param.grad is not None and MASTER not in self.state[param]:
-                self.state[param][MASTER] = _on_host(param)
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if MASTER not in state:
+                state[MASTER] = _on_host(param)
+            elif self._versions.get(param, param._version) != param._version:  # somebody wrote to it
+                given = _on_host(param)
+                if not torch.equal(given, state[MASTER].to(param.dtype).float()):
+                    state[MASTER] = given
         by_kind = super()._updates(group)
         return {
             kind: [update._replace(grad=update.grad.to("cpu")) for update in updates]

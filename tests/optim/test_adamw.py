@@ -154,6 +154,13 @@ def test_state_of_another_rule_is_refused(setting):
         mine.load_state_dict(theirs.state_dict())
 
 
+def test_state_with_decay_in_the_gradient_is_refused():
+    mine = AdamW(parameters(), **SETTINGS)
+    mine.load_state_dict(torch.optim.Adam(parameters()).state_dict())
+    with pytest.raises(ValueError, match="weight decay"):
+        mine.load_state_dict(torch.optim.Adam(parameters(), weight_decay=0.1).state_dict())
+
+
 def test_parameters_without_gradient_stay_and_count_their_own_steps():
     ours, theirs = parameters(), parameters()
     mine, yours = AdamW(ours, **SETTINGS), torch.optim.AdamW(theirs, **SETTINGS)

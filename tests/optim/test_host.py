@@ -94,6 +94,19 @@ def test_bf16_weights_of_zero1_follow_their_masters():
     assert losses[1][2] < losses[1][0] - 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_somebody_loaded_between_two_steps_are_those_that_move(dtype):
+    param = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = HostAdamW([param], lr=1e-3, weight_decay=0.0)
+    for start in (1.0, 5.0):
+        with torch.no_grad():
+            param.copy_(torch.full((4,), start))
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        torch.testing.assert_close(optimizer.state[param]["master"], torch.full((4,), start - 2e-3))
+
+
 def test_a_step_on_the_host_is_not_captured():
     assert hasattr(AdamW(weights()), "captured")
     assert not hasattr(HostAdamW(weights()), "captured")
