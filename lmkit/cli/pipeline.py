@@ -25,7 +25,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
 from lmkit.data.encoding import encode_chat, encode_corpus
-from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
+from lmkit.data.token_files import PARTS, SIDECAR, open_tokens
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
@@ -546,7 +546,7 @@ def _encode(run: Pipeline) -> Outputs:
     outputs = {}
     for part, sources in run.record.outputs("corpus").items():
         path = run_folder.token_file(run.folder, part)
-        sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
+        path.with_suffix(SIDECAR).unlink(missing_ok=True)  # a damaged one would not be replaced
         if run.corpus.source == "chat":
             from lmkit.tokenizer.chat import read_template
 
@@ -563,7 +563,7 @@ def _encode(run: Pipeline) -> Outputs:
                 force=True,
                 progress=run.progress,
             )
-        outputs[part] = list(filter(Path.exists, parts_of(path)))
+        outputs[part] = list(filter(Path.exists, map(path.with_suffix, PARTS)))
     return outputs
 
 

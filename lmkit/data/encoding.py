@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -19,13 +20,13 @@ import numpy as np
 
 from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
 from lmkit.data.json_lines import holds_json, json_records, messages_of
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
+from lmkit.data.token_files import PARTS, TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.streams import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, valid_utf8
 from lmkit.tokenizer.engine import Encoder, share_out
 from lmkit.tokenizer.marks import no_end_of_text
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
@@ -81,7 +82,7 @@ def encode_corpus(
         hint = f"name it {output.with_suffix('.npy')}"
         raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
     refuse_existing(output, force=force)
-    refuse_replacing(parts_of(output), paths)
+    refuse_replacing(map(output.with_suffix, PARTS), paths)
     if separator == "":
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
@@ -145,12 +146,16 @@ class _Encoding:
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
-        with TokenFileWriter(
-            output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
-        ) as writer:
-
-            def write(chunk: Chunk, encoded: _Encoded) -> None:
-                nonlocal num_bytes, done_bytes, unknown_marks, begins, open_size
+        threads = []
+        for _ in range(workers):
+            threads.append(partial(self._encode, tokenizer.new_encoder()))
+        with (
+            TokenFileWriter(
+                output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+            ) as writer,
+            closing(share_out(self._chunks(), threads)) as results,
+        ):
+            for chunk, encoded in results:
                 begins = begins or chunk.offset == 0
                 ids, documents, begins = _framed(encoded.ids, encoded.ends, tokenizer, begins)
                 encoded.sizes[0] += open_size
@@ -163,9 +168,6 @@ class _Encoding:
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
-
-            encoders = [tokenizer.new_encoder() for _ in range(workers)]
-            share_out(self._chunks(), [partial(self._encode, encoder) for encoder in encoders], write)
             if tokenizer.marks.end is None and not begins:  # the end of the only document
                 sizes = [open_size] if self._is_sized else []
                 writer.append(np.array(tokenizer.suffix, np.int32), sizes=sizes)
@@ -204,7 +206,7 @@ class _Encoding:
 
     def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
         tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
-        text = self._files.text_of(chunk)
+        text = valid_utf8(chunk, self._files.paths[chunk.source], self._files.errors)
         ids, places = encoder.encode_and_find(text, self._specials)
         places, no_text = tokenizer.specials_in(ids, places)
         ends = places[ids[places] == end]

@@ -85,7 +85,7 @@ def read_beside(path: Path) -> Beside:
     """
     beside = {}
     for name in _FILES if path.name == TOKENIZER else ():
-        if content := _read(path.with_name(name)):
+        if (file := path.with_name(name)).is_file() and (content := _read(file)):
             beside[name] = content
     return beside
 
@@ -183,7 +183,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
     for file, content in {**files, path.with_name(SPECIAL_TOKENS_MAP): {}}.items():
-        if not _read(file).keys() <= content.keys():
+        if file.is_file() and not _read(file).keys() <= content.keys():
             message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
             hint = f"write {path.name} into another folder, or move that file away"
             raise UsageError("tokenizer.replaces_marks", message, hint=hint)
@@ -192,8 +192,6 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
         return read_object(path)
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -119,16 +120,14 @@ def _count_words(
     done_bytes = 0
 
     def count(counter: WordCounter, chunk: Chunk) -> None:
-        counter.add(files.text_of(chunk))
-
-    def report(chunk: Chunk, result: None) -> None:
-        nonlocal done_bytes
-        done_bytes += chunk.num_bytes
-        if progress is not None:
-            progress("count words", done_bytes, files.num_bytes)
+        counter.add(valid_utf8(chunk, files.paths[chunk.source], files.errors))
 
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    share_out(chunks, [partial(count, counter) for counter in counters], report)
+    with closing(share_out(chunks, [partial(count, counter) for counter in counters])) as results:
+        for chunk, _ in results:
+            done_bytes += chunk.num_bytes
+            if progress is not None:
+                progress("count words", done_bytes, files.num_bytes)
     for other in counters[1:]:
         counters[0].absorb(other)
     words: WordCounts = counters[0].result()
