@@ -146,7 +146,7 @@ class _Encoding:
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
-        threads = []
+        threads = []  # an encoder serves one
         for _ in range(workers):
             threads.append(partial(self._encode, tokenizer.new_encoder()))
         with (

@@ -158,15 +158,14 @@ class _Story(dict[str, str]):
     def expand(self, rule: _Rule) -> str:
         """Return a rule as text."""
         pieces: list[str] = []
-        self._write(rule, pieces.append)
-        return "".join(pieces) % self
-
-    def _write(self, rule: _Rule, write: Callable[[str], None]) -> None:
-        for piece in rule[int(self._draw() * len(rule))]:
+        waiting: list[_Rule | str] = [rule]  # the next one last
+        while waiting:
+            piece = waiting.pop()
             if isinstance(piece, str):
-                write(piece)
+                pieces.append(piece)
             else:
-                self._write(piece, write)
+                waiting += reversed(piece[int(self._draw() * len(piece))])
+        return "".join(pieces) % self
 
 
 def generate_stories(seed: int) -> Iterator[str]:

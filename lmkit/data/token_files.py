@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -126,8 +126,8 @@ class TokenFileWriter:
     def __enter__(self) -> TokenFileWriter:
         sidecar = self._path.with_suffix(SIDECAR)
         try:
-            is_ours = not sidecar.exists() or "tokenizer_sha256" in _read_object(self._path)
-        except LmkitError:  # not a JSON object: a damaged description only if there is a token file
+            is_ours = not sidecar.exists() or "tokenizer_sha256" in read_object(sidecar)
+        except (OSError, ValueError):  # no JSON object: a damaged description only if there is a token file
             is_ours = self._path.exists()
         if not is_ours:
             message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
@@ -295,7 +295,11 @@ def read_meta(path: Path) -> TokenMeta:
         raise UsageError(
             "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
         )
-    content = _read_object(path)
+    try:
+        content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise _damaged(path, f"{sidecar}: {why}; it has to describe {path.name}") from None
     if content.get("format", FORMAT) != FORMAT:
         message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
         raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")
@@ -305,16 +309,6 @@ def read_meta(path: Path) -> TokenMeta:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
         raise _damaged(path, f"{sidecar}: {where}: {first['msg']}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the content of the description of a token file."""
-    sidecar = path.with_suffix(SIDECAR)
-    try:
-        return read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
-    except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        raise _damaged(path, f"{sidecar}: {why}; it has to describe {path.name}") from None
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:

@@ -80,6 +80,9 @@ def no_end_of_text(where: object) -> UsageError:
 def read_beside(path: Path) -> Beside:
     """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
 
+    As in transformers, the keys of `special_tokens_map.json` take precedence over those of `tokenizer_config.json` if
+    this has no `added_tokens_decoder`.
+
     Raises:
         LmkitError: a file is damaged ("tokenizer.damaged_marks").
     """
@@ -87,6 +90,9 @@ def read_beside(path: Path) -> Beside:
     for name in _FILES if path.name == TOKENIZER else ():
         if (file := path.with_name(name)).is_file() and (content := _read(file)):
             beside[name] = content
+    mapped, config = beside.pop(SPECIAL_TOKENS_MAP, {}), beside.get(TOKENIZER_CONFIG, {})
+    if mapped and _DECODER not in config:
+        beside[TOKENIZER_CONFIG] = config | mapped
     return beside
 
 
@@ -94,7 +100,7 @@ def marks_of(beside: Beside) -> Marks:
     """Return what the files beside a tokenizer say of begin, end and stops."""
     if not beside:
         return NO_MARKS
-    named, generation = config_of(beside), beside.get(GENERATION_CONFIG, {})
+    named, generation = beside.get(TOKENIZER_CONFIG, {}), beside.get(GENERATION_CONFIG, {})
     found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
     return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
@@ -105,15 +111,6 @@ def _text(content: Mapping[str, Any], key: str) -> str | None:
     token = content.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
-
-
-def config_of(beside: Beside) -> dict[str, Any]:
-    """Return the keys of `tokenizer_config.json`.
-
-    As in transformers, those of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
-    """
-    config = beside.get(TOKENIZER_CONFIG, {})
-    return config if _DECODER in config else config | beside.get(SPECIAL_TOKENS_MAP, {})
 
 
 def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[str, Any]]:
@@ -127,7 +124,7 @@ def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[st
     Raises:
         LmkitError: it is damaged ("tokenizer.damaged_marks").
     """
-    config = config_of(beside)
+    config = beside.get(TOKENIZER_CONFIG, {})
     if _DECODER not in config:
         special = named_by(config)
         return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,14 @@ def _count_words(
 
     Each worker counts chunks in a table of its own; the tables are added at the end.
     """
-    counters: list[Any] = [new_counter(specials) for _ in range(workers)]  # all in C, or all in Python
     done_bytes = 0
 
     def count(counter: WordCounter, chunk: Chunk) -> None:
         counter.add(valid_utf8(chunk, files.paths[chunk.source], files.errors))
 
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    with closing(share_out(chunks, [partial(count, counter) for counter in counters])) as results:
+    counters: list[Any] = list(map(new_counter, repeat(specials, workers)))  # all in C, or all in Python
+    with closing(share_out(chunks, list(map(partial, repeat(count), counters)))) as results:
         for chunk, _ in results:
             done_bytes += chunk.num_bytes
             if progress is not None:
