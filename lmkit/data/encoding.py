@@ -27,7 +27,7 @@ from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.streams import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, valid_utf8
-from lmkit.tokenizer.engine import Encoder, share_out
+from lmkit.tokenizer.engine import Encoder, new_encoder, share_out
 from lmkit.tokenizer.marks import no_end_of_text
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
@@ -148,7 +148,7 @@ class _Encoding:
         begins = True  # whether the next token begins a document
         threads = []  # an encoder serves one
         for _ in range(workers):
-            threads.append(partial(self._encode, tokenizer.new_encoder()))
+            threads.append(partial(self._encode, new_encoder(tokenizer.merge_table)))
         with (
             TokenFileWriter(
                 output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmkit.core import muon as core
 from lmkit.core.muon import MOMENTUM, directions_of, move, move_matrices, orthogonalize
-from lmkit.measure.limits import has_bf16
+from lmkit.measure.environment import has_bf16
 from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, sweeps
 from lmkit.registry import OPTIMIZERS
 

@@ -46,7 +46,7 @@ _log = logging.getLogger("lmkit")
 
 
 def new_encoder(merges: MergeTable) -> Encoder:
-    """Return a new encoder: in C if the machine can compile it, otherwise in Python."""
+    """Return a new encoder, for one thread: in C if the machine can compile it, otherwise in Python."""
     code = library()
     encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
     return NormalizingEncoder(encoder) if merges.nfc else encoder

@@ -23,7 +23,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import parse_json, read_input
-from lmkit.tokenizer.marks import added_by, marks_of, named_by, read_beside
+from lmkit.tokenizer.marks import added_by, named_by, read_beside
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
 
 if TYPE_CHECKING:
@@ -197,8 +197,8 @@ def _template(tokenizer: Tokenizer, names: Mapping[int, str]) -> dict[str, Any]:
 def load_json(path: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
-    beside = read_beside(path)
-    config, marks, written = beside.get(TOKENIZER_CONFIG, {}), marks_of(beside), _read(path, _ONE_FILE)
+    beside, marks = read_beside(path)
+    config, written = beside.get(TOKENIZER_CONFIG, {}), _read(path, _ONE_FILE)
     try:
         content = parse_json(written, dict)
         model, given = content["model"], list(content.get("added_tokens", ()))

@@ -77,8 +77,10 @@ def no_end_of_text(where: object) -> UsageError:
     return UsageError("tokenizer.no_end_of_text", message, hint=hint)
 
 
-def read_beside(path: Path) -> Beside:
-    """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
+def read_beside(path: Path) -> tuple[Beside, Marks]:
+    """Read the files beside a `tokenizer.json`; return them, and what they say of begin, end and stops.
+
+    Files beside a tokenizer of another name belong to something else.
 
     As in transformers, the keys of `special_tokens_map.json` take precedence over those of `tokenizer_config.json` if
     this has no `added_tokens_decoder`.
@@ -93,17 +95,12 @@ def read_beside(path: Path) -> Beside:
     mapped, config = beside.pop(SPECIAL_TOKENS_MAP, {}), beside.get(TOKENIZER_CONFIG, {})
     if mapped and _DECODER not in config:
         beside[TOKENIZER_CONFIG] = config | mapped
-    return beside
-
-
-def marks_of(beside: Beside) -> Marks:
-    """Return what the files beside a tokenizer say of begin, end and stops."""
     if not beside:
-        return NO_MARKS
+        return beside, NO_MARKS
     named, generation = beside.get(TOKENIZER_CONFIG, {}), beside.get(GENERATION_CONFIG, {})
     found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
-    return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
+    return beside, Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
 
 
 def _text(content: Mapping[str, Any], key: str) -> str | None:
@@ -167,7 +164,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
-        if resolve_marks(marks_of(read_beside(path)), special_ids) == marks:
+        if resolve_marks(read_beside(path)[1], special_ids) == marks:
             return
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass

@@ -262,13 +262,9 @@ class Tokenizer:
             yield from self._encode_utf8(chunk.data, self.specials)
         yield from self.suffix
 
-    def new_encoder(self) -> Encoder:
-        """Return a new encoder of chunks of bytes, for one thread."""
-        return new_encoder(self.merge_table)
-
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._lock:
-            encoder = self._encoder = self._encoder or self.new_encoder()
+            encoder = self._encoder = self._encoder or new_encoder(self.merge_table)
             if len(data) <= CHUNK_BYTES:
                 return encoder.encode_and_find(data, specials)[0].tolist()
             ids: list[int] = []

@@ -17,7 +17,7 @@ from lmkit.measure.environment import usable_cpus
 from lmkit.recipe import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.streams import Progress
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, exact_chunks, read_blocks, valid_utf8
-from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
+from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, new_encoder, share_out
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
@@ -158,7 +158,7 @@ def inspect_tokenizer(
         longest: how many of the longest tokens to list.
     """
     tokenizer = Tokenizer.load(path)
-    encoder, num_bytes, num_tokens = tokenizer.new_encoder(), 0, 0
+    encoder, num_bytes, num_tokens = new_encoder(tokenizer.merge_table), 0, 0
     for chunk in () if text is None else exact_chunks(read_blocks(Path(text)), tokenizer.specials):
         data = valid_utf8(chunk, Path(text or ""), "replace")
         ids, marks = encoder.encode_and_find(data, tokenizer.specials)

@@ -37,7 +37,9 @@ needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compi
 
 
 def test_fuzzed_text(code, trained, pieces, oracle_encode):
-    encoder = trained.new_encoder()  # one for all examples: the words that it remembers must stay right
+    encoder = new_encoder(
+        trained.merge_table
+    )  # one for all examples: the words that it remembers must stay right
 
     @settings(max_examples=300, deadline=None)
     @given(st.one_of(st.lists(st.sampled_from(pieces), max_size=60).map("".join), st.text()))
@@ -53,7 +55,7 @@ def test_both_engines_agree_on_a_megabyte(trained, real_text):
     parts = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
     data = "".join(parts).encode()
     expected = ids_of(PythonEncoder(trained.merge_table), data, trained.specials)
-    encoder = trained.new_encoder()
+    encoder = new_encoder(trained.merge_table)
     for _ in range(2):  # the second time from memory
         np.testing.assert_array_equal(ids_of(encoder, data, trained.specials), expected)
 
@@ -94,7 +96,7 @@ def test_merges_in_any_order(seed):
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "\n" * 1_000_000, "👩‍👩‍👧‍👦" * 40_000])
 def test_pathological_words_take_n_log_n(code, trained, text):
     start = time.process_time()
-    ids = ids_of(trained.new_encoder(), text.encode())
+    ids = ids_of(new_encoder(trained.merge_table), text.encode())
     assert trained.decode(ids.tolist()) == text
     assert time.process_time() - start < 60  # quadratic: hours
 
@@ -102,15 +104,15 @@ def test_pathological_words_take_n_log_n(code, trained, text):
 def test_more_words_than_an_encoder_remembers(trained, monkeypatch):
     """It forgets all of them in the middle of a text. Encoders that see fewer words give the expected ids."""
     thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
-    expected = np.concatenate([ids_of(trained.new_encoder(), third) for third in thirds])
-    encoder = trained.new_encoder()
+    expected = np.concatenate([ids_of(new_encoder(trained.merge_table), third) for third in thirds])
+    encoder = new_encoder(trained.merge_table)
     for _ in range(2):
         np.testing.assert_array_equal(ids_of(encoder, b"".join(thirds)), expected)
     monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
     python = PythonEncoder(trained.merge_table)
     for _ in range(3):
         ids = ids_of(python, thirds[0][:20_000])
-        np.testing.assert_array_equal(ids, ids_of(trained.new_encoder(), thirds[0][:20_000]))
+        np.testing.assert_array_equal(ids, ids_of(new_encoder(trained.merge_table), thirds[0][:20_000]))
 
 
 @needs_compiler
@@ -129,11 +131,11 @@ def test_words_with_equal_hashes_are_told_apart(trained):
     forged = np.stack((first_halves, second_halves), axis=1)[is_letter]
     assert len(forged) > 0
     text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
-    assert trained.decode_bytes(ids_of(trained.new_encoder(), text).tolist()) == text
+    assert trained.decode_bytes(ids_of(new_encoder(trained.merge_table), text).tolist()) == text
 
 
 def test_ids_stay_when_more_is_encoded(code, trained):
-    encoder = trained.new_encoder()
+    encoder = new_encoder(trained.merge_table)
     assert encoder.encode_and_find(b"", trained.specials)[0].tolist() == []
     first = ids_of(encoder, b"the first of two texts", trained.specials)
     kept = first.tolist()
