@@ -129,7 +129,7 @@ class Muon(AdamW):
         if not iterations >= 1:
             raise ValueError(f"iterations must be 1 or more, got {iterations}")
         super().__init__(params, lr=lr, **adamw)
-        if not any("is_matrix" in group for group in self.param_groups):
+        if "is_matrix" not in set().union(*self.param_groups):
             raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
         ratio = matrix_lr / lr if lr else 0.0
         self.defaults |= {"lr_ratio": ratio, "momentum": momentum, "iterations": iterations}

@@ -103,7 +103,7 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        encoding = _Encoding(files, specials, tokenizer, mark, some_of(paths))
+        encoding = _Encoding(files, specials, tokenizer, mark, paths)
         return encoding.write(output, workers or usable_cpus(), progress)
 
 
@@ -123,14 +123,19 @@ class _Encoded(NamedTuple):
 class _Encoding:
     """Text files on their way into a token file.
 
-    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `names`: of the files,
+    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `sources`: the files
     as the user knows them.
     """
 
     def __init__(
-        self, files: TextFiles, specials: SpecialTokens, tokenizer: Tokenizer, mark: str | None, names: str
+        self,
+        files: TextFiles,
+        specials: SpecialTokens,
+        tokenizer: Tokenizer,
+        mark: str | None,
+        sources: list[Path],
     ) -> None:
-        self._files, self._specials, self._tokenizer, self._names = files, specials, tokenizer, names
+        self._files, self._specials, self._tokenizer, self._sources = files, specials, tokenizer, sources
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
@@ -175,7 +180,7 @@ class _Encoding:
                 _log.warning(
                     "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
                     'say so: corpus.separator = "%s", or --separator',
-                    *(self._names, unknown_marks, END_OF_TEXT, END_OF_TEXT),
+                    *(some_of(self._sources), unknown_marks, END_OF_TEXT, END_OF_TEXT),
                 )
             if inside:
                 counted = (
@@ -184,7 +189,7 @@ class _Encoding:
                 _log.warning(
                     "%s: %s inside documents: special tokens, which are no text and have no bytes; if one ends a "
                     "document, say so: corpus.separator or tokenizer.end_of_text, --separator or --end-of-text",
-                    *(self._names, ", ".join(counted)),
+                    *(some_of(self._sources), ", ".join(counted)),
                 )
             return writer.finish(num_bytes=num_bytes, source_sha256=self._digest.hexdigest())
 

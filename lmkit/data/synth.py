@@ -158,14 +158,15 @@ class _Story(dict[str, str]):
     def expand(self, rule: _Rule) -> str:
         """Return a rule as text."""
         pieces: list[str] = []
-        waiting: list[_Rule | str] = [rule]  # the next one last
-        while waiting:
-            piece = waiting.pop()
-            if isinstance(piece, str):
-                pieces.append(piece)
-            else:
-                waiting += reversed(piece[int(self._draw() * len(piece))])
+        self._write(rule, pieces.append)
         return "".join(pieces) % self
+
+    def _write(self, rule: _Rule, write: Callable[[str], None]) -> None:
+        for piece in rule[int(self._draw() * len(rule))]:
+            if isinstance(piece, str):
+                write(piece)
+            else:
+                self._write(piece, write)
 
 
 def generate_stories(seed: int) -> Iterator[str]:

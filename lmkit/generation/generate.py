@@ -328,12 +328,8 @@ def draw_tokens(
             # Where all rows end at once and prompts are left, they are refilled first: the device must not run dry.
             while steps:
                 _, event = steps[0][0]
-                if (
-                    (seats or left)
-                    and len(steps) <= MOST_STEPS_LATE
-                    and event is not None
-                    and not event.query()
-                ):
+                may_wait = (seats or left) and len(steps) <= MOST_STEPS_LATE
+                if may_wait and event is not None and not event.query():
                     break
                 yield from read_oldest()
     except KeyboardInterrupt:
