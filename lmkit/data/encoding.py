@@ -142,9 +142,8 @@ class _Encoding:
         is_known = END_OF_TEXT in map(attrgetter("text"), specials.ids)
         self._unknown = b"" if is_known else END_OF_TEXT.encode()
         self._digest = hashlib.sha256()
-        self._is_sized = tokenizer.nfc or bool(
-            tokenizer.missing_bytes
-        )  # tokens have other bytes than the text
+        # Whether tokens have other bytes than the text.
+        self._is_sized = tokenizer.nfc or bool(tokenizer.missing_bytes)
 
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files

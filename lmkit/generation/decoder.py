@@ -262,9 +262,8 @@ class CPUStep:
         self.q = heads[:, : config.num_heads, None]  # (rows, heads, 1, head_dim)
         self.qk, self.v = np.split(heads.numpy(), [-kv_heads], axis=1)
         self.k = self.qk[:, -kv_heads:]
-        self.pairs = self.qk.view(
-            np.result_type(self.qk, np.complex64)
-        )  # two neighbouring channels as complex
+        # Two neighbouring channels as complex
+        self.pairs = self.qk.view(np.result_type(self.qk, np.complex64))
         self.joint = self.head.new_zeros(rows, 2 * config.d_ff)
         self.gate, self.up = self.joint.chunk(2, dim=1)
         self.table = model.token_embeddings.weight.detach().numpy()
