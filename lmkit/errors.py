@@ -7,6 +7,7 @@ exception is a defect of lmkit and keeps its traceback.
 from __future__ import annotations
 
 import errno
+import functools
 import re
 import resource  # at once: where memory has run out, nothing can be imported any more
 from collections.abc import Collection, Iterable
@@ -38,7 +39,7 @@ class LmkitError(Exception):
 
     def __reduce__(self) -> tuple:
         # Errors cross process borders (workers, ranks); the keyword argument must survive pickling.
-        return (_rebuild, (type(self), self.code, self.message, self.hint))
+        return functools.partial(type(self), hint=self.hint), (self.code, self.message)
 
 
 class UsageError(LmkitError):
@@ -113,7 +114,3 @@ def _printable(text: str) -> str:
     if not shown.isprintable():
         shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
     return shown if len(text) <= LONGEST else shown + "..."
-
-
-def _rebuild(kind: type[LmkitError], code: str, message: str, hint: str) -> LmkitError:
-    return kind(code, message, hint=hint)

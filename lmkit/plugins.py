@@ -72,8 +72,9 @@ def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> 
     Raises:
         LmkitError: it lacks one of the attributes ("plugin.returned").
     """
-    if lacking := [attribute for attribute in attributes if not hasattr(made, attribute)]:
-        raise wrong_result(registry, name, f"{type(made).__name__} without {', '.join(lacking)}")
+    for attribute in attributes:
+        if not hasattr(made, attribute):
+            raise wrong_result(registry, name, f"{type(made).__name__} without {attribute}")
     return made
 
 

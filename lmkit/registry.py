@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import filterfalse
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -44,7 +45,7 @@ class Facts:
     @property
     def missing(self) -> list[str]:
         """The packages that it requires and that are not installed."""
-        return [package for package in self.requires if importlib.util.find_spec(package) is None]
+        return list(filterfalse(importlib.util.find_spec, self.requires))
 
 
 F = TypeVar("F", bound=Facts)
@@ -103,11 +104,11 @@ class Registry(Generic[F]):
                 message = f"{entry.file}: {self.noun} {name!r}: a name has neither spaces nor any of : + ,"
                 hint = "they separate names, and names from variants and options"
                 raise UsageError("registry.wrong_name", message, hint=hint)
-            for spelling in (name, *entry.facts.aliases):
-                name_of = spelling if spelling in self._entries else self.aliases.get(spelling, "")
-                other = self._entries.get(name_of, entry)
-                if (other.name, other.module, other.attribute) != (name, entry.module, entry.attribute):
-                    message = f"{entry.file}: there is {self.noun} {spelling!r} already, in {other.module}"
+            for other in self._entries.values():
+                taken = {name, *entry.facts.aliases} & {other.name, *other.facts.aliases}
+                is_same = (other.name, other.module, other.attribute) == (name, entry.module, entry.attribute)
+                if taken and not is_same:
+                    message = f"{entry.file}: there is {self.noun} {min(taken)!r} already, in {other.module}"
                     raise UsageError("registry.name_taken", message, hint="register it under another name")
             self._entries[name] = entry
             return thing
@@ -140,10 +141,6 @@ class Registry(Generic[F]):
             message = f"no {self.noun} is called {name!r}{did_you_mean(name, self.names)}"
             raise UsageError("registry.unknown_name", message, hint="there are: " + ", ".join(self.names))
         return found
-
-    def canonical(self, name: str) -> str:
-        """Return the registered name for a name or an alias."""
-        return self.entry(name).name
 
     def facts(self, name: str) -> F:
         """Return what is known of an object without importing its module."""
@@ -201,11 +198,14 @@ class Registry(Generic[F]):
             for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
-                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+                facts = {}
+                for keyword in call.keywords:
+                    facts[str(keyword.arg)] = ast.literal_eval(keyword.value)
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
-        return {entry.name: entry for entry in sorted(found, key=attrgetter("facts.order"))}
+        found.sort(key=attrgetter("facts.order"))
+        return dict(zip(map(attrgetter("name"), found), found, strict=True))
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def secure_streams() -> None:
 
 def _secured(name: str, stream: io.TextIOWrapper | None, descriptor: int | None = None) -> io.TextIOWrapper:
     """Return a text stream on the descriptor, by default the usual one, with the settings of `stream`."""
-    raw = _Descriptor(name, _DESCRIPTORS[name] if descriptor is None else descriptor)
+    raw = _Descriptor(_DESCRIPTORS[name] if descriptor is None else descriptor, "w", closefd=False)
+    raw.stream = name
     is_unbuffered = stream is not None and stream.write_through
     buffer: Any = raw if is_unbuffered else io.BufferedWriter(raw)
     return io.TextIOWrapper(
@@ -107,9 +108,7 @@ def _secured(name: str, stream: io.TextIOWrapper | None, descriptor: int | None 
 class _Descriptor(io.FileIO):
     """Descriptor 1 or 2, or a copy. After an error it leads to `os.devnull`: what is still buffered fails no more."""
 
-    def __init__(self, name: str, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._stream = name
+    stream = "stdout"
 
     def write(self, data: Any, /) -> int:
         if not memoryview(data).nbytes:  # a caller tests whether this stream takes bytes
@@ -117,11 +116,11 @@ class _Descriptor(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            LOST[self._stream] = "it is closed" if error.errno == errno.EBADF else reason(error)
+            LOST[self.stream] = "it is closed" if error.errno == errno.EBADF else reason(error)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            if self._stream == "stderr":
+            if self.stream == "stderr":
                 return memoryview(data).nbytes
             if error.errno == errno.EPIPE:  # `| head`: not an error to report
                 raise

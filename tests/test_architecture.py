@@ -221,13 +221,13 @@ def test_files_are_named_after_ideas(word):
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 512,
+    "": 511,
     "attention": 570,
     "bench": 4705,
     "cli": 2450,
-    "core": 1515,
+    "core": 1511,
     "data": 1535,
-    "generation": 963,
+    "generation": 953,
     "kernels": 5585,
     "measure": 1515,
     "model": 1325,
@@ -235,8 +235,8 @@ BUDGETS = {
     "parallel": 2568,
     "profile": 968,
     "recipe": 1270,
-    "storage": 402,
-    "tokenizer": 1930,
+    "storage": 396,
+    "tokenizer": 1919,
     "training": 4942,
 }
 

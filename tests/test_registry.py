@@ -53,7 +53,7 @@ def test_a_recipe_may_name_what_a_plugin_registers(plugin, terminal):
     terminal.refuses(USES_IT, code="recipe.wrong_value")
     terminal(f"{USES_IT} --plugin {plugin} --plugin {plugin}")
     assert [plugin] == plugins.PLUGINS
-    assert ATTENTION.names[-1] == ATTENTION.canonical("out") == "from_outside"
+    assert ATTENTION.names[-1] == ATTENTION.entry("out").name == "from_outside"
     assert ATTENTION.facts("out").masks
     assert ATTENTION.load("from_outside")(1, 2, 3, causal=True) == 3
 

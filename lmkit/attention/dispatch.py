@@ -58,7 +58,7 @@ def attention(
             mask = mask.unsqueeze(1)  # (batch, 1, num_queries, num_keys)
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)  # (batch, 1, seq, head_dim)
         return attention(q, k, v, causal, mask, scale, kernel=kernel, **options).squeeze(1)
-    name = best_kernel(q, mask) if kernel == "auto" else ATTENTION.canonical(kernel)
+    name = best_kernel(q, mask) if kernel == "auto" else ATTENTION.entry(kernel).name
     function = attention_function(name)
     if mask is None:
         return function(q, k, v, causal=causal, scale=scale, **options)

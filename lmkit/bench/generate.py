@@ -95,7 +95,10 @@ class OwnWriter:
     def first_token(self) -> None:
         self.decoder.start([0], [[1] * self.context], seeds=[0])
         self.decoder.step(self.context)
-        self.decoder.newest().read()
+        columns, event = self.decoder.newest()
+        if event is not None:
+            event.synchronize()
+        columns[0].tolist()
 
 
 def check(recipe: Any) -> None:

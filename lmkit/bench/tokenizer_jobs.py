@@ -24,6 +24,7 @@ from lmkit.data.token_files import open_tokens
 from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import END_OF_TEXT, PATTERN, Tokenizer, train_tokenizer
 from lmkit.tokenizer.chunks import exact_chunks
+from lmkit.tokenizer.engine import new_encoder
 from lmkit.tokenizer.pretokenize import SpecialTokens
 
 Timed = Callable[[], Any]
@@ -73,7 +74,7 @@ def encode_ours(job: Job) -> Timed:
     from lmkit.data.encoding import encode_corpus
 
     tokenizer = Tokenizer.load(job.tokenizer)
-    tokenizer.new_encoder()  # compiles, if that was never done on this machine
+    new_encoder(tokenizer.merge_table)  # compiles, if that was never done on this machine
     return lambda: encode_corpus([Path(job.text)], Path(job.output), tokenizer, workers=job.workers)
 
 

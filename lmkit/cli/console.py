@@ -57,9 +57,7 @@ def log_to_stderr() -> None:
             if record.levelno >= logging.WARNING:
                 text = f"{record.levelname.lower()}: {text}"
             with suppress(OSError, ValueError):  # stderr is full or closed
-                print(
-                    text, file=sys.stderr, flush=True
-                )  # while a bar is drawn, this stream puts lines above it
+                print(text, file=sys.stderr, flush=True)  # above a bar while one is drawn
 
     log = logging.getLogger("lmkit")
     log.setLevel(logging.INFO)

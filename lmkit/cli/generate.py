@@ -199,7 +199,9 @@ def continue_prompts(
         from lmkit import generation
 
         # The prompt is written with the first piece: whatever is wrong with it has been refused by then.
-        prompts = [prompt for prompt in table.prompts for _ in range(samples)]
+        prompts: list[str] = []
+        for prompt in table.prompts:
+            prompts += [prompt] * samples
         unwritten = prompts[:] if stream is not None and len(prompts) == 1 else []
 
         def on_text(row: int, piece: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -195,10 +196,14 @@ def command_of(
     """
     signature = inspect.signature(function, eval_str=True)
     own = signature.parameters
-    names = {key.rpartition(".")[2]: key for key in flags}
-    shared = {name: flags[key] for name, key in names.items()}
-    shared |= {"plugin": (SHARED["plugin"], None)} if "set_" in own else {}
-    shared |= {name: (SHARED[name], False) for name in ("as_json", "debug")}
+    names: dict[str, str] = {}  # of options -> key
+    shared: dict[str, tuple[Any, Any]] = {}
+    for key, flag in flags.items():
+        name_of_key = key.rpartition(".")[2]
+        names[name_of_key], shared[name_of_key] = key, flag
+    if "set_" in own:
+        shared["plugin"] = SHARED["plugin"], None
+    shared["as_json"], shared["debug"] = (SHARED["as_json"], False), (SHARED["debug"], False)
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -207,10 +212,10 @@ def command_of(
         for name, value in values.items():  # a shell leaves `~` in `--output=~/new` as it is
             if isinstance(value, Path):
                 values[name] = in_home(value)
-            elif isinstance(value, list):
-                values[name] = [in_home(item) if isinstance(item, Path) else item for item in value]
-        values["flags"] = {key: values[name] for name, key in names.items()}
-        result = function(**{name: values[name] for name in own})
+            elif isinstance(value, list) and value and isinstance(value[0], Path):
+                values[name] = list(map(in_home, value))
+        values["flags"] = dict(zip(names.values(), map(values.get, names), strict=True))
+        result = function(**dict(zip(own, map(values.get, own), strict=True)))
         if result is not None:
             from lmkit.cli.console import show
 
@@ -220,14 +225,19 @@ def command_of(
 
     text, _, told = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
     helps = HELP | dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", told, re.MULTILINE))
-    parameters = [_explained(own[name], helps.get(name)) for name in own if name != "flags"]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
-        for name, (kind, default) in shared.items()
-        if name not in own
-    ]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    parameters: dict[str, inspect.Parameter] = {}
+    for name_of_own, parameter in own.items():
+        if name_of_own != "flags":
+            parameters[name_of_own] = _explained(parameter, helps.get(name_of_own))
+    for option_name, (kind, default) in shared.items():
+        if option_name not in own:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters[option_name] = inspect.Parameter(
+                option_name, keyword, annotation=kind, default=default
+            )
+    command.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    annotations = map(attrgetter("annotation"), parameters.values())
+    command.__annotations__ = dict(zip(parameters, annotations, strict=True))
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command(name, help=text, **settings)(command)
     return typer.main.get_command(app)

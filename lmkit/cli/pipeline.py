@@ -14,10 +14,10 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import chain, count, zip_longest
+from itertools import chain, count, repeat, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lmkit.cli.console import Result
 from lmkit.cli.ranks import alone, follow, leading
 from lmkit.data.corpora import check_corpus, mark_of, prepare_corpus, refuse_directory
 from lmkit.data.encoding import encode_chat, encode_corpus
-from lmkit.data.token_files import open_tokens, parts_of, sidecar_path
+from lmkit.data.token_files import PARTS, SIDECAR, open_tokens
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
@@ -107,7 +107,8 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
     with leading() if ranks > 1 else nullcontext() as pipeline.tell_ranks, pipeline.lock:
         pipeline.check()
         remove_partials(pipeline.folder)
-        pipeline.set_aside()
+        if earlier := pipeline.to_set_aside():
+            pipeline.set_aside(earlier)
         pipeline.record.save()  # the folder is a run from now on
         if pipeline.newest is None:  # else after the training, which may refuse the recipe
             pipeline.save_recipe()
@@ -152,7 +153,7 @@ class StageRecord:
 
     Attributes:
         entries: stage -> its entry in the record.
-        content: key of the recipe -> hashes of the files that it names now.
+        sources, content: key of the recipe -> the files that it names now; their hashes.
         mark: ends a document in text files; None: nothing does.
         damage: says that the record is damaged; None if it is not.
     """
@@ -160,36 +161,45 @@ class StageRecord:
     def __init__(self, folder: Path, recipe: Recipe, *, reads_sources: bool = True) -> None:
         self.folder, self.mark = folder, _mark_of(recipe)
         record = run_folder.read_record(folder)
-        self.entries = {stage: record[stage] for stage in READS if run_folder.is_entry(record.get(stage))}
-        lost = ", ".join([stage for stage in READS if stage in record and stage not in self.entries])
-        if not record and (folder / run_folder.RECORD).exists():
-            lost = "every stage"
-        self.damage = f"{folder / run_folder.RECORD}: damaged, so that {lost} may run again" if lost else None
+        self.entries: dict[str, Any] = {}
+        lost = [] if record or not (folder / run_folder.RECORD).exists() else ["every stage"]
+        for stage in READS:
+            if run_folder.is_entry(record.get(stage)):
+                self.entries[stage] = record[stage]
+            elif stage in record:
+                lost.append(stage)
+        self.damage = None
+        if lost:
+            self.damage = f"{folder / run_folder.RECORD}: damaged, so that {', '.join(lost)} may run again"
         noted = record.get("files")
         self._noted: dict[str, Any] = noted if isinstance(noted, dict) else {}
-        self._sources: dict[str, list[Path]] = {}
+        self.sources: dict[str, list[Path]] = {}
         self.content: dict[str, list[str]] = {}
         for key in FILES:
-            self._sources[key] = paths = paths_of(recipe, key)
-            if reads_sources:
-                self.content[key] = [self._digest(_checked(path, key)) for path in paths]
-            else:
-                self.content[key] = []
-                for entry in reversed(self.entries.values()):
-                    self.content[key] = entry.get("content", {}).get(key, self.content[key])
+            self.sources[key] = paths_of(recipe, key)
+            self.content[key] = []
+            for path in self.sources[key] if reads_sources else ():
+                self.content[key].append(self._digest(_checked(path, key)))
+            for entry in () if reads_sources else reversed(self.entries.values()):
+                self.content[key] = entry.get("content", {}).get(key, self.content[key])
         # A stage reads its tables and those of the stages before it.
         self._reads: dict[str, dict[str, Any]] = {}
         self._defaults: dict[str, Any] = {}
         values: dict[str, Any] = {}
+        content: dict[str, list[str]] = {}
         for stage, tables in READS.items():
             for name in tables:
                 table = getattr(recipe, name)
                 for into, source in ((values, table), (self._defaults, type(table)())):
-                    into |= {f"{name}.{key}": value for key, value in source.model_dump(mode="json").items()}
+                    for key, value in source.model_dump(mode="json").items():
+                        into[f"{name}.{key}"] = value
             values["corpus.separator"], self._defaults["corpus.separator"] = self.mark, END_OF_TEXT
-            counted = {key: value for key, value in values.items() if key not in (*NO_EFFECT, *FILES)}
-            content = {key: self.content[key] for key in FILES if key in values}
-            self._reads[stage] = {"values": counted, "content": content}
+            for key in FILES:
+                if key in values:
+                    content[key] = self.content[key]
+            for key in (*NO_EFFECT, *FILES):
+                values.pop(key, None)
+            self._reads[stage] = {"values": dict(values), "content": dict(content)}
 
     def _digest(self, path: Path) -> str:
         """Return the hash of a file's content; the file is not read if it is as it was at the last time."""
@@ -202,18 +212,14 @@ class StageRecord:
         for key, new in self.content.items():
             olds = [entry.get("content", {}).get(key, new) for entry in self.entries.values()]
             for old in [old for old in olds if old != new][:1]:
-                triples = zip_longest(self._sources[key], old, new)
+                triples = zip_longest(self.sources[key], old, new)
                 paths = [str(path) for path, before, now in triples if path and before != now]
                 yield f"{', '.join(paths) or 'no file'} (key {key})"
-
-    def was_made(self, stage: str) -> bool:
-        """Return whether the stage finished at some time, up to date or not."""
-        return self.entries.get(stage, {}).get("done") is True
 
     def damaged(self, stage: str) -> list[Path] | None:
         """Return the outputs that are missing or not as the stage left them; None if the stage is out of date."""
         now, entry = self._reads[stage], self.entries.get(stage, {})
-        if not self.was_made(stage) or "values" not in entry or entry.get("content") != now["content"]:
+        if entry.get("done") is not True or "values" not in entry or entry.get("content") != now["content"]:
             return None
         values = self._defaults | entry["values"]
         if values | now["values"] != values:
@@ -229,7 +235,9 @@ class StageRecord:
         """Return what a finished stage made."""
         outputs: Outputs = {}
         for role, names in self.entries[stage]["outputs"].items():
-            outputs[role] = [self.folder / name if name.startswith(_INSIDE) else Path(name) for name in names]
+            outputs[role] = []
+            for name in names:
+                outputs[role].append(self.folder / name if name.startswith(_INSIDE) else Path(name))
         return outputs
 
     def _name(self, path: Path) -> str:
@@ -243,13 +251,15 @@ class StageRecord:
 
     def finish(self, stage: str, outputs: Outputs) -> None:
         """Note that a stage is done."""
-        sources = set(chain.from_iterable(self._sources.values()))
+        sources = set(chain.from_iterable(self.sources.values()))
+        names: dict[str, list[str]] = {}
         made: dict[str, str] = {}
-        for path in chain.from_iterable(outputs.values()):
-            # A corpus that is used where it lies is not the run's.
-            if path.is_relative_to(self.folder) and path not in sources and path.is_file():
-                made[self._name(path)] = self._digest(path)
-        names = {role: list(map(self._name, paths)) for role, paths in outputs.items()}
+        for role, paths in outputs.items():
+            names[role] = list(map(self._name, paths))
+            for path, name in zip(paths, names[role], strict=True):
+                # A corpus that is used where it lies is not the run's.
+                if path.is_relative_to(self.folder) and path not in sources and path.is_file():
+                    made[name] = self._digest(path)
         self.entries[stage] = self._reads[stage] | {"done": True, "outputs": names, "made": made}
         self.save()
 
@@ -322,10 +332,11 @@ class Pipeline:
         if record.damage:
             log.warning("%s", record.damage)
         for stage in DATA_STAGES if self.skip_data else ():
-            if not record.was_made(stage):
+            if record.entries.get(stage, {}).get("done") is not True:
                 message = f"--skip-data: {self.folder} has no finished {stage} stage"
                 raise UsageError("run.no_data", message, hint="run once without --skip-data")
-        if not self.force:
+        has_trained = record.entries.get("train", {}).get("done") is True or any(self.checkpoints.glob("*"))
+        if has_trained and not self.force:  # else nothing is lost: stages that are out of date are redone
             self._refuse_another_recipe()
         record.forget(self.redone)
         makes_corpus = self.why("corpus") is not None
@@ -348,12 +359,7 @@ class Pipeline:
             check_corpus(self.corpus, self.folder / "corpus")
 
     def _refuse_another_recipe(self) -> None:
-        """Refuse a folder with the training of another recipe, or of the same on other data.
-
-        Before there is a checkpoint nothing is lost: stages that are out of date are redone.
-        """
-        if not (self.record.was_made("train") or any(self.checkpoints.glob("*"))):
-            return
+        """Refuse a folder with the training of another recipe, or of the same on other data."""
         path = self.folder / run_folder.RECIPE
         if path.exists():
             changed = differences(load_recipe(path), self.recipe, ignore=FREE)
@@ -373,9 +379,10 @@ class Pipeline:
         """Refuse a recipe that reads files of this run which it would replace or set aside."""
         folder, restarts = os.path.realpath(self.folder), "train" in self.redone
         names = (*run_folder.RUN_FILES, run_folder.CHECKPOINTS) if restarts else run_folder.RUN_FILES
-        own = [os.path.realpath(self.folder / name) for name in names]
         recipe = self.recipe
-        sources = [(key, path) for key in FILES for path in paths_of(recipe, key)]
+        sources: list[tuple[str, Path]] = []
+        for key, paths in self.record.sources.items():
+            sources += zip(repeat(key), paths)
         if recipe.checkpoint.resume not in ("auto", "never"):
             sources.append(("checkpoint.resume", Path(recipe.checkpoint.resume)))
         if self.train.init_from is not None:
@@ -387,6 +394,7 @@ class Pipeline:
                 and tokens.absolute() != run_folder.token_file(self.folder, part).absolute()
             ):
                 sources.append((f"data.{part}", tokens))
+        own = list(map(os.path.realpath, map(self.folder.joinpath, names)))
         for key, path in sources:
             real = os.path.realpath(path)
             if any(Path(real).is_relative_to(name) for name in own) or (restarts and real == folder):
@@ -399,12 +407,10 @@ class Pipeline:
         """The newest checkpoint; it may be damaged."""
         return max(self.checkpoints.glob("step-" + 8 * "[0-9]"), default=None)
 
-    def trained_with(self) -> str | None:
-        """Return the hash of the tokenizer of the newest checkpoint, or else of the folder; None: neither says it."""
-        if self.newest is None:
-            return None
+    def trained_with(self, checkpoint: Path) -> str | None:
+        """Return the hash of the tokenizer of a checkpoint, or else of the folder; None: neither says it."""
         try:
-            return str(read_object(self.newest / "state.json")["data"]["tokenizer_sha256"])
+            return str(read_object(checkpoint / "state.json")["data"]["tokenizer_sha256"])
         except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported: it has no data
             path = self.folder / run_folder.TOKENIZER
             return Tokenizer.load(path).sha256 if path.exists() else None
@@ -430,14 +436,11 @@ class Pipeline:
             return []
         return [path for name in OF_TRAINING if os.path.lexists(path := self.folder / name)]
 
-    def set_aside(self) -> None:
+    def set_aside(self, paths: Sequence[Path]) -> None:
         """Move the earlier training to a new folder inside, with copies of the record and of its tokenizer.
 
         If something cannot be copied or moved, all is as it was.
         """
-        paths = self.to_set_aside()
-        if not paths:
-            return
         stem = f"{OLD}{time.strftime('%Y%m%d-%H%M%S')}"
         names = chain([stem], (f"{stem}-{number}" for number in count(2)))
         aside = next(place for name in names if not os.path.lexists(place := self.folder / name))
@@ -524,7 +527,7 @@ def _make_tokenizer(run: Pipeline) -> Outputs:
             progress=run.progress,
         )
     # A damaged record did not tell that the text changed.
-    if run.trained_with() not in (None, tokenizer.sha256):
+    if (newest := run.newest) is not None and run.trained_with(newest) not in (None, tokenizer.sha256):
         run.record.forget(("corpus", "tokenizer"))  # with the old corpus, the run goes on
         run.record.save()
         message = f"{path}: the checkpoints need it, and this corpus makes another one"
@@ -546,7 +549,7 @@ def _encode(run: Pipeline) -> Outputs:
     outputs = {}
     for part, sources in run.record.outputs("corpus").items():
         path = run_folder.token_file(run.folder, part)
-        sidecar_path(path).unlink(missing_ok=True)  # a damaged one would not be replaced
+        path.with_suffix(SIDECAR).unlink(missing_ok=True)  # a damaged one would not be replaced
         if run.corpus.source == "chat":
             from lmkit.tokenizer.chat import read_template
 
@@ -563,7 +566,7 @@ def _encode(run: Pipeline) -> Outputs:
                 force=True,
                 progress=run.progress,
             )
-        outputs[part] = list(filter(Path.exists, parts_of(path)))
+        outputs[part] = list(filter(Path.exists, map(path.with_suffix, PARTS)))
     return outputs
 
 
@@ -619,12 +622,14 @@ STAGES: dict[str, Callable[[Pipeline], Outputs]] = {
 
 def _summary(run: Pipeline, done: dict[str, str]) -> Result:
     """Collect what the stages left in the run folder; sizes in bytes, speeds in tokens per second."""
-    evaluation, training = (
-        read_object(run.folder / "evaluation.json"),
-        read_object(run.folder / "training.json"),
-    )
+    evaluation = read_object(run.folder / "evaluation.json")
+    training = read_object(run.folder / "training.json")
     train = open_tokens(run_folder.token_file(run.folder, "train")).meta
     valid = open_tokens(run_folder.token_file(run.folder, "valid")).meta
+    files: dict[str, Path] = {}
+    for path in sorted(run.folder.iterdir()):
+        if path.name != ".lock":
+            files[path.name] = path
     fields: dict[str, Any] = {
         "folder": run.folder,
         "stages": done,
@@ -635,8 +640,10 @@ def _summary(run: Pipeline, done: dict[str, str]) -> Result:
         "parameters": training["parameters"],
         "steps": training["step"],
         "tokens_per_second": training.get("tokens_per_second"),
-        **{key: evaluation[key] for key in ("loss", "perplexity", "bits_per_byte")},
-        "files": {path.name: path for path in sorted(run.folder.iterdir()) if path.name != ".lock"},
+        "loss": evaluation["loss"],
+        "perplexity": evaluation["perplexity"],
+        "bits_per_byte": evaluation["bits_per_byte"],
+        "files": files,
         "story": read_input(run.folder / run_folder.STORIES).decode("utf-8", "replace"),
     }
     speed, perplexity, bits = fields["tokens_per_second"], fields["perplexity"], fields["bits_per_byte"]

@@ -51,7 +51,7 @@ def plan(
         ranks: GPUs that train together.
     """
     from lmkit.errors import UsageError, did_you_mean
-    from lmkit.measure.limits import CARDS, card_here
+    from lmkit.measure.environment import CARDS, card_here
     from lmkit.recipe.load import load_recipe
     from lmkit.tokenizer.vocabulary import awaited_tokenizer
 
@@ -151,7 +151,7 @@ def _text(made: Plan) -> str:
 
 def _notes(plans: Collection[Plan]) -> list[str]:
     """Return lines on GPUs that cannot compute in the precision of their plan, and what to do if nothing fits."""
-    from lmkit.measure.limits import known_peak
+    from lmkit.measure.environment import known_peak
 
     of_bf16 = [made.card.name for made in plans if made.train.precision.startswith("bf16")]
     notes = [f"{name} has no instructions for bf16" for name in of_bf16 if known_peak(name, "bf16") is None]

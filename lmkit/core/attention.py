@@ -436,9 +436,8 @@ class RotaryEmbedding(nn.Module):
         # In float64: a float32 angle of 100,000 radians is off by 0.004.
         positions = torch.arange(begin, end, dtype=torch.float64, device="cpu")
         channels = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
-        frequencies = self.theta ** (
-            -channels / self.head_dim
-        )  # radians per position of each pair, (head_dim / 2)
+        # Radians per position of each pair, (head_dim / 2)
+        frequencies = self.theta ** (-channels / self.head_dim)
         if self.scale is not None:
             frequencies = self.scale(frequencies)
         angles = torch.outer(positions, frequencies)  # (positions, head_dim / 2)

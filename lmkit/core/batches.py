@@ -185,15 +185,12 @@ def evaluation_windows(
     end = len(tokens) - 1
     whole = end // context_length * context_length
     firsts = [*range(0, whole, batch_size * context_length), *([whole] if whole < end else [])]
-
-    def rows(first: int) -> Batch:
+    for first in firsts[:max_batches]:
         length = context_length if first < whole else end - whole
         last = min(first + batch_size * context_length, whole) if first < whole else end
         span = marked(tokens, mask, first, last + 1)
         before, after = span[:-1].reshape(-1, length), span[1:].reshape(-1, length)
-        return batch_of(before, after, range(first, last, length), borders)
-
-    return map(rows, firsts[:max_batches])
+        yield batch_of(before, after, range(first, last, length), borders)
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:

@@ -78,14 +78,9 @@ def move_matrices(
     for shape, (moved, alike) in by_shape.items():
         joined = directions[0].new_empty((len(alike), *shape), dtype=dtype or directions[0].dtype)
         torch._foreach_copy_(list(joined.unbind()), alike)
-        scaled = rate * scale_of(*shape)
+        scaled = rate * max(1.0, shape[0] / shape[1]) ** 0.5
         for weight, change in zip(moved, orthogonalize(joined, iterations=iterations), strict=True):
             move(weight, change, scaled, decay)
-
-
-def scale_of(rows: int, columns: int) -> float:
-    """Return the factor of the learning rate of a matrix."""
-    return max(1.0, rows / columns) ** 0.5
 
 
 def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor) -> None:
@@ -134,7 +129,7 @@ class Muon(AdamW):
         if not iterations >= 1:
             raise ValueError(f"iterations must be 1 or more, got {iterations}")
         super().__init__(params, lr=lr, **adamw)
-        if not any("is_matrix" in group for group in self.param_groups):
+        if "is_matrix" not in set().union(*self.param_groups):
             raise ValueError('no group of Muon says which parameters are matrices: set the key "is_matrix"')
         ratio = matrix_lr / lr if lr else 0.0
         self.defaults |= {"lr_ratio": ratio, "momentum": momentum, "iterations": iterations}

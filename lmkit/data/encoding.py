@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -19,14 +20,14 @@ import numpy as np
 
 from lmkit.data.corpora import PathOrPaths, as_paths, blank_behind, mark_of, opened, plain_text_files
 from lmkit.data.json_lines import holds_json, json_records, messages_of
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, parts_of
+from lmkit.data.token_files import PARTS, TokenFileWriter, TokenMeta
 from lmkit.errors import UsageError, some_of
 from lmkit.measure.environment import usable_cpus
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.streams import Progress
 from lmkit.tokenizer import END_OF_TEXT, Tokenizer
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles
-from lmkit.tokenizer.engine import Encoder, share_out
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, valid_utf8
+from lmkit.tokenizer.engine import Encoder, new_encoder, share_out
 from lmkit.tokenizer.marks import no_end_of_text
 from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
@@ -81,7 +82,7 @@ def encode_corpus(
         hint = f"name it {output.with_suffix('.npy')}"
         raise UsageError("tokens.name", f"{output}: a token file ends in .npy", hint=hint)
     refuse_existing(output, force=force)
-    refuse_replacing(parts_of(output), paths)
+    refuse_replacing(map(output.with_suffix, PARTS), paths)
     if separator == "":
         hint = "leave it out: a document ends with the end-of-text token, and with its file"
         raise UsageError("corpus.empty_separator", "--separator: is empty", hint=hint)
@@ -102,7 +103,7 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        encoding = _Encoding(files, specials, tokenizer, mark, some_of(paths))
+        encoding = _Encoding(files, specials, tokenizer, mark, paths)
         return encoding.write(output, workers or usable_cpus(), progress)
 
 
@@ -122,35 +123,43 @@ class _Encoded(NamedTuple):
 class _Encoding:
     """Text files on their way into a token file.
 
-    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `names`: of the files,
+    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `sources`: the files
     as the user knows them.
     """
 
     def __init__(
-        self, files: TextFiles, specials: SpecialTokens, tokenizer: Tokenizer, mark: str | None, names: str
+        self,
+        files: TextFiles,
+        specials: SpecialTokens,
+        tokenizer: Tokenizer,
+        mark: str | None,
+        sources: list[Path],
     ) -> None:
-        self._files, self._specials, self._tokenizer, self._names = files, specials, tokenizer, names
+        self._files, self._specials, self._tokenizer, self._sources = files, specials, tokenizer, sources
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
         is_known = END_OF_TEXT in map(attrgetter("text"), specials.ids)
         self._unknown = b"" if is_known else END_OF_TEXT.encode()
         self._digest = hashlib.sha256()
-        self._is_sized = tokenizer.nfc or bool(
-            tokenizer.missing_bytes
-        )  # tokens have other bytes than the text
+        # Whether tokens have other bytes than the text.
+        self._is_sized = tokenizer.nfc or bool(tokenizer.missing_bytes)
 
     def write(self, output: Path, workers: int, progress: Progress | None) -> TokenMeta:
         tokenizer, files = self._tokenizer, self._files
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
-        with TokenFileWriter(
-            output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
-        ) as writer:
-
-            def write(chunk: Chunk, encoded: _Encoded) -> None:
-                nonlocal num_bytes, done_bytes, unknown_marks, begins, open_size
+        threads = []  # an encoder serves one
+        for _ in range(workers):
+            threads.append(partial(self._encode, new_encoder(tokenizer.merge_table)))
+        with (
+            TokenFileWriter(
+                output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
+            ) as writer,
+            closing(share_out(self._chunks(), threads)) as results,
+        ):
+            for chunk, encoded in results:
                 begins = begins or chunk.offset == 0
                 ids, documents, begins = _framed(encoded.ids, encoded.ends, tokenizer, begins)
                 encoded.sizes[0] += open_size
@@ -163,9 +172,6 @@ class _Encoding:
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
-
-            encoders = [tokenizer.new_encoder() for _ in range(workers)]
-            share_out(self._chunks(), [partial(self._encode, encoder) for encoder in encoders], write)
             if tokenizer.marks.end is None and not begins:  # the end of the only document
                 sizes = [open_size] if self._is_sized else []
                 writer.append(np.array(tokenizer.suffix, np.int32), sizes=sizes)
@@ -173,7 +179,7 @@ class _Encoding:
                 _log.warning(
                     "%s: %d times %s, which is no token of this tokenizer and stays text; if it ends a document, "
                     'say so: corpus.separator = "%s", or --separator',
-                    *(self._names, unknown_marks, END_OF_TEXT, END_OF_TEXT),
+                    *(some_of(self._sources), unknown_marks, END_OF_TEXT, END_OF_TEXT),
                 )
             if inside:
                 counted = (
@@ -182,7 +188,7 @@ class _Encoding:
                 _log.warning(
                     "%s: %s inside documents: special tokens, which are no text and have no bytes; if one ends a "
                     "document, say so: corpus.separator or tokenizer.end_of_text, --separator or --end-of-text",
-                    *(self._names, ", ".join(counted)),
+                    *(some_of(self._sources), ", ".join(counted)),
                 )
             return writer.finish(num_bytes=num_bytes, source_sha256=self._digest.hexdigest())
 
@@ -204,7 +210,7 @@ class _Encoding:
 
     def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
         tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
-        text = self._files.text_of(chunk)
+        text = valid_utf8(chunk, self._files.paths[chunk.source], self._files.errors)
         ids, places = encoder.encode_and_find(text, self._specials)
         places, no_text = tokenizer.specials_in(ids, places)
         ends = places[ids[places] == end]

@@ -9,7 +9,6 @@ final name without its description, or half written.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -21,11 +20,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError, reason
@@ -34,8 +33,10 @@ from lmkit.storage import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, read_object
 
 FORMAT = 2
-DOCUMENTS, MASK = ".documents", ".mask"
-"""Endings of the files beside a token file: where documents begin; a bit for each token that counts."""
+SIDECAR, DOCUMENTS, MASK = ".json", ".documents", ".mask"
+"""Endings of the files beside a token file: description; where documents begin; a bit for each token that counts."""
+PARTS = (".npy", SIDECAR, DOCUMENTS, MASK)
+"""Endings of all files of which a token file may consist."""
 _MAX_SIDECAR_BYTES = 1 << 16
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -94,16 +95,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def sidecar_path(path: Path) -> Path:
-    """Return the path of the description: tokens.npy -> tokens.json."""
-    return path.with_suffix(".json")
-
-
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return all files of which a token file may consist, `path` first."""
-    return path, sidecar_path(path), path.with_suffix(DOCUMENTS), path.with_suffix(MASK)
-
-
 class TokenFileWriter:
     """Write a token file (`.npy`), and a mask beside it if `masked`, piece by piece.
 
@@ -133,10 +124,10 @@ class TokenFileWriter:
         self._counted_tokens = 0
 
     def __enter__(self) -> TokenFileWriter:
-        sidecar = sidecar_path(self._path)
+        sidecar = self._path.with_suffix(SIDECAR)
         try:
-            is_ours = not sidecar.exists() or "tokenizer_sha256" in _read_object(self._path)
-        except LmkitError:  # not a JSON object: a damaged description only if there is a token file
+            is_ours = not sidecar.exists() or "tokenizer_sha256" in read_object(sidecar)
+        except (OSError, ValueError):  # no JSON object: a damaged description only if there is a token file
             is_ours = self._path.exists()
         if not is_ours:
             message = f"{sidecar}: exists; the description of {self._path.name} would replace it"
@@ -163,7 +154,8 @@ class TokenFileWriter:
                 raise RuntimeError("the token file was not finished")
             for old in (self._path, self._path.with_suffix(DOCUMENTS)):  # must not meet the new description
                 old.unlink(missing_ok=True)
-            write_atomic(sidecar_path(self._path), json.dumps(as_json(self._meta), indent=2) + "\n")
+            described = TypeAdapter(TokenMeta).dump_json(self._meta, indent=2, exclude_none=True)
+            write_atomic(self._path.with_suffix(SIDECAR), described + b"\n")
         return None
 
     def append(
@@ -252,11 +244,6 @@ class TokenFileWriter:
         return end
 
 
-def as_json(meta: TokenMeta) -> dict[str, Any]:
-    """Return the content of a description, without keys that are None."""
-    return {key: value for key, value in dataclasses.asdict(meta).items() if value is not None}
-
-
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
     """Open a token file for reading. It is read once to check that every id is in the vocabulary.
 
@@ -303,12 +290,16 @@ def read_meta(path: Path) -> TokenMeta:
         raise UsageError("tokens.missing", f"{path}: {what}", hint=make_one)
     if path.suffix != ".npy":
         raise UsageError("tokens.name", f"{path}: a token file ends in .npy", hint=make_one)
-    if not os.path.lexists(sidecar := sidecar_path(path)):
+    if not os.path.lexists(sidecar := path.with_suffix(SIDECAR)):
         hint = f"lmkit.data.TokenFileWriter writes ids of your own; if lmkit wrote it: {_way_back(path)}"
         raise UsageError(
             "tokens.not_described", f"{path}: no {sidecar.name} beside it describes it", hint=hint
         )
-    content = _read_object(path)
+    try:
+        content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
+        raise _damaged(path, f"{sidecar}: {why}; it has to describe {path.name}") from None
     if content.get("format", FORMAT) != FORMAT:
         message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
         raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")
@@ -318,15 +309,6 @@ def read_meta(path: Path) -> TokenMeta:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "a key"
         raise _damaged(path, f"{sidecar}: {where}: {first['msg']}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the content of the description of a token file."""
-    try:
-        return read_object(sidecar_path(path), most_bytes=_MAX_SIDECAR_BYTES)
-    except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        raise _damaged(path, f"{sidecar_path(path)}: {why}; it has to describe {path.name}") from None
 
 
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:

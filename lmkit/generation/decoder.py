@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -45,6 +44,10 @@ from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
     from lmkit.recipe.tables import ModelConfig
+
+
+Newest = tuple[list[Tensor], torch.cuda.Event | None]
+"""The tokens of a step on their way to the host, see `Decoder.newest`."""
 
 
 class LayerWeights(NamedTuple):
@@ -145,7 +148,7 @@ class Decoder:
         if vocab_size is not None:
             banned[vocab_size:] = 1
         banned[torch.tensor(never, dtype=torch.int64, device=self.device)] = 1
-        drawable = [stop for stop in self.stops if 0 <= stop < weight.shape[0]]
+        drawable = sorted(self.stops.intersection(range(weight.shape[0])))
         stop, ending = (*drawable, -1)[0], None
         if len(drawable) > 1:
             stop, ending = -1, torch.zeros_like(banned)
@@ -224,16 +227,17 @@ class Decoder:
         return torch.cat([self.model(ids[None])[:, -1] for ids in texts])
 
     def newest(self) -> Newest:
-        """Start copying the newest tokens to the host, without waiting."""
+        """Start copying the newest tokens to the host, without waiting; return the copies, with the log-probabilities
+        if these are kept, and the event after which they are complete (None: at once)."""
         columns = [self.state.drawn, *([self.state.logprobs] if self.logprobs else [])]
         if self.device.type != "cuda":
-            return Newest(list(map(torch.clone, columns)), None)
+            return list(map(torch.clone, columns)), None
         on_host = [torch.empty_like(column, device="cpu", pin_memory=True) for column in columns]
         for copy, column in zip(on_host, columns, strict=True):
             copy.copy_(column, non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # the host sleeps instead of spinning while it waits
         event.record()
-        return Newest(on_host, event)
+        return on_host, event
 
 
 Array = Any  # of NumPy
@@ -258,9 +262,8 @@ class CPUStep:
         self.q = heads[:, : config.num_heads, None]  # (rows, heads, 1, head_dim)
         self.qk, self.v = np.split(heads.numpy(), [-kv_heads], axis=1)
         self.k = self.qk[:, -kv_heads:]
-        self.pairs = self.qk.view(
-            np.result_type(self.qk, np.complex64)
-        )  # two neighbouring channels as complex
+        # Two neighbouring channels as complex
+        self.pairs = self.qk.view(np.result_type(self.qk, np.complex64))
         self.joint = self.head.new_zeros(rows, 2 * config.d_ff)
         self.gate, self.up = self.joint.chunk(2, dim=1)
         self.table = model.token_embeddings.weight.detach().numpy()
@@ -294,7 +297,9 @@ class CPUStep:
         self.x_array[:] = self.table[self.text[each, place]]
         longest = int(place.max()) + 1
         turns = self.turns[place][:, None]  # (rows, 1, head_dim / 2)
-        hidden = {window: self.hidden(longest, window) for window in set(cache.windows)}
+        hidden = {}
+        for window in set(cache.windows):
+            hidden[window] = self.hidden(longest, window)
         all_keys = cache.keys[:, :, :, :longest].unbind()
         all_values = cache.values[:, :, :, :longest].unbind()
         for layer, window, old_keys, old_values in zip(
@@ -340,41 +345,19 @@ class CPUStep:
         np.divide(self.normed_array, np.sqrt(self.squares[:, 0] + self.eps_sum), out=self.normed_array)
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The tokens of a step on their way to the host, with their log-probabilities if these are kept."""
-
-    columns: list[Tensor]
-    event: torch.cuda.Event | None
-
-    def has_come(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def read(self) -> tuple[list[int], list[float] | None]:
-        """Wait for the copy; return the token of every row, and its log-probability."""
-        if self.event is not None:
-            self.event.synchronize()
-        tokens, *logprobs = map(Tensor.tolist, self.columns)
-        return tokens, logprobs[0] if logprobs else None
-
-
 def can_run_kernels(model: TransformerLM) -> bool:
     """Whether the kernels of `lmkit.kernels.decode` support this model on its device."""
-    weight = model.lm_head.weight
-    is_known = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return is_known and kernels_suit(model.config, weight.device) and is_original(model)
-
-
-def kernels_suit(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the kernels support a model of this table on this device."""
+    config, weight = model.config, model.lm_head.weight
     return (
-        device.type == "cuda"
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and ATTENTION.facts(config.attention).sees_all
         # Four slices of columns, 16 bytes at a time; sums of squares over 16 features.
         and config.d_model % 64 == 0
         and config.d_ff % 32 == 0
         and config.head_dim <= 256
         and config.switches <= SWITCHES
+        and is_original(model)
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import gc
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -109,10 +110,11 @@ def generate(
     encode = partial(prompt_ids, tokenizer, most=room, allow_special=options.allow_special)
     if "" in prompts:
         encode("")  # refuses it before anything is written
-    streams = [] if on_text is None else [TextStream(tokenizer) for _ in prompts]
-    tokens: list[list[int]] = [[] for _ in prompts]
-    logprobs: list[list[float]] = [[] for _ in prompts]
-    ended = [False] * len(prompts)
+    # By number of the prompt
+    streams: dict[int, TextStream] = defaultdict(partial(TextStream, tokenizer))
+    tokens: dict[int, list[int]] = defaultdict(list)
+    logprobs: dict[int, list[float]] = defaultdict(list)
+    ended: set[int] = set()
     limits = drawn_from(tokenizer, options)
     stops = limits["stops"]
 
@@ -121,7 +123,7 @@ def generate(
             prompts[number],
             tokenizer.decode(tokens[number]),
             tuple(tokens[number]),
-            ended[number],
+            number in ended,
             tuple(logprobs[number][: len(tokens[number])]) if options.logprobs else None,
         )
 
@@ -130,14 +132,14 @@ def generate(
         settings: dict[str, Any] = {"encode": encode, "kernels": kernels, **limits}
         for number, token, logprob in generate_tokens(model, prompts, options, **settings):
             if token in stops:
-                ended[number] = True
+                ended.add(number)
             else:
                 if logprob is not None:
                     logprobs[number].append(logprob)
                 tokens[number].append(token)
                 if on_text is not None and (piece := streams[number].push(token)):
                     on_text(number, piece)
-            if ended[number] or len(tokens[number]) == options.max_new_tokens:
+            if number in ended or len(tokens[number]) == options.max_new_tokens:
                 if on_text is not None and (piece := streams[number].finish()):
                     on_text(number, piece)
                 generation = made(number)
@@ -145,10 +147,10 @@ def generate(
                 if on_end is not None:
                     on_end(number, generation)
     except KeyboardInterrupt:
-        begun = [number for number in range(len(prompts)) if tokens[number] or number in finished]
+        begun = sorted(tokens.keys() | finished.keys())
         generations = {number: finished.get(number) or made(number) for number in begun}
         raise Interrupted(generations, len(finished)) from None
-    return [finished[number] for number in range(len(prompts))]
+    return list(map(finished.__getitem__, range(len(prompts))))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -264,8 +266,10 @@ def draw_tokens(
     steps: deque[tuple[Newest, list[tuple[int, _Seat, int]]]] = deque()
 
     def read_oldest() -> Iterator[Drawn]:
-        newest, sat = steps[0]
-        tokens, logprobs = newest.read()
+        (columns, event), sat = steps[0]
+        if event is not None:
+            event.synchronize()
+        tokens, *logprobs = map(methodcaller("tolist"), columns)
         for row, seat, drawn in sat:
             if seat.ended or seat.read > drawn:  # read before Ctrl-C came
                 continue
@@ -276,7 +280,7 @@ def draw_tokens(
                     "the model's predictions are not finite numbers",
                     hint="its training diverged; use an older checkpoint",
                 )
-            found = Drawn(seat.number, token, logprobs[row] if logprobs else None)
+            found = Drawn(seat.number, token, logprobs[0][row] if logprobs else None)
             # Python runs no signal's handler between these lines and the yield.
             seat.ended = token in stops
             seat.read = drawn + 1
@@ -289,31 +293,31 @@ def draw_tokens(
     try:
         while True:
             if len(free) >= decoder.refill or not seats:
+                texts: dict[int, Sequence[int]] = {}
+                seeds: list[int] = []
                 # Fewer prompts than rows, or the other way round.
-                taking = [
-                    (row, number, encode(prompt))
-                    for row, (number, prompt) in zip(free, waiting, strict=False)
-                ]
-                if taking:
-                    left -= len(taking)
-                    del free[: len(taking)]
-                    decoder.start(
-                        [row for row, _, _ in taking],
-                        [ids for _, _, ids in taking],
-                        [(seed + number) % (1 << 63) for _, number, _ in taking],  # int64
-                    )
-                    for row, number, ids in taking:
-                        seats[row] = _Seat(number, len(ids))
+                for row, (number, prompt) in zip(free, waiting, strict=False):
+                    texts[row] = encode(prompt)
+                    seeds.append((seed + number) % (1 << 63))  # int64
+                    seats[row] = _Seat(number, len(texts[row]))
+                if texts:
+                    left -= len(texts)
+                    del free[: len(texts)]
+                    decoder.start(list(texts), list(texts.values()), seeds)
             if seats:
-                full = [row for row, seat in seats.items() if seat.length > decoder.capacity]
+                full: list[int] = []
+                for row, seat in seats.items():
+                    if seat.length > decoder.capacity:
+                        full.append(row)
                 if full:
                     kept = decoder.slide(full)
                     for row in full:
                         seats[row].length = kept
-                decoder.step(max(seat.length for seat in seats.values()))
-                taken = [(row, seat, seat.drawn) for row, seat in seats.items()]
+                decoder.step(max(map(attrgetter("length"), seats.values())))
+                taken: list[tuple[int, _Seat, int]] = []
                 steps.append((decoder.newest(), taken))
-                for row, seat, _ in taken:
+                for row, seat in list(seats.items()):
+                    taken.append((row, seat, seat.drawn))
                     seat.length += 1
                     seat.drawn += 1
                     if seat.drawn == most:
@@ -322,7 +326,11 @@ def draw_tokens(
             elif not steps:
                 return
             # Where all rows end at once and prompts are left, they are refilled first: the device must not run dry.
-            while steps and (not (seats or left) or len(steps) > MOST_STEPS_LATE or steps[0][0].has_come()):
+            while steps:
+                _, event = steps[0][0]
+                may_wait = (seats or left) and len(steps) <= MOST_STEPS_LATE
+                if may_wait and event is not None and not event.query():
+                    break
                 yield from read_oldest()
     except KeyboardInterrupt:
         while steps:

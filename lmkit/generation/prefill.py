@@ -98,19 +98,19 @@ class Prefill:
         self.attention = attention_function(best_kernel(like_q, windows=config.attention_window is not None))
         self.together = max(1, decoder.rows // 16) if padded else 1
         self.store: Callable[..., None] | None = None
+        self.read = self._read
         if padded and decoder.device.type == "cuda":
             from lmkit.kernels.decode.attention import store
 
-            self.store = store
+            self.store, self.read = store, self._read_in_graph
         self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._pool: Any = None  # memory pool of the graphs
 
     def __call__(self, rows: Sequence[int], texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        by_length: dict[int, list[tuple[int, Sequence[int], int]]] = defaultdict(list)
+        by_length: dict[tuple[int, int], list[tuple[int, Sequence[int], int]]] = defaultdict(list)
         for row, ids, seed in zip(rows, texts, seeds, strict=True):
-            by_length[self.padded_length(len(ids))].append((row, ids, seed))
-        for length, alike in by_length.items():
-            most = self.at_once(length)
+            by_length[self.packing(len(ids))].append((row, ids, seed))
+        for (length, most), alike in by_length.items():
             for first in range(0, len(alike), most):
                 some = alike[first : first + most]
                 # Fill the free places with the first text again, which writes the same values to the same memory.
@@ -124,8 +124,7 @@ class Prefill:
 
     def slide(self, rows: Sequence[int], kept: int) -> None:
         """Continue rows whose texts fill the cache from their last `kept` tokens. The host does not wait for them."""
-        state, length = self.decoder.state, self.padded_length(kept)
-        most = self.at_once(length)
+        state, (length, most) = self.decoder.state, self.packing(kept)
         for first in range(0, len(rows), most):
             some = [*rows[first : first + most]]
             row = self.to_device(array("q", some + some[:1] * (most - len(some))))
@@ -134,17 +133,14 @@ class Prefill:
             padding = ids[:, -1:].expand(-1, length - kept)
             self.read(torch.cat([torch.stack(columns, dim=1), ids, padding], dim=1))
 
-    def padded_length(self, tokens: int) -> int:
-        """Return the packed length of a text: its ids but the last, padded, and the last."""
-        read = tokens - 1
-        if not self.padded or read == 0:
-            return tokens
-        step = max(SHORTEST, (1 << (read - 1).bit_length()) // 4)
-        return min(self.decoder.capacity, -(-read // step) * step) + 1
-
-    def at_once(self, length: int) -> int:
-        """Return how many texts of a packed length a pass reads."""
-        return min(self.together, max(1, TOKENS_AT_ONCE // length))
+    def packing(self, tokens: int) -> tuple[int, int]:
+        """Return the packed length of a text (its ids but the last, padded, and the last), and how many texts of this
+        length a pass reads."""
+        read, length = tokens - 1, tokens
+        if self.padded and read:
+            step = max(SHORTEST, (1 << (read - 1).bit_length()) // 4)
+            length = min(self.decoder.capacity, -(-read // step) * step) + 1
+        return length, min(self.together, max(1, TOKENS_AT_ONCE // length))
 
     def to_device(self, numbers: array) -> Tensor:
         on_host = torch.frombuffer(numbers, dtype=torch.int64)  # ten times as fast as from a list
@@ -152,13 +148,11 @@ class Prefill:
             return on_host
         return on_host.pin_memory().to(self.decoder.device, non_blocking=True)
 
-    def read(self, packed: Tensor) -> None:
-        """Put packed texts (texts, HEADER + length) into their rows."""
+    def _read_in_graph(self, packed: Tensor) -> None:
+        """Do what `_read` does; from the second time on that these sizes come, by a CUDA graph."""
         key = tuple(packed.shape)
-        records = self.padded and packed.is_cuda
-        if not records or key not in self._graphs:
-            if records:
-                self._graphs[key] = None  # seen once
+        if key not in self._graphs:
+            self._graphs[key] = None  # seen once
             self._read(packed)
             return
         recorded = self._graphs[key]
@@ -177,6 +171,7 @@ class Prefill:
         graph.replay()
 
     def _read(self, packed: Tensor) -> None:
+        """Put packed texts (texts, HEADER + length) into their rows."""
         decoder, state = self.decoder, self.decoder.state
         (row, tokens, seed, number, done), ids = packed[:, :HEADER].unbind(1), packed[:, HEADER:]
         last = tokens - 1

@@ -1,4 +1,7 @@
-"""Describe what is measured on: versions, chips, clocks, git state. No host names, no paths, no user names."""
+"""Describe what is measured on: versions, chips, clocks, git state. No host names, no paths, no user names.
+
+Also what data sheets say of GPUs: peaks for MFU, memory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,16 @@ import platform
 import re
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmkit import __version__
+from lmkit.measure.memory import GIB
+
+if TYPE_CHECKING:
+    import torch
 
 LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
 """Launches that a GPU's driver takes before the CPU has to wait: "4x" is four times its default."""
@@ -116,3 +124,79 @@ def _output_of(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+# Dense tensor-core peaks in FLOP/s (data sheets; without sparsity; 16-bit with fp32 accumulation).
+# The first pattern that matches the device's name counts, so the special form factors come first.
+_DENSE_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"\bB200\b", {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
+    (r"\bGH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bH200 NVL\b", {"bf16": 836e12, "fp16": 836e12, "tf32": 418e12, "fp32": 60e12}),
+    (r"\bH200\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bH100 PCIe\b", {"bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51e12}),
+    (r"\bH100 NVL\b", {"bf16": 835e12, "fp16": 835e12, "tf32": 418e12, "fp32": 60e12}),
+    (r"\bH100\b", {"bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}),
+    (r"\bA100\b", {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
+    (r"\bL40S\b", {"bf16": 362e12, "fp16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
+    (r"\bL4\b", {"bf16": 121e12, "fp16": 121e12, "tf32": 60e12, "fp32": 30.3e12}),
+    (r"\bA10\b", {"bf16": 125e12, "fp16": 125e12, "tf32": 62.5e12, "fp32": 31.2e12}),
+    (r"\bRTX 4090\b(?! (D|Laptop))", {"bf16": 165.2e12, "fp16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12}),
+    (r"\bRTX 3090\b(?! Ti)", {"bf16": 71e12, "fp16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12}),
+    (r"\bV100\b", {"fp16": 125e12, "fp32": 15.7e12}),
+    (r"\bT4\b", {"fp16": 65e12, "fp32": 8.1e12}),
+)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a GPU or CPU multiplies bf16 by instructions of its own; elsewhere float32 is faster."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as a plan sees it.
+
+    Attributes:
+        name: as torch calls it; `known_peak` knows it.
+        memory: bytes, as torch reports them.
+    """
+
+    name: str
+    memory: int
+
+
+# Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.
+CARDS = {
+    "T4": Card("Tesla T4", int(14.74 * GIB)),
+    "L4": Card("NVIDIA L4", int(22.0 * GIB)),
+    "RTX 4090": Card("NVIDIA GeForce RTX 4090", int(23.5 * GIB)),
+    "A100 40GB": Card("NVIDIA A100-SXM4-40GB", int(39.4 * GIB)),
+    "A100": Card("NVIDIA A100-SXM4-80GB", int(79.1 * GIB)),
+    "H100": Card("NVIDIA H100 80GB HBM3", int(79.1 * GIB)),
+    "H200": Card("NVIDIA H200", 150_109_880_320),
+}
+"""Name on the command line -> card."""
+
+
+def card_here() -> Card:
+    """Return this machine's first GPU; an H200 where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CARDS["H200"]
+    found = torch.cuda.get_device_properties(0)
+    return Card(found.name, found.total_memory)
+
+
+def known_peak(name: str, dtype: str) -> float | None:
+    """Return the dense peak in FLOP/s of the GPU that torch calls `name`; None for unknown chips and dtypes."""
+    for pattern, peaks in _DENSE_PEAKS:
+        if re.search(pattern, name):
+            return peaks.get(dtype)
+    return None

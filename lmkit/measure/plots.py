@@ -89,7 +89,8 @@ def png(figure: Figure) -> bytes:
 
 def _curve(axes: Axes, points: Points, label: str, index: int, **style: Any) -> None:
     look: dict[str, Any] = {"color": COLORS[index % len(COLORS)], "linewidth": 1.5, "markersize": 5}
-    axes.plot([x for x, _ in points], [y for _, y in points], label=label, **(look | style))
+    places = zip(*points, strict=True) if points else ([], [])
+    axes.plot(*places, label=label, **(look | style))
 
 
 def _whisker(axes: Axes, x: float, y: float, whisker: Whisker) -> None:
@@ -435,8 +436,11 @@ def own_settings() -> Iterator[None]:
     finally:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
-    defaults = {key: value for key, value in matplotlib.rcParamsDefault.items() if "backend" not in key}
+    defaults: Any = {"text.parse_math": False}
+    for key, value in matplotlib.rcParamsDefault.items():
+        if "backend" not in key:
+            defaults.setdefault(key, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", matplotlib.MatplotlibDeprecationWarning)  # of settings
-        with matplotlib.rc_context({**defaults, "text.parse_math": False}):
+        with matplotlib.rc_context(defaults):
             yield

@@ -64,7 +64,10 @@ class Column:
 
 def json_lines(rows: Sequence[Row]) -> str:
     """Return one strict JSON object per line; NaN and infinities become null."""
-    return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+    lines = ""
+    for row in rows:
+        lines += json.dumps(finite(row), allow_nan=False) + "\n"
+    return lines
 
 
 def finite(value: Any) -> Any:

@@ -102,7 +102,7 @@ def choose_operations(name: str, weight: Tensor) -> Operations:
     elif (check := OPERATIONS.facts(name).check) is not None:
         OPERATIONS.function_of(name, check)(weight)
     made: Operations = OPERATIONS.load(name)()
-    made.name = OPERATIONS.canonical(name)
+    made.name = OPERATIONS.entry(name).name
     return made
 
 

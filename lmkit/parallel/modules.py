@@ -48,7 +48,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, strategy: str = "bucketed", **options: Any) -> None:
         super().__init__()
-        name = STRATEGIES.canonical(strategy)
+        name = STRATEGIES.entry(strategy).name
         if STRATEGIES.facts(name).shards:
             raise UsageError(
                 "parallel.strategy_shards",

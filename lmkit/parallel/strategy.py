@@ -53,7 +53,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
         LmkitError: what is registered makes no strategy.
     """
     if isinstance(strategy, str):
-        strategy = ParallelConfig(strategy=STRATEGIES.canonical(strategy))
+        strategy = ParallelConfig(strategy=STRATEGIES.entry(strategy).name)
     if mistakes := list(strategy_mistakes(strategy)):
         raise UsageError(
             "parallel.wrong_option", "; ".join(mistakes), hint="take the option out, or another strategy"

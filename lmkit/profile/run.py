@@ -22,8 +22,7 @@ from lmkit.bench.harness import write_results
 from lmkit.bench.summary import Summary, report_text
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError, UsageError
-from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import has_bf16
+from lmkit.measure.environment import describe_environment, has_bf16
 from lmkit.measure.plots import decorate, grouped_bars
 from lmkit.measure.ranges import enable_ranges_from_environment, nvtx_is_available
 from lmkit.measure.tables import Column, Row, wrote

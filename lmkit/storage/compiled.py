@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import hashlib
 import logging
 import os
 import tempfile
@@ -13,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lmkit.errors import LmkitError, reason
-from lmkit.storage.atomic import write_atomic
+from lmkit.storage.atomic import sha256_file, write_atomic
 from lmkit.storage.inputs import read_input
 
 _log = logging.getLogger("lmkit")
@@ -52,7 +51,7 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
             library = read_input(made)
             try:
                 if folder is not None:
-                    kept = folder / _kept_name(name, library)
+                    kept = folder / f"{name}-{sha256_file(made)[:16]}.so"
                     write_atomic(kept, library)
             except (OSError, LmkitError) as error:
                 _warn(what, error)
@@ -71,15 +70,11 @@ def _warn(what: str, error: Exception) -> None:
     _log.warning("%s%s: %s is compiled again for each process", where, why, what)
 
 
-def _kept_name(name: str, library: bytes) -> str:
-    return f"{name}-{hashlib.sha256(library).hexdigest()[:16]}.so"
-
-
 def _find(folder: Path, name: str) -> Path | None:
     """Return the kept library; remove others of this name."""
     for path in folder.glob(f"{name}-*.so"):
         with suppress(FileNotFoundError):  # another process removes it
-            if path.name == _kept_name(name, read_input(path)):
+            if path.stem == f"{name}-{sha256_file(path)[:16]}":
                 return path
             path.unlink()
     return None

@@ -38,7 +38,10 @@ def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> Buffered
     Raises:
         OSError: as `open`; a PermissionError for what is not a regular file.
     """
-    refuse_irregular(path, pipes=pipes)
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    is_refused = kind in _KINDS and not (pipes and kind == stat.S_IFIFO)  # `open` refuses folders
+    if is_refused and not os.path.abspath(path).startswith(_HANDED_OVER):
+        raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))
     return open(path, "rb")
 
 
@@ -46,15 +49,6 @@ def read_input(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
     """Return the content of a file; see `open_input`."""
     with open_input(path, pipes=pipes) as file:
         return file.read()
-
-
-def refuse_irregular(path: str | os.PathLike[str], *, pipes: bool = False) -> None:
-    """Refuse what `open_input` would refuse, before a library opens the file."""
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind not in _KINDS or (pipes and kind == stat.S_IFIFO):  # `open` refuses folders
-        return
-    if not os.path.abspath(path).startswith(_HANDED_OVER):
-        raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))
 
 
 # JSON that anybody may have written or damaged
@@ -75,28 +69,23 @@ def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
-    return parse_object(text)
+    return parse_json(text, dict)
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a text holds.
+def parse_json(text: str, kind: type = object) -> Any:
+    """Return what a text holds as JSON; kind: dict for an object.
 
     Raises:
         ValueError: says in a few words what is wrong with the text.
     """
-    content = parse_json(text)
-    if not isinstance(content, dict):
-        raise ValueError("not a JSON object")
-    return content
-
-
-def parse_json(text: str) -> Any:
-    """Return what a text holds as JSON. ValueError: as `parse_object`."""
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     except ValueError:  # Python refuses to read thousands of digits
         raise ValueError("a number has too many digits") from None
+    if not isinstance(content, kind):
+        raise ValueError("not a JSON object")
+    return content

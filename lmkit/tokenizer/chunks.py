@@ -171,11 +171,11 @@ class TextFiles:
     """
 
     def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
-        self.paths = list(paths)
-        self.sizes = [text_file_status(path).st_size for path in paths]
+        self.paths, self._specials, self.errors = list(paths), specials, errors
+        self.sizes: list[int] = []
+        for path in paths:
+            self.sizes.append(text_file_status(path).st_size)
         self.num_bytes = sum(self.sizes)
-        self._specials = specials
-        self._errors = errors
         if not self.num_bytes:
             names = ", ".join(map(str, paths)) or "no files"
             raise UsageError(
@@ -197,7 +197,3 @@ class TextFiles:
         if text_file_status(path).st_mtime_ns != before.st_mtime_ns or num_bytes != self.sizes[source]:
             message = f"{path}: changed while it was being read"
             raise LmkitError("corpus.changed", message, hint="run again when it is complete")
-
-    def text_of(self, chunk: Chunk) -> bytes:
-        """Return a chunk as valid UTF-8; safe to call from any thread."""
-        return valid_utf8(chunk, self.paths[chunk.source], self._errors)

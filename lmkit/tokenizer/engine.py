@@ -18,14 +18,15 @@ import platform
 import queue
 import subprocess
 import unicodedata
+import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -45,7 +46,7 @@ _log = logging.getLogger("lmkit")
 
 
 def new_encoder(merges: MergeTable) -> Encoder:
-    """Return a new encoder: in C if the machine can compile it, otherwise in Python."""
+    """Return a new encoder, for one thread: in C if the machine can compile it, otherwise in Python."""
     code = library()
     encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
     return NormalizingEncoder(encoder) if merges.nfc else encoder
@@ -186,23 +187,20 @@ class PythonCounter:
         return WordCounts.from_mapping(counts, self._num_special)
 
 
-class Encoder:
+class Encoder(Protocol):
     """Encodes chunks of text."""
 
-    def encode(self, data: bytes, specials: SpecialTokens) -> np.ndarray:
-        """Return the ids of a chunk, int32; only `specials` count as special tokens."""
-        return self.encode_and_find(data, specials)[0]
-
     def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a chunk and the indices of `specials` among them, both int32."""
-        raise NotImplementedError
+        """Return the ids of a chunk and the indices of `specials` among them, both int32. Only `specials` count as
+        special tokens."""
+        ...
 
 
-class PythonEncoder(Encoder):
+class PythonEncoder:
     """Encodes chunks of text. Accepts bytes that are not UTF-8: each counts as a punctuation mark.
 
     >>> encoder = PythonEncoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
-    >>> encoder.encode(b"hi<|end|>", SpecialTokens({"<|end|>": 257})).tolist()
+    >>> encoder.encode_and_find(b"hi<|end|>", SpecialTokens({"<|end|>": 257}))[0].tolist()
     [256, 257]
     """
 
@@ -240,7 +238,7 @@ class _KnownWords(dict[str, list[int]]):
 # ---- in C
 
 
-class NativeEncoder(Encoder):
+class NativeEncoder:
     """Does what `PythonEncoder` does, with `words.c`, for valid UTF-8. It remembers words, and serves one thread."""
 
     def __init__(self, code: ctypes.CDLL, merges: MergeTable) -> None:
@@ -260,6 +258,7 @@ class NativeEncoder(Encoder):
         )
         if not self._encoder:
             raise MemoryError("no memory for the encoder")
+        weakref.finalize(self, code.lmkit_encoder_free, self._encoder)
         self._room = np.empty((2, _ROOM), np.int32)
         self._num_places = ctypes.c_int64()
 
@@ -274,12 +273,8 @@ class NativeEncoder(Encoder):
             raise MemoryError("no memory to encode a chunk")
         return ids[:count].copy(), places[: self._num_places.value].copy()
 
-    def __del__(self) -> None:
-        if encoder := getattr(self, "_encoder", None):
-            self._code.lmkit_encoder_free(encoder)
 
-
-class NormalizingEncoder(Encoder):
+class NormalizingEncoder:
     """Encodes in Unicode's normal form C what lies between special tokens.
 
     Texts may be cut before a space, or between a letter or number and a character that is neither one of them nor a
@@ -317,6 +312,7 @@ class NativeCounter:
         self._counter = code.lmkit_counter_new(self._classes.ctypes.data)
         if not self._counter:
             raise MemoryError("no memory for the counter")
+        weakref.finalize(self, code.lmkit_counter_free, self._counter)
 
     def add(self, data: bytes) -> None:
         if self._code.lmkit_count(self._counter, data, len(data), self._packed_specials):
@@ -336,10 +332,6 @@ class NativeCounter:
             self._counter, text.ctypes.data, lengths.ctypes.data, counts.ctypes.data
         )
         return WordCounts(text, lengths, counts, num_special)
-
-    def __del__(self) -> None:
-        if counter := getattr(self, "_counter", None):
-            self._code.lmkit_counter_free(counter)
 
 
 WordCounter = NativeCounter | PythonCounter
@@ -400,23 +392,19 @@ R = TypeVar("R")
 _AHEAD = 3  # chunks per worker that are under way or wait to be finished
 
 
-def share_out(
-    items: Iterable[T], workers: Sequence[Callable[[T], R]], finish: Callable[[T, R], None] | None = None
-) -> None:
-    """Pass every item to a free worker, and every result to `finish` in the order of the items.
+def share_out(items: Iterable[T], workers: Sequence[Callable[[T], R]]) -> Generator[tuple[T, R], None, None]:
+    """Pass every item to a free worker; yield every item with its result, in the order of the items.
 
-    Each worker is used by one thread at a time; `items` and `finish` run in the calling thread. At most `_AHEAD`
-    items per worker are under way, which bounds the memory. The first error, in the order of the items, stops
-    everything and is raised. One worker does everything in the calling thread.
+    Each worker is used by one thread at a time; `items` is read in the calling thread. At most `_AHEAD` items per
+    worker are under way, which bounds the memory. The first error, in the order of the items, stops everything and is
+    raised. A caller that may raise one closes the generator. One worker does everything in the calling thread.
 
-    >>> share_out([2, 3], [lambda x: x * x, lambda x: x * x], lambda x, square: print(x, square))
-    2 4
-    3 9
+    >>> list(share_out([2, 3], [lambda x: x * x, lambda x: x * x]))
+    [(2, 4), (3, 9)]
     """
-    finish = finish or (lambda item, result: None)
     if len(workers) == 1:
         for item in items:
-            finish(item, workers[0](item))
+            yield item, workers[0](item)
         return
     free: queue.SimpleQueue[Callable[[T], R]] = queue.SimpleQueue()
     for worker in workers:
@@ -435,6 +423,6 @@ def share_out(
             under_way.append((item, pool.submit(work, item)))
             if len(under_way) >= _AHEAD * len(workers):
                 first, result = under_way.popleft()
-                finish(first, result.result())
+                yield first, result.result()
         for first, result in under_way:
-            finish(first, result.result())
+            yield first, result.result()

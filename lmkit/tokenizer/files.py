@@ -13,7 +13,7 @@ import json
 import logging
 import unicodedata
 from collections.abc import Iterable, Mapping
-from itertools import count
+from itertools import count, filterfalse
 from json.encoder import encode_basestring
 from operator import itemgetter
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from lmkit.storage import write_atomic
-from lmkit.storage.inputs import parse_object, read_input
-from lmkit.tokenizer.marks import added_by, config_of, marks_of, named_by, read_beside
+from lmkit.storage.inputs import parse_json, read_input
+from lmkit.tokenizer.marks import added_by, named_by, read_beside
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ _SPELLINGS = [
     ("gpt2", _split(PATTERN)),
     ("gpt2", _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d"))),
 ]
+_PATTERN_OF: dict[str, str] = {}  # pre-tokenizers as `_steps` returns them, as JSON -> which of `PATTERNS`
 
 
 def to_json(tokenizer: Tokenizer) -> str:
@@ -157,14 +158,6 @@ def to_json(tokenizer: Tokenizer) -> str:
     return f'{the_rest}, "vocab": {{{vocab}}}, "merges": [{merges}]}}}}'
 
 
-def _pattern_of(steps: list[dict[str, Any]]) -> str | None:
-    """Return which of `PATTERNS` pre-tokenizers are; None for others."""
-    for name, written in _SPELLINGS:
-        if steps == _steps(written):
-            return name
-    return None
-
-
 def _steps(part: dict[str, Any] | None, key: str = "pretokenizers") -> list[dict[str, Any]]:
     """Return a list of the pre-tokenizers, or normalizers, without what changes offsets only."""
     if part is None:
@@ -176,6 +169,10 @@ def _steps(part: dict[str, Any] | None, key: str = "pretokenizers") -> list[dict
     if (step.get("behavior"), step.get("invert")) == ("Removed", True):  # the patterns match all of a text
         step |= {"behavior": "Isolated", "invert": False}
     return [step]
+
+
+for _name, _written in _SPELLINGS:
+    _PATTERN_OF[json.dumps(_steps(_written), sort_keys=True)] = _name
 
 
 def _template(tokenizer: Tokenizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -200,10 +197,10 @@ def _template(tokenizer: Tokenizer, names: Mapping[int, str]) -> dict[str, Any]:
 def load_json(path: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. As in transformers, the tokens that begin and end a text are special, and
     `tokenizer_config.json` beside the file may add tokens or change where they are found."""
-    beside = read_beside(path)
-    config, marks, written = config_of(beside), marks_of(beside), _read(path, _ONE_FILE)
+    beside, marks = read_beside(path)
+    config, written = beside.get(TOKENIZER_CONFIG, {}), _read(path, _ONE_FILE)
     try:
-        content = parse_object(written)
+        content = parse_json(written, dict)
         model, given = content["model"], list(content.get("added_tokens", ()))
         if beside:
             given += added_by(beside, path, {token.get("id") for token in given})
@@ -221,8 +218,7 @@ def load_json(path: Path) -> dict[str, Any]:
         added = {}
         for described in given:
             if text := described["content"]:
-                flags = [bool(described.get(flag)) for flag in ("special", "normalized", "lstrip", "rstrip")]
-                added[text] = AddedToken(text, *flags)
+                added[text] = AddedToken(text, *map(bool, map(described.get, AddedToken._fields[1:])))
         for mark in (marks.begin, marks.end):
             if mark is not None and (mark in added or mark in names):
                 added[mark] = added.get(mark, AddedToken(mark))._replace(special=True)
@@ -236,14 +232,14 @@ def load_json(path: Path) -> dict[str, Any]:
         around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if (post_processor := content.get("post_processor")) is not None:
             around = _around(post_processor, path)
-        new = [text for text in added if text not in names]
+        new = list(filterfalse(names.__contains__, added))
         ids = (*names.values(), *range(len(names), len(names) + len(new)))
         vocab = by_id(zip((*tokens.values(), *new), ids, strict=True))
     except KeyError as error:
         raise damaged(path, f"not a whole tokenizer.json: no key {error}") from error
     except (TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"not a tokenizer.json: {error}") from error
-    if ignored := [field for field in ("truncation", "padding") if content.get(field) is not None]:
+    if ignored := list(filter(content.get, ("truncation", "padding"))):
         _log.warning("%s: ignoring %s: texts are encoded whole", path, " and ".join(ignored))
     if config and (unread := sorted(named_by(config) - added.keys())):
         _log.warning(
@@ -257,7 +253,7 @@ def load_json(path: Path) -> dict[str, Any]:
         "special_tokens": tuple(added.values()),
         "prefix": around[0],
         "suffix": around[1],
-        "pattern": _pattern_of(_steps(content["pre_tokenizer"])),
+        "pattern": _PATTERN_OF[json.dumps(_steps(content["pre_tokenizer"]), sort_keys=True)],
         "whole_words": bool(model.get("ignore_merges")),
         "nfc": bool(_steps(content.get("normalizer"), "normalizers")),
         "unk_id": unk_id,
@@ -271,7 +267,10 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     model = content["model"]
     if (kind := model.get("type", "BPE" if "merges" in model else None)) != "BPE":
         return [("model.type", kind)]
-    found = [(f"model.{key}", model[key]) for key in _CHANGE_MODEL if model.get(key)]
+    found = []
+    for key in _CHANGE_MODEL:
+        if model.get(key):
+            found.append((f"model.{key}", model[key]))
     if config.get("add_prefix_space") and config.get("tokenizer_class") not in _ADD_NO_SPACE:
         found.append((f"{TOKENIZER_CONFIG}: add_prefix_space", True))
     vocab = model["vocab"]
@@ -287,11 +286,11 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     taken = set(vocab.values())
     if len(taken) < len(vocab):
         found.append(("model.vocab", "two tokens with one id"))
-    normalizers = [step["type"] for step in _steps(content.get("normalizer"), "normalizers")]
+    normalizers = list(map(itemgetter("type"), _steps(content.get("normalizer"), "normalizers")))
     if set(normalizers) - {"NFC"}:
         found.append(("normalizer", normalizers))
     steps = _steps(content.get("pre_tokenizer"))
-    if _pattern_of(steps) is None:
+    if json.dumps(steps, sort_keys=True) not in _PATTERN_OF:
         found.append(("pre_tokenizer", steps or None))
     ids, places = dict(vocab), count(len(vocab))
     for i, token in enumerate(content["added_tokens"]):
@@ -372,7 +371,7 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     text, lines = _read(vocab_json, _TWO_FILES), _read(merges_txt, _TWO_FILES).splitlines()
     lines = list(filter(None, lines))
     try:
-        names = parse_object(text)
+        names = parse_json(text, dict)
     except ValueError as error:
         raise damaged(vocab_json, error) from None
     made = {line.replace(" ", "") for line in lines} | _ALPHABET

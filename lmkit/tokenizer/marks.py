@@ -77,27 +77,30 @@ def no_end_of_text(where: object) -> UsageError:
     return UsageError("tokenizer.no_end_of_text", message, hint=hint)
 
 
-def read_beside(path: Path) -> Beside:
-    """Read the files beside a `tokenizer.json`. Files beside a tokenizer of another name belong to something else.
+def read_beside(path: Path) -> tuple[Beside, Marks]:
+    """Read the files beside a `tokenizer.json`; return them, and what they say of begin, end and stops.
+
+    Files beside a tokenizer of another name belong to something else.
+
+    As in transformers, the keys of `special_tokens_map.json` take precedence over those of `tokenizer_config.json` if
+    this has no `added_tokens_decoder`.
 
     Raises:
         LmkitError: a file is damaged ("tokenizer.damaged_marks").
     """
     beside = {}
     for name in _FILES if path.name == TOKENIZER else ():
-        if content := _read(path.with_name(name)):
+        if (file := path.with_name(name)).is_file() and (content := _read(file)):
             beside[name] = content
-    return beside
-
-
-def marks_of(beside: Beside) -> Marks:
-    """Return what the files beside a tokenizer say of begin, end and stops."""
+    mapped, config = beside.pop(SPECIAL_TOKENS_MAP, {}), beside.get(TOKENIZER_CONFIG, {})
+    if mapped and _DECODER not in config:
+        beside[TOKENIZER_CONFIG] = config | mapped
     if not beside:
-        return NO_MARKS
-    named, generation = config_of(beside), beside.get(GENERATION_CONFIG, {})
+        return beside, NO_MARKS
+    named, generation = beside.get(TOKENIZER_CONFIG, {}), beside.get(GENERATION_CONFIG, {})
     found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
-    return Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
+    return beside, Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
 
 
 def _text(content: Mapping[str, Any], key: str) -> str | None:
@@ -105,15 +108,6 @@ def _text(content: Mapping[str, Any], key: str) -> str | None:
     token = content.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
-
-
-def config_of(beside: Beside) -> dict[str, Any]:
-    """Return the keys of `tokenizer_config.json`.
-
-    As in transformers, those of `special_tokens_map.json` take precedence if it has no `added_tokens_decoder`.
-    """
-    config = beside.get(TOKENIZER_CONFIG, {})
-    return config if _DECODER in config else config | beside.get(SPECIAL_TOKENS_MAP, {})
 
 
 def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[str, Any]]:
@@ -127,7 +121,7 @@ def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[st
     Raises:
         LmkitError: it is damaged ("tokenizer.damaged_marks").
     """
-    config = config_of(beside)
+    config = beside.get(TOKENIZER_CONFIG, {})
     if _DECODER not in config:
         special = named_by(config)
         return [
@@ -170,7 +164,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
             such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
-        if resolve_marks(marks_of(read_beside(path)), special_ids) == marks:
+        if resolve_marks(read_beside(path)[1], special_ids) == marks:
             return
     except (LmkitError, ValueError):  # those of another tokenizer, which this one replaces
         pass
@@ -183,7 +177,7 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
         path.with_name(GENERATION_CONFIG): {"eos_token_id": list(marks.stops) or None},
     }
     for file, content in {**files, path.with_name(SPECIAL_TOKENS_MAP): {}}.items():
-        if not _read(file).keys() <= content.keys():
+        if file.is_file() and not _read(file).keys() <= content.keys():
             message = f"{file}: belongs to another tokenizer; it names other tokens that begin and end a text"
             hint = f"write {path.name} into another folder, or move that file away"
             raise UsageError("tokenizer.replaces_marks", message, hint=hint)
@@ -192,8 +186,6 @@ def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> Non
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
         return read_object(path)
     except (OSError, ValueError) as error:

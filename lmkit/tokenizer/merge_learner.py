@@ -97,9 +97,11 @@ class _Learner:
             message = "the distinct words of the corpus exceed 2 GiB"
             raise LmkitError("tokenizer.corpus_too_large", message, hint="train on less text")
         self.merges: list[Pair] = []
-        self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
-        # Each byte is inverted, and the end sorts last.
-        self._token_order = [chr(255 - byte) + "\u0100" for byte in range(NUM_BYTES)]
+        self._token_bytes: list[bytes] = []
+        self._token_order: list[str] = []  # each byte is inverted, and the end sorts last
+        for byte in range(NUM_BYTES):
+            self._token_bytes.append(bytes([byte]))
+            self._token_order.append(chr(255 - byte) + "\u0100")
         self._token_size = np.ones(NUM_BYTES + num_merges, np.int64)
         self._longest, self._max_token_bytes = 1, max_token_bytes
 
@@ -109,7 +111,7 @@ class _Learner:
         in_word[np.cumsum(words.lengths + 1)] = False
         # The fields of a slot are read together, and share a cache line. pair_at: the pair that begins here; 0: none.
         fields = ("token", "next", "previous", "pair_at")
-        slots = np.zeros(num_slots, [(field, np.int32) for field in fields])
+        slots = np.zeros(num_slots, list(zip(fields, [np.int32] * 4, strict=True)))
         self._token, self._next, self._previous, self._pair_at = map(slots.__getitem__, fields)
         self._token[:] = _NO_TOKEN
         self._token[in_word] = words.text
@@ -140,7 +142,7 @@ class _Learner:
         chosen = self._next_candidates(min(self._step_size, limit))
         if not chosen:
             return False
-        pairs = np.array([pair for _, _, _, pair in chosen])
+        pairs = np.array(list(map(itemgetter(3), chosen)))
         found = self._occurrences(pairs)
         keep = self._certain(pairs, found) if len(pairs) > 1 else 1
         self._step_size = min(_LONGEST_STEP, 2 * keep + 2)
@@ -186,14 +188,13 @@ class _Learner:
         return chosen
 
     def _candidates(self, pairs: np.ndarray) -> list[_Candidate]:
-        order = self._token_order
-        counts, left, right = -self._count[pairs], self._left[pairs], self._right[pairs]
-        rows = zip(counts.tolist(), left.tolist(), right.tolist(), pairs.tolist(), strict=True)
-        return [(count, order[left], order[right], pair) for count, left, right, pair in rows]
+        left = map(self._token_order.__getitem__, self._left[pairs].tolist())
+        right = map(self._token_order.__getitem__, self._right[pairs].tolist())
+        return list(zip((-self._count[pairs]).tolist(), left, right, pairs.tolist(), strict=True))
 
     def _occurrences(self, pairs: np.ndarray) -> _Occurrences:
         begin, end = self._first[pairs], self._first[pairs + 1]
-        places = [self._places[i:j] for i, j in zip(begin.tolist(), end.tolist(), strict=True)]
+        places = list(map(self._places.__getitem__, map(slice, begin.tolist(), end.tolist())))
         # The large arrays hold int32; numpy indexes fastest with int64.
         first = np.concatenate(places).astype(np.int64)
         current = np.flatnonzero(self._pair_at[first] == np.repeat(pairs, end - begin))

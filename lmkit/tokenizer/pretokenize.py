@@ -211,7 +211,7 @@ class _Strings:
         """Return int32s, then bytes: `Strings` in `words.c` says which."""
         tokens = sorted(self._tokens)
         # Where the tokens begin that begin with each byte, and their number
-        numbers = np.searchsorted([token[0] for token in tokens], np.arange(257)).tolist()
+        numbers = np.searchsorted(list(map(operator.itemgetter(0), tokens)), np.arange(257)).tolist()
         ids, flags, ends = [], [], [0]
         for text in tokens:
             token, token_id = self._tokens[text]

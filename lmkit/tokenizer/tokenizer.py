@@ -116,7 +116,12 @@ class Tokenizer:
             # A special token is never merged, even if the list of merges has it.
             self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
             table = [row for row in table if special.isdisjoint(row)]
-        self.special_ids = {text: i for text, i in added_ids.items() if added[text].special}
+        self.special_ids: dict[str, int] = {}
+        by_token: dict[AddedToken, int] = {}
+        for text, token_id in added_ids.items():
+            by_token[added[text]] = token_id
+            if added[text].special:
+                self.special_ids[text] = token_id
         self.special_tokens = tuple(self.special_ids)
         self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
@@ -126,7 +131,7 @@ class Tokenizer:
         self.vocab = dict(sorted(by_id.items()))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self.specials = SpecialTokens({added[text]: i for text, i in added_ids.items()})
+        self.specials = SpecialTokens(by_token)
         self.prefix, self.suffix = tuple(prefix), tuple(suffix)
         for token_id in (*self.prefix, *self.suffix, *([] if unk_id is None else [unk_id])):
             if token_id not in self.vocab:
@@ -138,6 +143,16 @@ class Tokenizer:
         self._is_silent = bool(self.missing_bytes)
         self.marks = resolve_marks(marks, self.special_ids)
         """The special tokens that begin and end a text, and the ids at which generation stops."""
+        self.end_of_text_id = None if self.marks.end is None else self.special_ids[self.marks.end]
+        """The id that ends a document; None if the tokenizer has no such token."""
+        begin = self.end_of_text_id if self.marks.begin is None else self.special_ids[self.marks.begin]
+        self.start_id = (*self.prefix, begin)[0]
+        """The id before the first token of a text: the prefix, else the begin-of-text token that the files name, else
+        the end-of-text token of the text before. None if the tokenizer has none of them."""
+        self._special_sizes = np.zeros(self.vocab_size, np.int64)  # id -> bytes of the token; 0: ordinary
+        for text, token_id in self.special_ids.items():
+            if token_id != unk_id:  # stands for text
+                self._special_sizes[token_id] = len(text.encode())
         missing = -1 if unk_id is None else -2 - unk_id if fuse_unk else unk_id
         self.merge_table = MergeTable(
             [ordinary.get(byte, missing) for byte in _BYTES],
@@ -147,6 +162,7 @@ class Tokenizer:
             nfc=nfc,
         )
         self._lock = threading.Lock()  # an encoder serves one thread at a time
+        self._encoder: Encoder | None = None
 
     @classmethod
     def from_merges(cls, merges: Sequence[Pair], special_tokens: str | Sequence[str] = ()) -> Tokenizer:
@@ -165,19 +181,6 @@ class Tokenizer:
         names = ("merges", "prefix", "suffix", "pattern", "whole_words", "nfc", "unk_id", "fuse_unk", "marks")
         kept = {name: getattr(self, name) for name in names}
         return functools.partial(Tokenizer, vocab=vocab, special_tokens=self.added_tokens, **kept), ()
-
-    @property
-    def end_of_text_id(self) -> int | None:
-        """The id that ends a document; None if the tokenizer has no such token."""
-        return None if self.marks.end is None else self.special_ids[self.marks.end]
-
-    @property
-    def start_id(self) -> int | None:
-        """The id before the first token of a text: the prefix, else the begin-of-text token that the files name, else
-        the end-of-text token of the text before. None if the tokenizer has none of them."""
-        if self.prefix:
-            return self.prefix[0]
-        return self.end_of_text_id if self.marks.begin is None else self.special_ids[self.marks.begin]
 
     def with_end_of_text(self, token: str) -> Tokenizer:
         """Return this tokenizer with another special token that ends a text.
@@ -251,7 +254,7 @@ class Tokenizer:
         else:
             encoder = PythonEncoder(self.merge_table)
             encoded = NormalizingEncoder(encoder) if self.nfc else encoder
-            ids = encoded.encode(data, specials).tolist()
+            ids = encoded.encode_and_find(data, specials)[0].tolist()
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
@@ -268,22 +271,15 @@ class Tokenizer:
             yield from self._encode_utf8(chunk.data, self.specials)
         yield from self.suffix
 
-    def new_encoder(self) -> Encoder:
-        """Return a new encoder of chunks of bytes, for one thread."""
-        return new_encoder(self.merge_table)
-
     def _encode_utf8(self, data: bytes, specials: SpecialTokens) -> list[int]:
         with self._lock:
+            encoder = self._encoder = self._encoder or new_encoder(self.merge_table)
             if len(data) <= CHUNK_BYTES:
-                return self._encoder.encode(data, specials).tolist()
+                return encoder.encode_and_find(data, specials)[0].tolist()
             ids: list[int] = []
             for chunk in exact_chunks([data], specials):
-                ids += self._encoder.encode(chunk.data, specials).tolist()
+                ids += encoder.encode_and_find(chunk.data, specials)[0].tolist()
             return ids
-
-    @functools.cached_property
-    def _encoder(self) -> Encoder:
-        return self.new_encoder()
 
     # ---- decoding
 
@@ -315,20 +311,10 @@ class Tokenizer:
         Args:
             places: indices of all special tokens, perhaps of other tokens too; None: not known.
         """
-        lowest, sizes = self._special_sizes
-        if places is None:
-            places = np.flatnonzero(ids >= lowest)  # most ids are lower
-        written = sizes[ids[places]]
+        if places is None:  # most ids are lower than the lowest special one
+            places = np.flatnonzero(ids >= min(self.special_ids.values(), default=self.vocab_size))
+        written = self._special_sizes[ids[places]]
         return places[written > 0], int(written.sum())
-
-    @functools.cached_property
-    def _special_sizes(self) -> tuple[int, np.ndarray]:
-        """The lowest special id, and id -> bytes of the special token, 0 for ordinary ones."""
-        sizes = np.zeros(self.vocab_size, np.int64)
-        for text, token_id in self.special_ids.items():
-            if token_id != self.unk_id:  # stands for text
-                sizes[token_id] = len(text.encode())
-        return min(self.special_ids.values(), default=self.vocab_size), sizes
 
     # ---- files
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lmkit.measure.environment import usable_cpus
 from lmkit.recipe import END_OF_TEXT, MAX_TOKEN_BYTES, MAX_VOCABULARY, NUM_BYTES
 from lmkit.streams import Progress
 from lmkit.tokenizer.chunks import Chunk, ErrorMode, TextFiles, exact_chunks, read_blocks, valid_utf8
-from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, share_out
+from lmkit.tokenizer.engine import WordCounter, WordCounts, new_counter, new_encoder, share_out
 from lmkit.tokenizer.merge_learner import learn_merges_fast
 from lmkit.tokenizer.pretokenize import SpecialTokens
 from lmkit.tokenizer.tokenizer import Tokenizer
@@ -115,20 +116,18 @@ def _count_words(
 
     Each worker counts chunks in a table of its own; the tables are added at the end.
     """
-    counters: list[Any] = [new_counter(specials) for _ in range(workers)]  # all in C, or all in Python
     done_bytes = 0
 
     def count(counter: WordCounter, chunk: Chunk) -> None:
-        counter.add(files.text_of(chunk))
-
-    def report(chunk: Chunk, result: None) -> None:
-        nonlocal done_bytes
-        done_bytes += chunk.num_bytes
-        if progress is not None:
-            progress("count words", done_bytes, files.num_bytes)
+        counter.add(valid_utf8(chunk, files.paths[chunk.source], files.errors))
 
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    share_out(chunks, [partial(count, counter) for counter in counters], report)
+    counters: list[Any] = list(map(new_counter, repeat(specials, workers)))  # all in C, or all in Python
+    with closing(share_out(chunks, list(map(partial, repeat(count), counters)))) as results:
+        for chunk, _ in results:
+            done_bytes += chunk.num_bytes
+            if progress is not None:
+                progress("count words", done_bytes, files.num_bytes)
     for other in counters[1:]:
         counters[0].absorb(other)
     words: WordCounts = counters[0].result()
@@ -159,7 +158,7 @@ def inspect_tokenizer(
         longest: how many of the longest tokens to list.
     """
     tokenizer = Tokenizer.load(path)
-    encoder, num_bytes, num_tokens = tokenizer.new_encoder(), 0, 0
+    encoder, num_bytes, num_tokens = new_encoder(tokenizer.merge_table), 0, 0
     for chunk in () if text is None else exact_chunks(read_blocks(Path(text)), tokenizer.specials):
         data = valid_utf8(chunk, Path(text or ""), "replace")
         ids, marks = encoder.encode_and_find(data, tokenizer.specials)

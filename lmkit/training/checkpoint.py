@@ -52,7 +52,7 @@ from lmkit.recipe.tables import (
 )
 from lmkit.recipe.values import UnregisteredName
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, sha256_file
-from lmkit.storage.inputs import read_input, read_object, refuse_irregular
+from lmkit.storage.inputs import open_input, read_input, read_object
 from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
@@ -398,7 +398,7 @@ class TensorFile:
         self.path = path
         self.tensors: dict[str, torch.Tensor] = {}
         try:
-            refuse_irregular(path)
+            open_input(path).close()  # refuses a pipe, which the library would wait for
             with safetensors.safe_open(path, framework="pt") as file:  # checks the header
                 for name in file.keys():  # noqa: SIM118 (no mapping)
                     stored = file.get_slice(name)

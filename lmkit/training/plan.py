@@ -15,7 +15,7 @@ import torch
 
 from lmkit.data.token_files import check_divisible
 from lmkit.errors import LmkitError, UsageError, limit_reached
-from lmkit.measure.limits import Card, card_here, known_peak
+from lmkit.measure.environment import Card, card_here, known_peak
 from lmkit.measure.memory import claim_workspaces, memory_in_use, track_peak
 from lmkit.model.accounting import count_parameters
 from lmkit.model.memory import Form, Held, StepMemory, step_memory

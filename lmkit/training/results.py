@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lmkit.data.token_files import TokenMeta, read_meta, sidecar_path
+from lmkit.data.token_files import SIDECAR, TokenMeta, read_meta
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.plots import decorate, loss_curve
 from lmkit.measure.statistics import mean_difference
@@ -153,7 +153,7 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
     recipes = [_recipes(path, found) for path, found in zip((before, after), folders, strict=True)]
     files = zip(*(token_paths(recipe) for group in recipes for recipe in group), strict=True)
     trained_on, held_out = (
-        [read_meta(path) for path in paths if path.is_file() and sidecar_path(path).is_file()]
+        [read_meta(path) for path in paths if path.is_file() and path.with_suffix(SIDECAR).is_file()]
         for paths in files
     )
     if not has_bits and len({meta.tokenizer_sha256 for meta in held_out}) > 1:

@@ -10,12 +10,12 @@ from typing import Any
 
 from lmkit.core.batches import BatchSource, RandomTokens, TokenBatches
 from lmkit.data.token_files import (
+    PARTS,
     TokenFile,
     check_divisible,
     check_length,
     document_starts,
     open_tokens,
-    parts_of,
     starts_that_count,
 )
 from lmkit.errors import UsageError
@@ -164,7 +164,7 @@ def refuse_changed_file(tokens: Path, *, other: str) -> None:
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
     made, noted = made_files(tokens.parent.parent)
-    for path in parts_of(tokens):
+    for path in map(tokens.with_suffix, PARTS):
         if path not in made:
             continue
         is_there = path.is_file()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
 from lmkit.errors import LmkitError, UsageError, limit_reached, reason
-from lmkit.measure.environment import describe_environment
-from lmkit.measure.limits import card_here, has_bf16
+from lmkit.measure.environment import card_here, describe_environment, has_bf16
 from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters

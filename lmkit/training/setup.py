@@ -23,7 +23,7 @@ from lmkit.core.model import Linear
 from lmkit.core.ranges import range_
 from lmkit.data.token_files import check_divisible
 from lmkit.errors import UsageError
-from lmkit.measure.limits import has_bf16
+from lmkit.measure.environment import has_bf16
 from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_side

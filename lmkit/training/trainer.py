@@ -16,8 +16,7 @@ import torch.distributed as dist
 from lmkit.core.batches import BatchSource
 from lmkit.core.ranges import range_
 from lmkit.errors import LmkitError
-from lmkit.measure.environment import device_name
-from lmkit.measure.limits import known_peak
+from lmkit.measure.environment import device_name, known_peak
 from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lmkit.generation import Decoder
-from lmkit.generation.decoder import Newest
 
 PATIENCE_S = 240
 """Only to end a test that hangs."""
@@ -60,7 +60,8 @@ def interrupted(run: Path, terminal, monkeypatch: pytest.MonkeyPatch):
 def test_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, late):
     """One text is streamed; of three texts two at a time, the first two are complete after four steps."""
     if late:  # as a GPU's tokens come
-        monkeypatch.setattr(Newest, "has_come", lambda newest: False)
+        event, newest = SimpleNamespace(query=lambda: False, synchronize=lambda: None), Decoder.newest
+        monkeypatch.setattr(Decoder, "newest", lambda decoder: (newest(decoder)[0], event))
     command = f"generate {run} --max-new-tokens 4 --no-stop-at-end --temperature 0"
     (whole,) = json.loads(terminal(f"{command} -p fish --json"))["samples"]
     begun = interrupted(2, "-p fish")

@@ -106,7 +106,7 @@ def test_a_file_shorter_than_the_context_is_refused_by_name(tmp_path):
     with raises(UsageError, "tokens.too_short", "short.npy", "7 tokens", "context_length"):
         check_length(short, CONTEXT)
     with pytest.raises(ValueError, match="7 tokens"):
-        evaluation_windows(short, CONTEXT, 2)
+        next(evaluation_windows(short, CONTEXT, 2))
     with pytest.raises(ValueError, match="7 tokens"):
         token_batches(short)
     assert token_batches(np.arange(CONTEXT + 1, dtype=np.uint16)).batch(0)[1].max() == CONTEXT

@@ -13,11 +13,11 @@ from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_chat
 from lmkit.data.json_lines import messages_of
 from lmkit.data.token_files import (
+    SIDECAR,
     TokenFile,
     TokenFileWriter,
     TokenMeta,
     open_tokens,
-    sidecar_path,
     starts_that_count,
 )
 from lmkit.errors import LmkitError, UsageError
@@ -106,7 +106,7 @@ def test_a_damaged_mask_is_named(damage, tmp_path):
     if damage == "missing":
         mask.unlink()
     elif damage == "count":
-        sidecar_path(path).write_text(sidecar_path(path).read_text().replace(": 10,", ": 11,"))
+        path.with_suffix(SIDECAR).write_text(path.with_suffix(SIDECAR).read_text().replace(": 10,", ": 11,"))
     else:
         changed = {"short": data[:-1], "long": data + b"\0", "flipped": b"\0" + data[1:]}
         mask.write_bytes(changed.get(damage, data[:-1] + bytes([data[-1] | 1])))
@@ -118,7 +118,7 @@ def test_a_file_without_mask_is_described_as_ever(tmp_path):
     with TokenFileWriter(tmp_path / "t.npy", vocab_size=9, tokenizer_sha256="a") as writer:
         writer.append(np.arange(9))
         writer.finish(num_bytes=9, source_sha256="b")
-    assert "counted" not in sidecar_path(tmp_path / "t.npy").read_text()
+    assert "counted" not in (tmp_path / "t.npy").with_suffix(SIDECAR).read_text()
     assert not (tmp_path / "t.mask").exists()
 
 

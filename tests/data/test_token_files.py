@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 
 from lmkit.data import token_files
-from lmkit.data.token_files import TokenFileWriter, TokenMeta, open_tokens, sidecar_path
+from lmkit.data.token_files import SIDECAR, TokenFileWriter, TokenMeta, open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import save_record
 from lmkit.storage import write_atomic
@@ -131,7 +131,7 @@ def test_faults_33_37_a_hint_names_the_command_that_makes_the_file_again(damage,
 
 def test_a_description_of_another_file(path, tmp_path):
     write(tmp_path / "other.npy", [1, 2, 3])
-    sidecar_path(tmp_path / "other.npy").replace(sidecar_path(path))
+    (tmp_path / "other.npy").with_suffix(SIDECAR).replace(path.with_suffix(SIDECAR))
     with raises(LmkitError, "tokens.damaged", "tokens.npy", "3"):
         open_tokens(path)
 
@@ -186,8 +186,8 @@ def test_fault_37_id_beyond_the_vocabulary_with_its_position(path, piece, monkey
     ids=str,
 )
 def test_a_damaged_description(path, change, code, said):
-    content = json.loads(sidecar_path(path).read_text()) | change
-    sidecar_path(path).write_text(json.dumps(content))
+    content = json.loads(path.with_suffix(SIDECAR).read_text()) | change
+    path.with_suffix(SIDECAR).write_text(json.dumps(content))
     with raises(LmkitError, code, "tokens.json", said):
         open_tokens(path)
 
@@ -200,10 +200,10 @@ def test_missing_files_and_others_in_place_of_a_token_file(path, tmp_path):
     other.write_bytes(path.read_bytes())
     with raises(UsageError, "tokens.name", "tokens.bin"):
         open_tokens(other)
-    sidecar_path(path).unlink()
+    path.with_suffix(SIDECAR).unlink()
     with raises(UsageError, "tokens.not_described", "tokens.json"):
         open_tokens(path)
-    sidecar_path(path).mkdir()
+    path.with_suffix(SIDECAR).mkdir()
     with raises(LmkitError, "tokens.damaged", "tokens.json"):
         open_tokens(path)
 
@@ -232,8 +232,8 @@ def test_an_old_file_never_stands_beside_a_new_description(path, described, monk
     monkeypatch.setattr(token_files, "write_atomic", fail)
     with pytest.raises(OSError, match="full"):
         write(path, [7] * 3000, vocab_size=8)
-    assert json.loads(sidecar_path(path).read_text())["vocab_size"] == (8 if described else 1000)
-    assert list(path.parent.iterdir()) == [sidecar_path(path)]
+    assert json.loads(path.with_suffix(SIDECAR).read_text())["vocab_size"] == (8 if described else 1000)
+    assert list(path.parent.iterdir()) == [path.with_suffix(SIDECAR)]
 
 
 def test_an_unfinished_file_leaves_nothing(tmp_path):

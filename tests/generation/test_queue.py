@@ -26,9 +26,8 @@ class Late:
 
     def newest(self):
         tokens = self.tokens([10 * self.steps, 10 * self.steps + 1])
-        return SimpleNamespace(
-            has_come=lambda: False, read=lambda: (self.events.append("read"), (tokens, None))[1]
-        )
+        event = SimpleNamespace(query=lambda: False, synchronize=lambda: self.events.append("read"))
+        return [SimpleNamespace(tolist=lambda: tokens)], event
 
 
 def texts_of(drawn, count):

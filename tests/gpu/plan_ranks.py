@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lmkit.measure.limits import card_here
+from lmkit.measure.environment import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe

@@ -12,7 +12,7 @@ from raising import raises
 from lmkit.bench.step import FIELDS, SIZES, FewBatches
 from lmkit.core.batches import RandomTokens
 from lmkit.errors import LmkitError
-from lmkit.measure.limits import card_here
+from lmkit.measure.environment import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory, track_peak
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks

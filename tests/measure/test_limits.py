@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from lmkit.measure import timing
+from lmkit.measure.environment import known_peak
 from lmkit.measure.limits import (
     Limits,
-    known_peak,
     measure_copy_bandwidth,
     measure_limits,
     measure_matmul_peak,

@@ -7,7 +7,7 @@ import torch
 from raising import raises
 
 from lmkit.errors import UsageError
-from lmkit.measure.limits import CARDS
+from lmkit.measure.environment import CARDS
 from lmkit.optim import AdamW, HostAdamW
 from lmkit.optim.adamw import MASTER
 from lmkit.recipe.load import load_recipe

@@ -33,8 +33,7 @@ def write(decoder: Decoder, prompts: list[list[int]], new: int) -> list[list[int
     longest = max(map(len, prompts))
     for number in range(new):
         decoder.step(longest + number)
-        tokens, _ = decoder.newest().read()
-        for text, token in zip(texts, tokens, strict=False):
+        for text, token in zip(texts, decoder.state.drawn.tolist(), strict=False):
             text.append(token)
     return texts
 

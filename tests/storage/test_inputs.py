@@ -1,8 +1,10 @@
 """Whatever a file holds, it is an object or a ValueError of a few words."""
 
+import os
+
 import pytest
 
-from lmkit.storage.inputs import read_object
+from lmkit.storage.inputs import open_input, read_object
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,11 @@ def test_an_object_is_read_also_with_a_byte_order_mark(tmp_path):
     assert read_object(path) == {"a": 1}
     with pytest.raises(FileNotFoundError):
         read_object(tmp_path / "none.json")
+
+
+def test_a_named_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # without one, opening the pipe would wait
+    with pytest.raises(PermissionError, match="is a named pipe"):
+        open_input(tmp_path / "pipe")
+    os.close(writer)

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -24,6 +25,11 @@ from lmkit.tokenizer.pretokenize import AddedToken, SpecialTokens
 
 NO_SPECIALS = SpecialTokens({})
 
+
+def ids_of(encoder, data, specials=NO_SPECIALS):
+    return encoder.encode_and_find(data, specials)[0]
+
+
 needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compiler on this machine")
 
 
@@ -31,13 +37,15 @@ needs_compiler = pytest.mark.skipif(engine.library() is None, reason="no C compi
 
 
 def test_fuzzed_text(code, trained, pieces, oracle_encode):
-    encoder = trained.new_encoder()  # one for all examples: the words that it remembers must stay right
+    encoder = new_encoder(
+        trained.merge_table
+    )  # one for all examples: the words that it remembers must stay right
 
     @settings(max_examples=300, deadline=None)
     @given(st.one_of(st.lists(st.sampled_from(pieces), max_size=60).map("".join), st.text()))
     def check(text):
         expected = oracle_encode(text, trained.vocab, trained.merges, trained.special_tokens)
-        assert encoder.encode(text.encode(), trained.specials).tolist() == expected
+        assert encoder.encode_and_find(text.encode(), trained.specials)[0].tolist() == expected
 
     check()
 
@@ -46,10 +54,10 @@ def test_both_engines_agree_on_a_megabyte(trained, real_text):
     rng = random.Random(0)
     parts = [real_text[i : i + rng.randint(1, 40)] for i in rng.choices(range(len(real_text)), k=50_000)]
     data = "".join(parts).encode()
-    expected = PythonEncoder(trained.merge_table).encode(data, trained.specials)
-    encoder = trained.new_encoder()
+    expected = ids_of(PythonEncoder(trained.merge_table), data, trained.specials)
+    encoder = new_encoder(trained.merge_table)
     for _ in range(2):  # the second time from memory
-        np.testing.assert_array_equal(encoder.encode(data, trained.specials), expected)
+        np.testing.assert_array_equal(ids_of(encoder, data, trained.specials), expected)
 
 
 @pytest.mark.parametrize("nfc", [False, True])
@@ -81,14 +89,14 @@ def test_merges_in_any_order(seed):
     rng.shuffle(merges)
     table = MergeTable(range(256), merges)
     text = b" ".join(bytes(rng.choices(b"abc", k=rng.choice([1, 2, 3, 8, 30, 65, 200]))) for _ in range(60))
-    expected = PythonEncoder(table).encode(text, NO_SPECIALS).tolist()
-    assert new_encoder(table).encode(text, NO_SPECIALS).tolist() == expected
+    expected = ids_of(PythonEncoder(table), text).tolist()
+    assert ids_of(new_encoder(table), text).tolist() == expected
 
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "\n" * 1_000_000, "👩‍👩‍👧‍👦" * 40_000])
 def test_pathological_words_take_n_log_n(code, trained, text):
     start = time.process_time()
-    ids = trained.new_encoder().encode(text.encode(), NO_SPECIALS)
+    ids = ids_of(new_encoder(trained.merge_table), text.encode())
     assert trained.decode(ids.tolist()) == text
     assert time.process_time() - start < 60  # quadratic: hours
 
@@ -96,15 +104,15 @@ def test_pathological_words_take_n_log_n(code, trained, text):
 def test_more_words_than_an_encoder_remembers(trained, monkeypatch):
     """It forgets all of them in the middle of a text. Encoders that see fewer words give the expected ids."""
     thirds = [b"".join(b" %d" % i for i in range(start, start + 150_000)) for start in (0, 150_000, 300_000)]
-    expected = np.concatenate([trained.new_encoder().encode(third, NO_SPECIALS) for third in thirds])
-    encoder = trained.new_encoder()
+    expected = np.concatenate([ids_of(new_encoder(trained.merge_table), third) for third in thirds])
+    encoder = new_encoder(trained.merge_table)
     for _ in range(2):
-        np.testing.assert_array_equal(encoder.encode(b"".join(thirds), NO_SPECIALS), expected)
+        np.testing.assert_array_equal(ids_of(encoder, b"".join(thirds)), expected)
     monkeypatch.setattr(engine, "_MOST_WORDS", 1000)
     python = PythonEncoder(trained.merge_table)
     for _ in range(3):
-        ids = python.encode(thirds[0][:20_000], NO_SPECIALS)
-        np.testing.assert_array_equal(ids, trained.new_encoder().encode(thirds[0][:20_000], NO_SPECIALS))
+        ids = ids_of(python, thirds[0][:20_000])
+        np.testing.assert_array_equal(ids, ids_of(new_encoder(trained.merge_table), thirds[0][:20_000]))
 
 
 @needs_compiler
@@ -123,15 +131,15 @@ def test_words_with_equal_hashes_are_told_apart(trained):
     forged = np.stack((first_halves, second_halves), axis=1)[is_letter]
     assert len(forged) > 0
     text = word.tobytes() + b"".join(b"." + pair.tobytes() for pair in forged)
-    assert trained.decode_bytes(trained.new_encoder().encode(text, NO_SPECIALS).tolist()) == text
+    assert trained.decode_bytes(ids_of(new_encoder(trained.merge_table), text).tolist()) == text
 
 
 def test_ids_stay_when_more_is_encoded(code, trained):
-    encoder = trained.new_encoder()
-    assert encoder.encode(b"", trained.specials).tolist() == []
-    first = encoder.encode(b"the first of two texts", trained.specials)
+    encoder = new_encoder(trained.merge_table)
+    assert encoder.encode_and_find(b"", trained.specials)[0].tolist() == []
+    first = ids_of(encoder, b"the first of two texts", trained.specials)
     kept = first.tolist()
-    encoder.encode(b"another one, longer than the first", trained.specials)
+    ids_of(encoder, b"another one, longer than the first", trained.specials)
     assert first.tolist() == kept
 
 
@@ -247,12 +255,9 @@ def test_results_are_finished_in_order_whoever_is_slow(workers):
             far_ahead.set()
         return item * item
 
-    def finish(item, square):
-        assert threading.current_thread() is threading.main_thread()
+    for item, square in share_out(range(200), [work] * workers):
         assert square == item * item
         finished.append(item)
-
-    share_out(range(200), [work] * workers, finish)
     assert finished == list(range(200))
 
 
@@ -275,13 +280,16 @@ def test_an_error_anywhere_ends_all_threads(where, workers):
         fail("work", item)
         return item
 
-    def finish(item, result):
-        fail("finish", item)
-        finished.append(item)
-
     before = threading.active_count()
+
+    def consume():
+        with closing(share_out(items(), [work] * workers)) as results:
+            for item, _ in results:
+                fail("finish", item)
+                finished.append(item)
+
     with pytest.raises(KeyError, match="50"):
-        share_out(items(), [work] * workers, finish)
+        consume()
     assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
     assert finished == list(range(len(finished)))
     assert len(finished) <= 50

@@ -6,7 +6,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import UsageError
-from lmkit.measure.limits import CARDS
+from lmkit.measure.environment import CARDS
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.training import plan as planning
