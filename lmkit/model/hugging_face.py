@@ -22,7 +22,6 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 from lmkit.storage.inputs import read_object
 
-CONFIG = "config.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -56,7 +56,6 @@ from lmkit.training.checkpoint import (
     Choice,
     DamagedCheckpoint,
     DataIdentity,
-    FileEntry,
     RngState,
     TrainingState,
     clean_leftovers,
@@ -72,9 +71,9 @@ from lmkit.training.checkpoint import (
     shard_name,
     step_name,
     verify,
+    write_file,
     write_manifest,
     write_tensors,
-    write_text,
 )
 from lmkit.training.step import Step
 from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
@@ -420,7 +419,7 @@ class CheckpointWriter:
         try:
             if copies:
                 self._receive("folder", 0)
-            entries = {name: asdict(write_tensors(partial / name, part)) for name, part in copies.items()}
+            entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
             message = {"rng": state.rng[0].model_dump(), "entries": entries}
         except OSError as error:
             message = {"error": reason(error)}
@@ -441,9 +440,9 @@ class CheckpointWriter:
                     hint="earlier checkpoints are intact",
                 )
             rng.append(RngState.model_validate(part["rng"]))
-            entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
+            entries |= part["entries"]
         complete = state.changed(rng=tuple(rng))
-        entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
+        entries[STATE] = write_file(partial / STATE, f"{complete.model_dump_json(indent=1)}\n".encode())
         write_manifest(partial, entries)
         publish(partial, self._folder / step_name(state.step))
 
@@ -497,7 +496,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             kept.add(step)
             continue
         try:
-            losses[step] = open_checkpoint(path).state.valid_loss
+            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
         except LmkitError:  # the checksums are right: another version wrote it
             kept.add(step)
     good = [step for step, _ in saved if step in losses]

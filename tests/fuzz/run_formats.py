@@ -86,7 +86,9 @@ def forged_checkpoint(folder: Path) -> Format:
         (step / MANIFEST).unlink()
         contents = content_of(step)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-        write_manifest(step, {name: FileEntry(digests[name], len(data)) for name, data in contents.items()})
+        write_manifest(
+            step, {name: FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()}
+        )
         opened = newest_checkpoint(step)
         model = weights_of(opened).model("cpu")
         weights = plain_tensors(contents[MODEL])

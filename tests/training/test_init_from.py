@@ -105,10 +105,9 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     with raises(UsageError, "checkpoint.wrong_tokenizer", tokenizer, "a" * 12):
         train_here(after)
     # A Hugging Face folder does not say which tokenizer its model was trained with.
-    monkeypatch.setattr(
-        "lmkit.training.weights.open_weights",
-        lambda path: replace(open_weights(path), state=None),
-    )
+    given = open_weights(trained.path)
+    of_theirs = {"state": None, "tokenizer_sha256": None, "config": given.config.changed(vocab_size=257)}
+    monkeypatch.setattr("lmkit.training.weights.open_weights", lambda path: replace(given, **of_theirs))
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)
     assert str(tokenizer) in caught.value.hint

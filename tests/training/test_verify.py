@@ -15,7 +15,7 @@ from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
-from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_manifest, write_text
+from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_file, write_manifest
 from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
 from lmkit.training.weights import weights_of
@@ -102,7 +102,7 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, s
     entries = read_manifest(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     state["model"] |= change
-    write_manifest(checkpoint, {**entries, STATE: write_text(checkpoint / STATE, json.dumps(state))})
+    write_manifest(checkpoint, {**entries, STATE: write_file(checkpoint / STATE, json.dumps(state).encode())})
     (found,) = wrong(run_folder)
     assert found.startswith(f"{checkpoint}: model.safetensors: ")
     assert says in found
