@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -257,7 +258,7 @@ class NoSync(Strategy):
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order of registration; tied parameters once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(filter(attrgetter("requires_grad"), model.parameters()))
 
 
 def forward_units(model: nn.Module) -> Iterator[nn.Module]:
