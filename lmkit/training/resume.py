@@ -39,7 +39,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.transformer import parameter_names
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
-from lmkit.parallel.ranks import RankLost, Ranks
+from lmkit.parallel.ranks import RankLost, Ranks, losses_named
 from lmkit.recipe import schema as rule
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
@@ -102,9 +102,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
         for parameter, name in parameter_names(model).items():
             if parameter in optimizer.state:
                 states[name] = optimizer.state[parameter]
-    return {
-        f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
-    }
+    tensors = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            tensors[f"{name}.{key}"] = value.detach()
+    return tensors
 
 
 def own_files(step: Step) -> Files:
@@ -232,12 +236,6 @@ def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Paramet
     return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
-def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-
-
 # Save in the background
 
 
@@ -335,13 +333,14 @@ class CheckpointWriter:
         started = time.perf_counter()
         writing = [] if self.writing is None else [self.writing]
         patience = 0.0
-        while True:
-            done, busy = wait_for_futures(writing, timeout=patience)
-            failed = bool(done) and writing[0].exception() is not None
-            busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
-            if failed_somewhere or not busy_somewhere:
-                break
-            patience = _POLL_S
+        with losses_named(self._ranks, f"saving step {self._step}"):
+            while True:
+                done, busy = wait_for_futures(writing, timeout=patience)
+                failed = bool(done) and writing[0].exception() is not None
+                busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
+                if failed_somewhere or not busy_somewhere:
+                    break
+                patience = _POLL_S
         self.stall_seconds += time.perf_counter() - started
         if failed_somewhere and not failed:
             raise RankLost(

@@ -27,7 +27,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
-from lmkit.training.process import StopSignals, end_as_stopped
+from lmkit.training.process import end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
@@ -113,7 +113,7 @@ class Trainer:
         sink: Sink,
         *,
         counters: Counters,
-        signals: StopSignals,
+        signals: Sequence[int],
         stop_at_step: int | None = None,
         write_samples: WriteSamples | None = None,
     ) -> None:
@@ -166,25 +166,26 @@ class Trainer:
                     self._evaluate("valid", self._train.eval_batches or None)
             with step_watch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
-            self._await_save()
+            self._writer.wait_for_all()
             completed = True
         except Diverged:
-            self._await_save()  # an earlier checkpoint is good, and all ranks are there to finish it
+            self._writer.wait_for_all()  # an earlier checkpoint is good, and all ranks are there to finish it
             raise
         finally:
             self.step.graph = None  # NCCL waits for graphs when its group ends
-            self.step.before_update = self.step.signals = None  # no circle keeps the model in memory
+            self.step.before_update = None  # no circle keeps the model in memory
+            self.step.signals = ()
             if not completed:
                 self._writer.abandon()
         if stopped:
             self._sink.note(f"stopped by a signal; step {self.counters.step} is saved")
-            end_as_stopped(self._signals.received)
+            end_as_stopped(self._signals)
         if self._progress(self.counters.step) < 1:
             return "stopped early", None
         with losses_named(self.ranks, f"after step {self.counters.step}"):
             evaluation = self._evaluate("final", None)
         if evaluation is None and self._held_out is not None:
-            end_as_stopped(self._signals.received)
+            end_as_stopped(self._signals)
         return "finished", evaluation
 
     def _run_steps(self, watch: Watch) -> bool:
@@ -379,7 +380,3 @@ class Trainer:
         self._saved_step = counters.step
         self.step.save_at = time.perf_counter() + self._save_every_s
         self._record("checkpoint", stall_seconds=self._writer.stall_seconds)
-
-    def _await_save(self) -> None:
-        with losses_named(self.ranks, f"after step {self.counters.step}"):
-            self._writer.wait_for_all()

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -81,15 +82,10 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
         LmkitError: a number is too large for the model's dtype ("weights.not_finite").
     """
     wanted = model_weights(model)
-    wrong = [
-        f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
-        for name in {**wanted, **tensors}
-        if name not in wanted or name not in tensors or tensors[name].shape != wanted[name].shape
-    ]
-    if wrong:
+    if wrong := _differences(tensors, wanted):
         raise UsageError(
             "checkpoint.other_model",
-            f"{origin}: weights of another model: {some_of(wrong, separator='; ')}",
+            f"{origin}: weights of another model: {wrong}",
             hint="use the recipe that the checkpoint was made with",
         )
     for name, tensor in wanted.items():
@@ -114,6 +110,15 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: 
     return cast
 
 
+def _differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str:
+    """Name the first tensors that only one side has, or in another shape; "" if there are none."""
+    wrong = []
+    for name in {**wanted, **found}:
+        if name not in wanted or name not in found or found[name].shape != wanted[name].shape:
+            wrong.append(f"{name}: saved {_shape(found.get(name))}, model {_shape(wanted.get(name))}")
+    return some_of(wrong, separator="; ")
+
+
 def _shape(tensor: torch.Tensor | None) -> str:
     return "missing" if tensor is None else "x".join(map(str, tensor.shape)) or "scalar"
 
@@ -133,7 +138,7 @@ def filled_model(
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
     model = TransformerLM(config.changed(attention=attention, operations=operations), device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+    if torch.bfloat16 in map(attrgetter("dtype"), tensors.values()):
         hold_weights(model, "bf16")
     load_weights(model, tensors, origin=origin)
     return model.eval()
@@ -384,20 +389,15 @@ def _specs(
         held += spec.numel()
         if spec.dtype not in _DTYPES:
             raise unsupported_dtype(path, stored_as, str(spec.dtype).removeprefix("torch."))
-    wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
+    wrong = "" if held == wanted else f"{held:,} parameters, the configuration asks for {wanted:,}"
     if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
         changes = {"context_length": 1, "attention": "sdpa", "operations": "plain"}
         model = TransformerLM(config.changed(**changes), device="meta")
-        asked = model_weights(model)
-        wrong = [
-            f"{name}: {_shape(spec)}, the configuration asks for {_shape(asked.get(name))}"
-            for name, spec in specs.items()
-            if name not in asked or spec.shape != asked[name].shape
-        ]
+        wrong = _differences(specs, model_weights(model))
     if wrong:
         raise LmkitError(
             "weights.other_model",
-            f"{path}: {some_of(wrong, separator='; ')}",
+            f"{path}: {wrong}",
             hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs

@@ -14,7 +14,6 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import CheckpointConfig, ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
-from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.precision import GradientSums
@@ -187,7 +186,7 @@ FP8 = ("run.device=auto", "train.precision=fp8")
 
 
 def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
-    monkeypatch.setattr(setup, "check_fp8", lambda device: None)
+    monkeypatch.setattr(fp8, "check_fp8", lambda device: None)
     monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 16)
     whole = tiny(*FP8)
     result, _ = assert_resumes_exactly(whole)

@@ -94,7 +94,7 @@ def test_a_table_of_a_run_that_lmkit_did_not_write_is_one_wrong_line(name, conte
     [
         ({"num_layers": 2}, "4,656"),
         ({"num_layers": 10_000}, "4,656"),
-        ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: 32x16, "),
+        ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: saved 32x16, "),
     ],
 )
 def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, says, run_folder):
