@@ -168,10 +168,6 @@ class FlatShards:
         """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter."""
         return self.own_range(self._offsets[position], self._offsets[position + 1])
 
-    def own_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a flat tensor, as a view."""
-        return flat.chunk(self.links.ranks.world_size)[self.links.ranks.rank]
-
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self._offsets[-1]].split(self._sizes)
@@ -269,17 +265,13 @@ class FlatShards:
         for piece in self.pieces:
             piece.part.grad = None
 
-    def forget_in_flight(self) -> None:
-        """Wait no more. Call it when all collectives have ended."""
-        self._arriving = self._pending = None
-
 
 def forget_capture(flats: Sequence[FlatShards], device: torch.device) -> None:
     """Forget what is in flight on a GPU: events of a capture that failed cannot be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         for flat in flats:
-            flat.forget_in_flight()
+            flat._arriving = flat._pending = None
 
 
 def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -126,11 +126,6 @@ class Strategy(Sync):
             self._install()
         return model
 
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        """Take rank 0's values of tensors that belong to the model, as `attach` does with its parameters."""
-        for value in values if self.ranks.world_size > 1 and self.averages else ():
-            dist.broadcast(value, src=0)
-
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer for these parameter groups. A strategy that shards passes `make` this rank's shards."""
         self._optimizer = make(list(groups))

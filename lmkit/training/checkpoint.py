@@ -521,25 +521,17 @@ class Checkpoint:
     entries: Mapping[str, FileEntry]
     is_verified: bool = field(default=False, compare=False)
 
-    def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights by parameter name, on the CPU, in memory of their own."""
-        return {
-            name: tensor for file in model_files(self.entries) for name, tensor in self._tensors(file).items()
-        }
-
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
         """Return one shard of the optimizer state, or all of it where it is not sharded."""
-        return self._tensors(shard_name(shard, self.state.optimizer_shards))
-
-    def all_optimizer_shards(self) -> list[dict[str, torch.Tensor]]:
-        """Return every shard of the optimizer state, in the order of the ranks."""
-        return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
-
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        name = shard_name(shard, self.state.optimizer_shards)
         if not self.is_verified:
             verify_file(self.path / name, self.entries[name])
         file = TensorFile(self.path / name)
         return {key: file.read(key) for key in file.tensors}
+
+    def all_optimizer_shards(self) -> list[dict[str, torch.Tensor]]:
+        """Return every shard of the optimizer state, in the order of the ranks."""
+        return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
 
 
 def open_checkpoint(path: Path, *, is_verified: bool = False) -> Checkpoint:

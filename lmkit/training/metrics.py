@@ -77,7 +77,10 @@ class MetricsFile(Sink):
 
     def __init__(self, path: Path, *, after_step: int, others: Sequence[Sink] = ()) -> None:
         self._path, self._others = path, others
-        kept = [record for record in read_metrics(path) if record["step"] <= after_step]
+        kept = []
+        for record in read_metrics(path):
+            if record["step"] <= after_step:
+                kept.append(record)
         write_atomic(path, json_lines(kept))
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 

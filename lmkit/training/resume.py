@@ -428,18 +428,19 @@ class CheckpointWriter:
 
     def _write_all(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
-        entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
-        rng = list(state.rng)
+        entries, rng = {}, list(state.rng)
+        for name, part in copies.items():
+            entries[name] = write_tensors(partial / name, part)
         for rank in range(1, self._ranks.world_size):
-            part = self._receive("part", rank)
-            if "error" in part:
+            sent = self._receive("part", rank)
+            if "error" in sent:
                 raise LmkitError(
                     "checkpoint.write_failed",
-                    f"{partial}: rank {rank} cannot save its part: {part['error']}",
+                    f"{partial}: rank {rank} cannot save its part: {sent['error']}",
                     hint="earlier checkpoints are intact",
                 )
-            rng.append(RngState.model_validate(part["rng"]))
-            entries |= part["entries"]
+            rng.append(RngState.model_validate(sent["rng"]))
+            entries |= sent["entries"]
         complete = state.changed(rng=tuple(rng))
         entries[STATE] = write_file(partial / STATE, f"{complete.model_dump_json(indent=1)}\n".encode())
         write_manifest(partial, entries)
@@ -498,13 +499,19 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
         except LmkitError:  # the checksums are right: another version wrote it
             kept.add(step)
-    good = [step for step, _ in saved if step in losses]
-    last = good[-keep_last:]
-    rated = sorted([(loss, step) for step in good if (loss := losses[step]) is not None])
-    kept.update(last, [step for _, step in rated[:keep_best]])
-    doomed = [path for step, path in saved if step not in kept and last and step < last[0]]
-    for path in doomed:
-        remove_folder(path)
+    good, rated, doomed = [], [], []
+    for step, _ in saved:
+        if step in losses:
+            good.append(step)
+            if (loss := losses[step]) is not None:
+                rated.append((loss, step))
+    kept.update(good[-keep_last:])
+    for _, step in sorted(rated)[:keep_best]:
+        kept.add(step)
+    for step, path in saved:
+        if step not in kept and good and step < good[-keep_last:][0]:
+            remove_folder(path)
+            doomed.append(path)
     return doomed
 
 
@@ -541,8 +548,10 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = [f"removed {left}, left by a session that was killed" for left in removed]
-    notes += [f"skipped {why}" for why in skipped]
+    notes = []
+    for left in removed:
+        notes.append(f"removed {left}, left by a session that was killed")
+    notes += map("skipped {}".format, skipped)
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:
@@ -618,7 +627,8 @@ def check_agreement(
         allowed.append(f"optimizer.name: {now} begins without the state of {before}")
     assert recipe.train is not None
     step = checkpoint.state.step
-    if lost := rule.without_effect(changes, step=step, steps=recipe.train.steps):
+    lost = [line for line in changes if rule.is_under(line, rule.NEED_STEPS)]
+    if lost and step >= recipe.train.steps:
         raise UsageError(
             "resume.no_effect",
             f"{checkpoint.path}: the training ended at step {step}, and no step would use {'; '.join(lost)}",

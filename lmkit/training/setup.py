@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmkit import __version__
@@ -105,8 +106,9 @@ def build_step(
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
     call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
-    if masters:
-        sync.take_first_ranks(masters.values())
+    if ranks.world_size > 1 and sync.averages:  # as `attach` does with the parameters
+        for master in masters.values():
+            dist.broadcast(master, src=0)
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:

@@ -12,7 +12,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import MODEL, Checkpoint, write_manifest, write_tensors
 from lmkit.training.exchange import export_model
 from lmkit.training.session import plan
-from lmkit.training.weights import open_weights
+from lmkit.training.weights import open_weights, weights_of
 
 Tiny = Callable[..., Recipe]
 
@@ -54,7 +54,7 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(trained,
 
 
 def test_weights_too_large_for_bf16_are_refused(trained, tiny):
-    tensors = trained.model_tensors()
+    tensors = dict(weights_of(trained))
     tensors["lm_head.weight"][0, 0] = 3.4e38
     entries = {**trained.entries, MODEL: write_tensors(trained.path / MODEL, tensors)}
     write_manifest(trained.path, entries)

@@ -101,7 +101,7 @@ def test_float32_weights_become_masters_and_come_back(tiny):
     recipe = tiny("train.precision=bf16-autocast")
     train_here(recipe, stop_at_step=5)
     checkpoint = newest(recipe)
-    weights = checkpoint.model_tensors()
+    weights = dict(weights_of(checkpoint))
     for parallel in (ParallelConfig(strategy="none"), ZERO1):
         step = make_step(1, precision="bf16", parallel=parallel)
         assert restore(checkpoint, step, "adamw").step == 5
