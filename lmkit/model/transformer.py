@@ -512,4 +512,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     >>> list(parameter_names(SwiGLU(2, 3)).values())
     ['w1.weight', 'w2.weight', 'w3.weight']
     """
-    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[parameter] = plain_name(name)
+    return names

@@ -133,7 +133,10 @@ def shipped_recipes() -> dict[str, Path]:
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    found = {}
+    for path in sorted(folder.glob("*.toml")):
+        found[path.stem] = path
+    return found
 
 
 def shipped_with(table: str) -> list[str]:

@@ -261,12 +261,18 @@ def import_model(
         LmkitError: a file is damaged or missing, or a weight is not finite.
     """
     weights = open_hugging_face(folder, context_length=context_length)
-    tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None
-    template = None
-    if tokenizer is not None:
+    tokenizer = template = None
+    if with_tokenizer:
+        alone = "--without-tokenizer imports the weights alone"
+        if weights.tokenizer is None:
+            raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
+        try:
+            tokenizer = weights.open_tokenizer()
+        except UsageError as error:
+            raise UsageError("import.tokenizer", error.message, hint=alone) from error
         template = named_template(chat_template, tokenizer) if chat_template else their_template(folder)
-    if tokenizer is not None and template is not None:
-        template.check(tokenizer, folder / TOKENIZER)
+        if template is not None:
+            template.check(tokenizer, folder / TOKENIZER)
     dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
     tables = {
         "run": {"folder": str(output.parent), "name": output.name},
@@ -300,16 +306,6 @@ def import_model(
         " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         None if tokenizer is None else f"vocabulary {tokenizer.vocab_size:,}",
     )
-
-
-def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
-    alone = "--without-tokenizer imports the weights alone"
-    if weights.tokenizer is None:
-        raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
-    try:
-        return weights.open_tokenizer()
-    except UsageError as error:
-        raise UsageError("import.tokenizer", error.message, hint=alone) from error
 
 
 def their_template(folder: Path) -> ChatTemplate | None:

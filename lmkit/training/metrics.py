@@ -112,8 +112,10 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records, mistakes = check_metrics(path)
-    if wrong := [text for text in mistakes if CUT not in text]:  # a kill cuts the last line short
-        log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
+    if mistakes and CUT in mistakes[-1]:  # a kill cuts the last line short
+        mistakes.pop()
+    if mistakes:
+        log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(mistakes))
     return records
 
 

@@ -42,7 +42,7 @@ from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import open_weights
 
 ALONE = ParallelConfig(strategy="none")
-RANDOM = Data(None, None)
+RANDOM = Data()
 _USUAL = TrainConfig()
 
 

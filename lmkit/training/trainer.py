@@ -223,10 +223,17 @@ class Trainer:
                 return False
 
     def _land(self, watch: Watch) -> tuple[Outcome, float]:
-        """Wait for the first step that was not waited for; count it."""
-        outcome, lr = self._flying.popleft()
-        with watch(self.counters.step + 1):
-            self._count(outcome)
+        """Wait for the first step that was not waited for; count it, also if it is skipped: its batch is used up."""
+        (outcome, lr), counters = self._flying.popleft(), self.counters
+        with watch(counters.step + 1):
+            counters.step += 1
+            counters.tokens += self._tokens_per_step
+            counters.valid_loss = None
+            self._stops |= outcome.stop
+            self._wants_save |= outcome.save
+            counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if outcome.nonfinite else 0
+            if outcome.nonfinite:
+                self._skip(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
 
@@ -240,18 +247,9 @@ class Trainer:
     def _is_done(self) -> bool:
         return self._progress(self._launched) >= 1 or self._launched >= self._end
 
-    def _count(self, outcome: Outcome) -> None:
-        """Advance by one step, applied or not: a bad batch must not come again."""
+    def _skip(self, outcome: Outcome) -> None:
+        """Record a step whose loss or gradient is not finite; stop the run if it is one too many."""
         counters = self.counters
-        counters.step += 1
-        counters.tokens += self._tokens_per_step
-        counters.valid_loss = None
-        self._stops |= outcome.stop
-        self._wants_save |= outcome.save
-        if not outcome.nonfinite:
-            counters.skipped_in_a_row = 0
-            return
-        counters.skipped_in_a_row += 1
         most, losses = self.step.max_skips or 0, outcome.losses.tolist()
         loss = losses[self.ranks.rank]
         kind = "a spike" if math.isfinite(sum(outcome.losses) + outcome.grad_norm) else "not finite"

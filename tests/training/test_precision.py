@@ -149,7 +149,7 @@ def _saved(step: Step, tiny: Tiny) -> Any:
         step(*batch(), lr=1e-3)
     folder = recipe.run.path / "checkpoints"
     writer = CheckpointWriter(folder, Ranks(), CheckpointConfig(keep_last=1))
-    state = initial_state(recipe, step, Data(None, None)).model_copy(update={"step": 3})
+    state = initial_state(recipe, step, Data()).model_copy(update={"step": 3})
     writer.save(state, own_files(step))
     writer.wait_for_all()
     return newest(recipe)
