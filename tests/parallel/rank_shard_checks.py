@@ -44,6 +44,7 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.fsdp import FreedShards, Fsdp
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.parallel.shards import consolidate
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.training.setup import build_step
 
@@ -224,7 +225,7 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     dist.all_gather_object(states, {**state, "state": held})
     for run, load in (
         (second, lambda: second.optimizer.load_state_dict(state)),
-        (third, lambda: third.optimizer.load_resharded(states)),
+        (third, lambda: third.optimizer.load_whole(consolidate(states))),
     ):
         run.model.load_state_dict(first.model.state_dict())
         load()
