@@ -18,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.tables import size_of
 from lmkit.model.accounting import count_parameters
-from lmkit.model.hugging_face import config_json, output_biases, to_halves, weight_names
+from lmkit.model.hugging_face import config_json, output_biases, reordered, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.recipe.run_folder import (
     CHAT_TEMPLATE,
@@ -161,7 +161,7 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
     def read(theirs: str) -> torch.Tensor:
         if theirs not in names:
             return torch.zeros_like(specs[theirs], device="cpu")
-        weight = to_halves(names[theirs], weights[names[theirs]], weights.config)
+        weight = reordered(names[theirs], weights[names[theirs]], weights.config, pairs=False)
         return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
     shards: list[dict[str, torch.Tensor]] = [{}]  # of at most `SHARD_BYTES`, or of one tensor

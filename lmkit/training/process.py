@@ -106,7 +106,9 @@ def stop_signals(ranks: Ranks) -> Iterator[Sequence[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    handlers = list(map(signal.signal, _SIGNALS, [note] * len(_SIGNALS)))
+    handlers = {}
+    for number in _SIGNALS:
+        handlers[number] = signal.signal(number, note)
     reading, bell = os.pipe()
     os.set_blocking(bell, False)
     bell_before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
@@ -120,7 +122,7 @@ def stop_signals(ranks: Ranks) -> Iterator[Sequence[int]]:
         signal.set_wakeup_fd(bell_before)
         os.close(bell)  # ends the thread
         counting.join()
-        for number, handler in zip(_SIGNALS, handlers, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

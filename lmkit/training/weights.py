@@ -192,9 +192,9 @@ class GivenWeights(Mapping[str, torch.Tensor]):
             )
         if self.state is not None:
             return weight
-        from lmkit.model.hugging_face import to_pairs  # only folders of Hugging Face need its tables
+        from lmkit.model.hugging_face import reordered  # only folders of Hugging Face need its tables
 
-        return to_pairs(name, weight, self.config)
+        return reordered(name, weight, self.config, pairs=True)
 
     def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
         """Return the tokenizer at `path`, or the model's own.
