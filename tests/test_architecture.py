@@ -232,7 +232,7 @@ BUDGETS = {
     "measure": 1515,
     "model": 1325,
     "optim": 466,
-    "parallel": 2568,
+    "parallel": 2556,
     "profile": 968,
     "recipe": 1270,
     "storage": 396,

@@ -93,7 +93,7 @@ for fields in ({}, {"operations": "others"}, {"activation_checkpointing": "block
     torch.manual_seed(0)
     model = TransformerLM(config)
     assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
-    planned = step_memory(config, form_of(config, "fp32", "cpu")[0], Held(), tokens=ids.numel())
+    planned = step_memory(config, form_of(config, "fp32", "cpu"), Held(), tokens=ids.numel())
     with LiveMemory() as memory:
         loss = model.loss(ids, ids)
         assert memory.live - loss.nbytes == sum(planned.activations.values()) + planned.loss

@@ -241,7 +241,7 @@ def loaded_model(
     from lmkit.recipe.load import load_recipe
     from lmkit.recipe.run_folder import CHECKPOINTS, RECIPE, TOKENIZER, tokenizer_in
     from lmkit.training.checkpoint import MANIFEST
-    from lmkit.training.weights import open_trained
+    from lmkit.training.weights import open_weights
 
     for override in overrides:
         if not override.strip().startswith("generate."):
@@ -256,14 +256,14 @@ def loaded_model(
     recipe = load_recipe(recipe_file if recipe_file.exists() else None, overrides, flags=flags)
     table = recipe.generate
     with process_group(device) as ranks:
-        trained = open_trained(source)
-        path = tokenizer or trained.weights.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
+        weights = open_weights(source)
+        path = tokenizer or weights.tokenizer or (recipe.tokenizer.path if recipe.tokenizer else None)
         if path is None:
             message, hint = f"{source}: has no {TOKENIZER}", "name one with --tokenizer"
             raise UsageError("generate.no_tokenizer", message, hint=hint)
         path = tokenizer_in(path)
-        loaded = trained.open_tokenizer(path)
-        model = trained.weights.model(ranks.device)
+        loaded = weights.open_tokenizer(path)
+        model = weights.model(ranks.device)
         model.to(weight_dtype(table, ranks.device))
         if can_run_kernels(model):
             import lmkit.generation.kernel_step  # noqa: F401  no text should wait for it

@@ -51,6 +51,7 @@ class ParameterCounts:
     rows: int
 
 
+@lru_cache(maxsize=64)
 def count_parameters(config: ModelConfig) -> ParameterCounts:
     """Count the parameters of `TransformerLM(config)`, made without memory.
 
@@ -60,15 +61,10 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     Raises:
         ValueError: the configuration has no vocabulary size.
     """
-    return _counts(config.model_copy(update={"context_length": 1}))
-
-
-@lru_cache(maxsize=64)
-def _counts(config: ModelConfig) -> ParameterCounts:
     from lmkit.core.model import TransformerLM  # imports torch, which the tables of benches do without
 
     # All blocks have the same parameters; a config.json may ask for a billion of them.
-    model = TransformerLM(config.model_copy(update={"num_layers": 1}), device="meta")
+    model = TransformerLM(config.changed(num_layers=1, context_length=1), device="meta")
     total = biases = vectors = in_blocks = rows = 0
     for name, parameter in model.named_parameters():
         in_block = name.startswith("layers.")

@@ -22,7 +22,6 @@ from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION
 from lmkit.storage.inputs import read_object
 
-CONFIG = "config.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -67,24 +66,17 @@ def output_biases(config: ModelConfig) -> list[str]:
     return [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_layers)]
 
 
-def to_pairs(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Return a weight of a Hugging Face folder in lmkit's order; `name` is lmkit's."""
-    if not _is_turned(name):
+def reordered(name: str, weight: Tensor, config: ModelConfig, *, pairs: bool) -> Tensor:
+    """Return a weight with the channels of q and k in the order of lmkit (`pairs`), or of a Hugging Face folder.
+
+    Args:
+        name: of the weight in lmkit.
+    """
+    if re.search(r"\.attn\.[qk]_(proj|norm)\.", name) is None:
         return weight
-    halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, head_dim / 2, ...)
-    return halves.transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def to_halves(name: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Return a weight of lmkit in the order of a Hugging Face folder; `name` is lmkit's."""
-    if not _is_turned(name):
-        return weight
-    pairs = weight.unflatten(0, (-1, config.head_dim // 2, 2))  # (heads, head_dim / 2, 2, ...)
-    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def _is_turned(name: str) -> bool:
-    return re.search(r"\.attn\.[qk]_(proj|norm)\.", name) is not None
+    half = config.head_dim // 2
+    parts = weight.unflatten(0, (-1, 2, half) if pairs else (-1, half, 2))  # (heads, ...)
+    return parts.transpose(1, 2).flatten(0, 2).contiguous()
 
 
 # config.json

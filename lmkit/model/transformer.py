@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -279,10 +280,15 @@ class TransformerLM(core.TransformerLM):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
         # nn.Module calls this in .to(), .half() and .to_empty().
-        places = {parameter: parameter.data_ptr() for parameter in self.parameters()}
+        before = list(self.parameters())
+        places = dict(zip(before, map(Tensor.data_ptr, before), strict=True))
         super()._apply(fn, recurse)
-        # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
-        self._arrange({x for x in self.parameters() if places.get(x) != x.data_ptr()})
+        moved = set()
+        for parameter in self.parameters():
+            # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
+            if places.get(parameter) != parameter.data_ptr():
+                moved.add(parameter)
+        self._arrange(moved)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -388,15 +394,16 @@ def is_original(model: Any) -> bool:
 
     Strategies hook into blocks, embedding, last norm and head, and change none of what they compute.
     """
-    ends = model.token_embeddings, model.ln_final, model.lm_head
-    if not all(type(layer).__module__.startswith("lmkit.") for layer in ends):
-        return False
+    for layer in (model.token_embeddings, model.ln_final, model.lm_head):
+        if not type(layer).__module__.startswith("lmkit."):
+            return False
     for block in model.layers:
         if not are_plain(*block.children()):
             return False
-        with_bias = {layer for layer in block.modules() if getattr(layer, "bias", None) is not None}
-        if with_bias != (set(block.attn.joined_layers()) if model.config.qkv_bias else set()):
-            return False
+        biased = block.attn.joined_layers() if model.config.qkv_bias else ()
+        for layer in block.modules():
+            if (getattr(layer, "bias", None) is not None) != (layer in biased):
+                return False
     return True
 
 
@@ -452,9 +459,10 @@ def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     for module in model.modules():
         layers: Any = module.joined_layers() if isinstance(module, SelfAttention | SwiGLU) else ()
         if {*map(type, layers)} == {Linear}:
-            yield [layer.weight for layer in layers]
-            if all(layer.bias is not None for layer in layers):
-                yield [layer.bias for layer in layers]
+            yield list(map(attrgetter("weight"), layers))
+            biases = list(map(attrgetter("bias"), layers))
+            if all(map(torch.is_tensor, biases)):
+                yield biases
 
 
 @torch.no_grad()
@@ -504,4 +512,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     >>> list(parameter_names(SwiGLU(2, 3)).values())
     ['w1.weight', 'w2.weight', 'w3.weight']
     """
-    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[parameter] = plain_name(name)
+    return names

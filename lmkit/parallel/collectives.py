@@ -106,11 +106,7 @@ class Averager:
 
     def _count_and_take_part(self, flat: torch.Tensor) -> torch.Tensor:
         self.traffic.count(flat.nbytes, self.ranks.world_size)
-        return self.own_part(flat)
-
-    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part (n,) of `flat` (world_size * n,), a view."""
-        return flat.chunk(self.ranks.world_size)[self.ranks.rank]
+        return self.ranks.own_part(flat)
 
     def _mean_of(self, flat: torch.Tensor) -> tuple[dist.ReduceOp.RedOpType, int]:
         """Return (operation, divisor). gloo has no AVG, so `PendingMean.wait` divides its sum."""

@@ -525,7 +525,7 @@ class FreedShards(FlatShards):
         assert self._lent is not None
         if of_first and self.links.gathers is not None:
             dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype
-        self.shard.copy_(self.own_of(self._lent))
+        self.shard.copy_(self.links.ranks.own_part(self._lent))
         self._lent = None
         self._show(self._absent)
 

@@ -56,7 +56,7 @@ class Gather:
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start filling `whole` (world_size * n,) with all ranks' shards (n,), by an all-gather. Collective."""
-        self._averager.own_part(whole).copy_(shard)
+        self._ranks.own_part(whole).copy_(shard)
         return self._averager.all_gather(whole)
 
     start = collect

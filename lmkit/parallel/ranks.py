@@ -51,6 +51,10 @@ class Ranks:
         """Whether this is rank 0, the only rank that prints and writes shared files."""
         return self.rank == 0
 
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part (n,) of `flat` (world_size * n,), a view."""
+        return flat.chunk(self.world_size)[self.rank]
+
     @staticmethod
     def current(otherwise: str = "cpu") -> Ranks:
         """Return the place in torch.distributed's default group, or a single rank if there is no group.

@@ -168,10 +168,6 @@ class FlatShards:
         """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter."""
         return self.own_range(self._offsets[position], self._offsets[position + 1])
 
-    def own_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a flat tensor, as a view."""
-        return flat.chunk(self.links.ranks.world_size)[self.links.ranks.rank]
-
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
         parts = flat[: self._offsets[-1]].split(self._sizes)
@@ -269,17 +265,13 @@ class FlatShards:
         for piece in self.pieces:
             piece.part.grad = None
 
-    def forget_in_flight(self) -> None:
-        """Wait no more. Call it when all collectives have ended."""
-        self._arriving = self._pending = None
-
 
 def forget_capture(flats: Sequence[FlatShards], device: torch.device) -> None:
     """Forget what is in flight on a GPU: events of a capture that failed cannot be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         for flat in flats:
-            flat.forget_in_flight()
+            flat._arriving = flat._pending = None
 
 
 def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -405,28 +397,19 @@ class ShardedState(torch.optim.Optimizer):
         """Load this rank's own state. Load the model's weights before, not after. Collective.
 
         Raises:
-            ValueError: it was saved by another rank or under another layout (see `load_resharded`).
+            ValueError: it was saved by another rank or under another layout (see `load_whole`).
         """
         if state_dict["rank"] != self._rank or state_dict["layout"] != self.shard_layout:
-            raise ValueError("the state has another layout or rank; load_resharded takes all ranks' states")
+            raise ValueError(
+                "the state has another layout or rank; use load_whole(consolidate(states of all ranks))"
+            )
         states = [state_dict["state"].get(str(number), {}) for number in range(len(self._pieces))]
         self._load(states, state_dict["param_groups"])
 
     @torch.no_grad()
-    def load_resharded(self, states: Sequence[StateDict]) -> None:
-        """Load the state that all ranks of a run saved, whatever its strategy, ranks and buckets. Collective.
-
-        Raises:
-            ValueError: a rank's state is missing, or a parameter, or a part of one, has none.
-        """
-        self.load_whole(consolidate(states), states[0]["param_groups"])
-
-    @torch.no_grad()
-    def load_whole(self, whole: ParameterStates, groups: Sequence[dict[str, Any]] | None = None) -> None:
-        """Load the state of whole parameters. Collective.
-
-        Args:
-            groups: hyperparameters of every group; None: they stay.
+    def load_whole(self, whole: ParameterStates) -> None:
+        """Load the state of whole parameters, such as `consolidate` makes of all ranks' states, whatever their
+        strategy, ranks and buckets. Hyperparameters stay. Collective.
 
         Raises:
             ValueError: a parameter, or a part of one, has no state, or state of another size.
@@ -438,7 +421,7 @@ class ShardedState(torch.optim.Optimizer):
                         found, wanted = value.numel(), parameter.numel()
                         raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
         states = [cut_state(whole, piece.names, piece.own) for piece in self._pieces]
-        self._load(states, [{}] * len(self.param_groups) if groups is None else groups)
+        self._load(states, [{}] * len(self.param_groups))
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:

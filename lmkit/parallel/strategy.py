@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,11 +125,6 @@ class Strategy(Sync):
             self._averager = Averager(self.ranks, self.traffic)
             self._install()
         return model
-
-    def take_first_ranks(self, values: Iterable[torch.Tensor]) -> None:
-        """Take rank 0's values of tensors that belong to the model, as `attach` does with its parameters."""
-        for value in values if self.ranks.world_size > 1 and self.averages else ():
-            dist.broadcast(value, src=0)
 
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer for these parameter groups. A strategy that shards passes `make` this rank's shards."""
@@ -257,7 +253,7 @@ class NoSync(Strategy):
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get gradients, in the order of registration; tied parameters once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(filter(attrgetter("requires_grad"), model.parameters()))
 
 
 def forward_units(model: nn.Module) -> Iterator[nn.Module]:

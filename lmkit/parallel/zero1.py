@@ -266,8 +266,8 @@ class KeptShards(FlatShards):
         if self.saves_masters:
             self.weights.copy_(whole)
         self._show(self._parts(self.weights))
-        self.own_weights = self.own_of(self.weights)
-        self.shard = self.own_of(whole).clone() if self.saves_masters else self.own_weights
+        self.own_weights = self.links.ranks.own_part(self.weights)
+        self.shard = self.links.ranks.own_part(whole).clone() if self.saves_masters else self.own_weights
         self.pieces = [Piece(self.parameters, self.names, self.shard, *self.own_range(0, self.size))]
 
     def keep_reduce_dtype(self) -> None:

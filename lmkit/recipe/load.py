@@ -5,6 +5,7 @@ Everything wrong with a recipe is reported at once, each mistake with its dotted
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
@@ -68,14 +69,14 @@ def load_recipe(
         raw = with_our_names(read_toml(path))
         if (folder := run_folder_of(path)) is not None:
             raw = placed_in(folder, raw)
-    of_flags = [(key.split("."), value) for key, value in (flags or {}).items() if value is not None]
     typed: dict[str, Any] = {}
-    for given in (map(_parse_override, overrides), of_flags):
+    for given in (map(_parse_override, overrides), (flags or {}).items()):
         tables: dict[str, Any] = {}
-        for keys, value in given:
-            for key in reversed(keys):
-                value = {key: value}
-            _merge(tables, with_our_names(value))
+        for dotted, value in given:
+            if value is not None:
+                for key in reversed(dotted.split(".")):
+                    value = {key: value}
+                _merge(tables, with_our_names(value))
         _drop_replaced(raw, tables)
         _merge(raw, tables)
         _merge(typed, tables)
@@ -132,7 +133,10 @@ def shipped_recipes() -> dict[str, Path]:
     package = Path(__file__).resolve().parent.parent
     installed = package / "shipped_recipes"
     folder = installed if installed.is_dir() else package.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    found = {}
+    for path in sorted(folder.glob("*.toml")):
+        found[path.stem] = path
+    return found
 
 
 def shipped_with(table: str) -> list[str]:
@@ -206,22 +210,23 @@ def save_recipe(recipe: Recipe) -> None:
 # Overrides and other names
 
 
-def _parse_override(override: str) -> tuple[list[str], Any]:
-    """Return the keys and the value of `table.key=value`."""
+def _parse_override(override: str) -> tuple[str, Any]:
+    """Return the dotted key and the value of `table.key=value`."""
     dotted, equals, text = override.partition("=")
-    keys, text = dotted.strip().split("."), text.strip()
-    if not equals or len(keys) < 2 or not all(keys):
+    dotted, text = dotted.strip(), text.strip()
+    table, _, key = dotted.rpartition(".")
+    if not equals or not all(dotted.split(".")) or not table:
         message = f"--set {override}: expected table.key=value"
         raise UsageError("recipe.wrong_override", message, hint="for example --set train.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        return keys, text  # a bare word
-    owner = table_type(".".join(keys[:-1]))
-    field = owner.model_fields.get(keys[-1]) if owner else None
+        return dotted, text  # a bare word
+    owner = table_type(table)
+    field = owner.model_fields.get(key) if owner else None
     # A shell takes the quotes away from run.name="42".
     takes_text = field is not None and field.annotation in (str, Path, str | None, Path | None)
-    return keys, text if takes_text and not isinstance(value, (str, list, dict)) else value
+    return dotted, text if takes_text and not isinstance(value, (str, list, dict)) else value
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -242,7 +247,7 @@ def with_our_names(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     A key that is given under both names stays: validation then refuses the alias.
     """
-    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in raw.items()}
+    tables = copy.deepcopy(dict(raw))
     for name, theirs, ours in KEY_ALIASES:
         table = tables.get(name)
         if isinstance(table, dict) and theirs in table and ours not in table:
@@ -388,5 +393,5 @@ def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, A
             if not isinstance(only, Only):
                 continue
             is_meant = dotted in on_command_line or only.switch not in on_command_line
-            if is_meant and not only.holds(key, recipe):
-                yield f"{dotted} has no effect; it is used only {only.condition(key)}"
+            if is_meant and (condition := only.condition(key, recipe)):
+                yield f"{dotted} has no effect; it is used only {condition}"

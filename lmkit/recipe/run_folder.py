@@ -106,12 +106,6 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def mark_run(folder: Path) -> None:
-    """Make a folder a run, if it is none."""
-    if not is_run(folder):
-        save_record(folder, {})
-
-
 def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> None:
     """Refuse a folder that is no run and has files under names that lmkit would write.
 

@@ -183,11 +183,6 @@ def refused(changes: Iterable[str]) -> list[str]:
     return [line for line in changes if is_under(line, MUST_AGREE) and not is_under(line, MAY_CHANGE_WITHIN)]
 
 
-def without_effect(changes: Iterable[str], *, step: int, steps: float) -> list[str]:
-    """Return the lines of `differences` that have no effect, because the training has reached its end."""
-    return [line for line in changes if step >= steps and is_under(line, NEED_STEPS)]
-
-
 def keeps_state(before: str, now: str) -> bool:
     """Return whether the optimizer `now` goes on with the state of the optimizer `before`."""
     owners = {OPTIMIZERS.facts(name).state_of or name for name in (before, now)}

@@ -92,26 +92,24 @@ class Only:
     among: tuple[Any, ...] | Registry[Any] = ()
     but: tuple[Any, ...] = (None,)
 
-    def holds(self, key: str, recipe: Any) -> bool:
-        """Return whether the marked key, `key`, has an effect in a recipe."""
-        table, _, switch = self.switch.partition(".")
-        among, value = self._among(key), getattr(getattr(recipe, table), switch, None)
-        return value in among if among else value not in self.but
-
-    def condition(self, key: str) -> str:
-        """Return the condition in words: `with model.rope_scaling = "linear" or "llama3"`."""
-        among = self._among(key)
+    def condition(self, key: str, recipe: Any = None) -> str:
+        """Return when the key has an effect, `with model.rope_scaling = "linear" or "llama3"`; "" if it has one in
+        `recipe`."""
+        among = self.among
+        if isinstance(among, Registry):
+            registry = among
+            among = tuple(name for name in registry.names if key in registry.facts(name).uses)
+        if recipe is not None:
+            table, _, switch = self.switch.partition(".")
+            value = getattr(getattr(recipe, table), switch, None)
+            if value in among if among else value not in self.but:
+                return ""
         values = " or ".join(json.dumps(value) for value in among or self.but)
         if among in ((None,), ((),)):
             return f"without {self.switch}"
         if among:
             return f"with {self.switch} = {values}"
         return f"with {self.switch}" + ("" if self.but == (None,) else f" other than {values}")
-
-    def _among(self, key: str) -> tuple[Any, ...]:
-        if not isinstance(self.among, Registry):
-            return self.among
-        return tuple(name for name in self.among.names if key in self.among.facts(name).uses)
 
 
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]

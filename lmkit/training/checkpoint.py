@@ -29,10 +29,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict
 
 import safetensors
 import torch
@@ -112,8 +112,7 @@ def newer(path: object, what: str, found: object, known: int) -> NewerFormat:
     )
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(TypedDict):
     """Hash and size of a file, as the manifest lists them."""
 
     sha256: str
@@ -295,15 +294,11 @@ def write_tensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return _write(path, len(text).to_bytes(8, "little") + text, map(read or tensors.__getitem__, names))
+    return write_file(path, len(text).to_bytes(8, "little") + text, map(read or tensors.__getitem__, names))
 
 
-def write_text(path: Path, text: str) -> FileEntry:
-    """Write UTF-8 text, fsync it, and return its hash and size."""
-    return _write(path, text.encode())
-
-
-def _write(path: Path, head: bytes, tensors: Iterable[torch.Tensor] = ()) -> FileEntry:
+def write_file(path: Path, head: bytes, tensors: Iterable[torch.Tensor] = ()) -> FileEntry:
+    """Write bytes and tensors, fsync the file, and return its hash and size."""
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
         parts: Iterable[bytes | torch.Tensor] = chain([head], tensors)
@@ -317,14 +312,14 @@ def _write(path: Path, head: bytes, tensors: Iterable[torch.Tensor] = ()) -> Fil
                 digest.update(data[position : position + written])
                 position += written
         os.fsync(file.fileno())
-        return FileEntry(digest.hexdigest(), os.fstat(file.fileno()).st_size)
+        return FileEntry(sha256=digest.hexdigest(), bytes=os.fstat(file.fileno()).st_size)
 
 
 def write_manifest(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write and fsync `manifest.json`, the last file of a checkpoint."""
-    files = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    content = {"format": FORMAT, "files": files}
-    write_text(folder / MANIFEST, json.dumps(content | {"checksum": manifest_checksum(content)}, indent=2))
+    content = {"format": FORMAT, "files": dict(sorted(entries.items()))}
+    whole = content | {"checksum": manifest_checksum(content)}
+    write_file(folder / MANIFEST, json.dumps(whole, indent=2).encode())
 
 
 def manifest_checksum(content: Mapping[str, Any]) -> str:
@@ -465,13 +460,13 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     for name, fields in files.items():
         match fields:
             case {"sha256": str(sha256), "bytes": int(size)} if _FILE_NAME.fullmatch(name):
-                entries[name] = FileEntry(sha256, size)
+                entries[name] = FileEntry(sha256=sha256, bytes=size)
             case _:
                 raise damaged(path, f"{name!r} is no file of a checkpoint")
     return entries
 
 
-def verify(folder: Path) -> dict[str, FileEntry]:
+def verify(folder: Path) -> None:
     """Read every file of a checkpoint and compare it with the manifest, in constant memory.
 
     Raises:
@@ -479,22 +474,20 @@ def verify(folder: Path) -> dict[str, FileEntry]:
         NewerFormat: written by a later lmkit.
         LmkitError: a file cannot be read now ("checkpoint.unreadable").
     """
-    entries = read_manifest(folder)
-    for name, entry in entries.items():
+    for name, entry in read_manifest(folder).items():
         verify_file(folder / name, entry)
-    return entries
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:
     """Read a file and compare it with its entry, in constant memory; see `verify`."""
     try:
         size = path.stat().st_size
-        sha256 = sha256_file(path) if size == entry.bytes else ""
+        sha256 = sha256_file(path) if size == entry["bytes"] else ""
     except OSError as error:
         raise _unread(path, error) from error
-    if size != entry.bytes:
-        raise damaged(path, f"{size} bytes instead of {entry.bytes}")
-    if sha256 != entry.sha256:
+    if size != entry["bytes"]:
+        raise damaged(path, f"{size} bytes instead of {entry['bytes']}")
+    if sha256 != entry["sha256"]:
         raise damaged(path, "checksum error")
 
 
@@ -517,34 +510,35 @@ def parse_state(text: bytes, *, path: object) -> TrainingState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: manifest and state are read, tensors are read and verified on demand."""
+    """An open checkpoint: manifest and state are read, tensors are read and verified on demand.
+
+    Attributes:
+        is_verified: all files were compared with the manifest before; none is read for that again.
+    """
 
     path: Path
     state: TrainingState
     entries: Mapping[str, FileEntry]
-
-    def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights by parameter name, on the CPU, in memory of their own."""
-        return {
-            name: tensor for file in model_files(self.entries) for name, tensor in self._tensors(file).items()
-        }
+    is_verified: bool = field(default=False, compare=False)
 
     def optimizer_tensors(self, shard: int = 0) -> dict[str, torch.Tensor]:
         """Return one shard of the optimizer state, or all of it where it is not sharded."""
-        return self._tensors(shard_name(shard, self.state.optimizer_shards))
+        name = shard_name(shard, self.state.optimizer_shards)
+        if not self.is_verified:
+            verify_file(self.path / name, self.entries[name])
+        file = TensorFile(self.path / name)
+        return {key: file.read(key) for key in file.tensors}
 
     def all_optimizer_shards(self) -> list[dict[str, torch.Tensor]]:
         """Return every shard of the optimizer state, in the order of the ranks."""
         return [self.optimizer_tensors(rank) for rank in range(self.state.optimizer_shards)]
 
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        verify_file(self.path / name, self.entries[name])
-        file = TensorFile(self.path / name)
-        return {key: file.read(key) for key in file.tensors}
 
-
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, is_verified: bool = False) -> Checkpoint:
     """Read a checkpoint's manifest and state.
+
+    Args:
+        is_verified: `verify` has read it.
 
     Raises:
         LmkitError: it is damaged, lacks an optimizer shard, or has a newer format.
@@ -557,7 +551,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             hint="a checkpoint is a folder like <run>/checkpoints/step-00000100",
         )
     entries = read_manifest(path)
-    verify_file(path / STATE, entries[STATE])
+    if not is_verified:
+        verify_file(path / STATE, entries[STATE])
     state = parse_state(read_input(path / STATE), path=path / STATE)
     for rank in range(state.optimizer_shards):
         name = shard_name(rank, state.optimizer_shards)
@@ -567,7 +562,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f"{path / name}: missing, the optimizer state of rank {rank}",
                 hint="copy the whole checkpoint folder, or use an older one",
             )
-    return Checkpoint(path, state, entries)
+    return Checkpoint(path, state, entries, is_verified)
 
 
 class Choice(NamedTuple):
@@ -623,7 +618,7 @@ def newest_checkpoint(path: Path) -> Checkpoint:
         raise UsageError("checkpoint.not_found", f"{path}: holds no checkpoint", hint=hint)
     for why in choice.skipped:
         log.warning("skipped %s", why)
-    return open_checkpoint(choice.path)
+    return open_checkpoint(choice.path, is_verified=True)
 
 
 def hint_at_run(path: Path, *, otherwise: str) -> str:

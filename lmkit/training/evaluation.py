@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,7 +19,6 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.precision import autocast
-from lmkit.training.process import StopSignals
 
 TOKENS_AT_ONCE = 8192
 """Of a batch, padding included, where nothing else says how many."""
@@ -82,7 +82,7 @@ def evaluate(
     *,
     precision: str = "fp32",
     max_batches: int | None = None,
-    signals: StopSignals | None = None,
+    signals: Sequence[int] = (),
 ) -> Evaluation | None:
     """Return the mean loss over consecutive, non-overlapping windows from the start of the held-out tokens; nan if
     none of their tokens counts.
@@ -93,7 +93,7 @@ def evaluate(
         model: the plain model. Every rank calls `model.loss` equally often, because it may gather weights.
         ranks: this process's place; None: as in torch.distributed's default group, alone without one.
         max_batches: only this many batches, over all ranks; None: the whole file.
-        signals: looked at before each batch; if a rank has received one, all return None.
+        signals: that this rank received; looked at before each batch; if a rank has one, all return None.
     """
     ranks = ranks or Ranks.current()
     windows = evaluation_windows(
@@ -111,7 +111,7 @@ def evaluate(
         while batches := list(islice(windows, ranks.world_size)):
             # Where the last round is too short for a rank, its batch is another rank's, and does not count.
             rows, wanted = batches[min(ranks.rank, len(batches) - 1)]
-            if agree(ranks, stop=signals is not None and signals.received is not None):
+            if agree(ranks, stop=bool(signals)):
                 model.train(was_training)
                 return None
             inputs, targets = rows.to(ranks.device), wanted.to(ranks.device)  # (rows, seq)

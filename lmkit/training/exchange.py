@@ -18,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import describe_environment
 from lmkit.measure.tables import size_of
 from lmkit.model.accounting import count_parameters
-from lmkit.model.hugging_face import CONFIG, config_json, output_biases, to_halves, weight_names
+from lmkit.model.hugging_face import config_json, output_biases, reordered, weight_names
 from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.recipe.run_folder import (
     CHAT_TEMPLATE,
@@ -34,15 +34,15 @@ from lmkit.storage import atomic_folder
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
+from lmkit.tokenizer.marks import CONFIG
 from lmkit.training.checkpoint import (
     MODEL,
     STATE,
-    load_tokenizer,
     shard_name,
     step_name,
+    write_file,
     write_manifest,
     write_tensors,
-    write_text,
 )
 from lmkit.training.setup import initial_state
 from lmkit.training.weights import (
@@ -115,7 +115,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     weights = open_weights(source)
     tokenizer = None
     if weights.tokenizer is not None:
-        tokenizer = load_tokenizer(weights.tokenizer, weights.tokenizer_sha256)
+        tokenizer = weights.open_tokenizer()
     if tokenizer is None:
         log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
@@ -161,7 +161,7 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
     def read(theirs: str) -> torch.Tensor:
         if theirs not in names:
             return torch.zeros_like(specs[theirs], device="cpu")
-        weight = to_halves(names[theirs], weights[names[theirs]], weights.config)
+        weight = reordered(names[theirs], weights[names[theirs]], weights.config, pairs=False)
         return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
     shards: list[dict[str, torch.Tensor]] = [{}]  # of at most `SHARD_BYTES`, or of one tensor
@@ -211,7 +211,7 @@ def _describe_tokenizer(
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_file(path, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode())
 
 
 # Import
@@ -261,12 +261,18 @@ def import_model(
         LmkitError: a file is damaged or missing, or a weight is not finite.
     """
     weights = open_hugging_face(folder, context_length=context_length)
-    tokenizer = _their_tokenizer(weights, folder) if with_tokenizer else None
-    template = None
-    if tokenizer is not None:
+    tokenizer = template = None
+    if with_tokenizer:
+        alone = "--without-tokenizer imports the weights alone"
+        if weights.tokenizer is None:
+            raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
+        try:
+            tokenizer = weights.open_tokenizer()
+        except UsageError as error:
+            raise UsageError("import.tokenizer", error.message, hint=alone) from error
         template = named_template(chat_template, tokenizer) if chat_template else their_template(folder)
-    if tokenizer is not None and template is not None:
-        template.check(tokenizer, folder / TOKENIZER)
+        if template is not None:
+            template.check(tokenizer, folder / TOKENIZER)
     dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
     tables = {
         "run": {"folder": str(output.parent), "name": output.name},
@@ -282,12 +288,12 @@ def import_model(
         entries = {
             MODEL: write_tensors(step / MODEL, weights.specs, read=weights.__getitem__),
             shard_name(0, 1): write_tensors(step / shard_name(0, 1), {}),
-            STATE: write_text(step / STATE, state.model_dump_json(indent=1) + "\n"),
+            STATE: write_file(step / STATE, f"{state.model_dump_json(indent=1)}\n".encode()),
         }
         write_manifest(step, entries)
-        write_text(partial / RECIPE, recipe_to_toml(recipe))
-        write_text(partial / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
-        write_text(partial / METRICS, "")
+        write_file(partial / RECIPE, recipe_to_toml(recipe).encode())
+        _write_json(partial / ENVIRONMENT, describe_environment())
+        write_file(partial / METRICS, b"")
         if tokenizer is not None:
             tokenizer.save(partial / TOKENIZER)
         if template is not None:
@@ -300,18 +306,6 @@ def import_model(
         " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         None if tokenizer is None else f"vocabulary {tokenizer.vocab_size:,}",
     )
-
-
-def _their_tokenizer(weights: GivenWeights, folder: Path) -> Tokenizer:
-    alone = "--without-tokenizer imports the weights alone"
-    if weights.tokenizer is None:
-        raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
-    try:
-        tokenizer = Tokenizer.load(weights.tokenizer)
-        weights.refuse_more_ids(tokenizer.vocab_size, weights.tokenizer)
-    except UsageError as error:
-        raise UsageError("import.tokenizer", error.message, hint=alone) from error
-    return tokenizer
 
 
 def their_template(folder: Path) -> ChatTemplate | None:

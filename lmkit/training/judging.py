@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,17 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.model.memory import tokens_per_slice
 from lmkit.model.transformer import TransformerLM
-from lmkit.parallel.ranks import Ranks, local_device
+from lmkit.parallel.ranks import Ranks, local_device, process_group
+from lmkit.recipe.load import validate
+from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of, token_file
+from lmkit.recipe.tables import RunConfig
 from lmkit.tokenizer import Tokenizer
+from lmkit.training.checkpoint import STATE
 from lmkit.training.evaluation import TOKENS_AT_ONCE, EvaluateResult, evaluate, held_out_of, summarise
-from lmkit.training.precision import autocast
+from lmkit.training.precision import autocast, hold_weights
+from lmkit.training.process import numerics
 from lmkit.training.run_data import refuse_changed_file
-from lmkit.training.weights import TrainedModel, is_hugging_face, open_trained
+from lmkit.training.weights import GivenWeights, is_hugging_face, open_weights
 
 _HINTS = {  # of errors in a text named on the command line, where no option replaces invalid bytes
     "text.not_utf8": "convert the text to UTF-8 first, for example with iconv",
@@ -90,7 +96,7 @@ def _opened_text(
             raise UsageError("data.no_tokens", message, hint=hint)
         known = trained.weights.tokenizer_sha256
         if known is None and trained.weights.tokenizer is not None:
-            known = trained.open_tokenizer().sha256
+            known = trained.weights.open_tokenizer().sha256
         opened = open_tokens(file, tokenizer_sha256=known)
         if tokens is None:
             refuse_changed_file(file, other="--tokens FILE.npy")
@@ -103,7 +109,7 @@ def _opened_text(
     with tempfile.TemporaryDirectory() as made:
         encoded = Path(made, "text.npy")
         try:
-            encode_corpus(text, encoded, trained.open_tokenizer(), field=field)
+            encode_corpus(text, encoded, trained.weights.open_tokenizer(), field=field)
             yield open_tokens(encoded), str(text)
         except LmkitError as error:
             message = error.message.replace(str(encoded), str(text))
@@ -124,6 +130,60 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
             f"{model}: {len(wrong)} of {len(nats)} losses on {text} are not finite ({wrong[0]})",
             hint="it predicts no finite numbers; use an older checkpoint",
         )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model that is not yet loaded, and what is needed to judge it.
+
+    Attributes:
+        precision: in which it was trained.
+        rows: windows per batch.
+        held_out: its token file of held-out text, if it names one.
+    """
+
+    weights: GivenWeights
+    precision: str
+    rows: int
+    run: RunConfig
+    held_out: Path | None
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """The checkpoint or the folder, and the step of the checkpoint."""
+        return str(self.weights.path), None if self.weights.state is None else self.weights.state.step
+
+    @contextmanager
+    def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
+        """Yield the model as it computes in its precision, and this process's place."""
+        with process_group(device) as ranks, numerics(self.run, ranks):
+            model = self.weights.model(ranks.device)
+            hold_weights(model, self.precision)
+            yield model, ranks
+
+
+def open_trained(path: Path) -> TrainedModel:
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
+
+    Raises:
+        UsageError: it is none of them.
+        LmkitError: a file is damaged.
+    """
+    weights = open_weights(path)
+    state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
+    if state is None:
+        narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
+        return TrainedModel(weights, "bf16" if narrow else "fp32", rows, RunConfig(), None)
+    run = Path(os.path.relpath(weights.path.resolve().parent.parent))
+    tables, place = state.recipe, run_folder_of(run / RECIPE)
+    if place is not None:
+        tables = placed_in(place, tables)
+    recipe = validate(tables, origin=str(weights.path / STATE), resolved=True)
+    precision = "fp32"
+    if recipe.train is not None:  # imported models have none
+        precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
+    held_out = recipe.data.valid or token_file(run, "valid")
+    return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
 # Document by document
@@ -187,7 +247,7 @@ def evaluate_documents(
         if file.mask is not None:
             message = f"{name}: only some of its tokens count, and --by-document scores all"
             raise UsageError("evaluate.masked", message, hint="evaluate without --by-document")
-        tokenizer = trained.open_tokenizer()
+        tokenizer = trained.weights.open_tokenizer()
         before = ids_before(tokenizer, trained.weights.path)
         documents = list(_documents(file, tokenizer))
         windows = [
@@ -414,7 +474,7 @@ def evaluate_choices(path: Path, file: Path, *, device: str = "auto") -> Choices
     """
     questions = list(read_questions(file))
     trained = open_trained(path)
-    tokenizer = trained.open_tokenizer()
+    tokenizer = trained.weights.open_tokenizer()
     texts, context = [], trained.weights.config.context_length
     for number, question in enumerate(questions, 1):
         for choice in question.choices:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -76,7 +77,10 @@ class MetricsFile(Sink):
 
     def __init__(self, path: Path, *, after_step: int, others: Sequence[Sink] = ()) -> None:
         self._path, self._others = path, others
-        kept = [record for record in read_metrics(path) if record["step"] <= after_step]
+        kept = []
+        for record in read_metrics(path):
+            if record["step"] <= after_step:
+                kept.append(record)
         write_atomic(path, json_lines(kept))
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
@@ -108,8 +112,10 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records, mistakes = check_metrics(path)
-    if wrong := [text for text in mistakes if CUT not in text]:  # a kill cuts the last line short
-        log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(wrong))
+    if mistakes and CUT in mistakes[-1]:  # a kill cuts the last line short
+        mistakes.pop()
+    if mistakes:
+        log.warning("%s: not what lmkit writes, and skipped: %s", path, some_of(mistakes))
     return records
 
 
@@ -154,10 +160,9 @@ def _mistake(record: Any) -> str | None:
 def draw_losses(folder: Path, *, title: str) -> None:
     """Write `loss.png` from the metrics, with a marker at every evaluation; nothing if there are none yet."""
     series: dict[str, list[tuple[int, float]]] = {}
-    records = read_metrics(folder / METRICS)
-    for kind, label in _CURVES.items():
-        if points := [(record["step"], record["loss"]) for record in records if record["kind"] == kind]:
-            series[label] = points
+    for record in read_metrics(folder / METRICS):
+        if (label := _CURVES.get(record["kind"])) is not None:
+            series.setdefault(label, []).append((record["step"], record["loss"]))
     if series:
         marked = (_CURVES["valid"], _CURVES["final"])
         write_atomic(folder / LOSS_PICTURE, loss_curve(series, title=title, marked=marked))
@@ -166,70 +171,57 @@ def draw_losses(folder: Path, *, title: str) -> None:
 # The console
 
 
-class PlainConsole(Sink):
-    """Print one line per record to stderr, at most one a second for training steps; the first and last always."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._last = -SECONDS_BETWEEN_LINES
-
-    def record(self, record: Record) -> None:
-        now = time.monotonic()
-        if record["kind"] == "train":
-            if now - self._last < SECONDS_BETWEEN_LINES and record["step"] < self._total:
-                return
-            self._last = now
-        if text := describe(record, self._total):
-            self.note(text)
-
-    def note(self, text: str) -> None:
-        print(harmless(text, sys.stderr), file=sys.stderr, flush=True)
-
-
-class BarConsole(Sink):
-    """Show a bar with the newest numbers; notes and evaluations scroll above it.
+class Console(Sink):
+    """Show a run on stderr. On a terminal, a bar has the newest numbers, and notes and evaluations scroll above it.
+    Elsewhere, a record is a line; of training steps at most one a second is shown, but always the first and the last.
 
     Args:
         first_step: the step from which the session goes on.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0) -> None:
-        from rich.console import Console
+        self._total = total_steps
+        self._last = -math.inf
+        self._bar: Any = None
+        if wants_plain_text(sys.stderr):
+            return
+        from rich.console import Console as Terminal
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        self._total = total_steps
-        self._progress = Progress(
+        self._bar = Progress(
             BarColumn(bar_width=None, table_column=Column(max_width=24)),  # the room that the numbers leave
             TextColumn("{task.fields[numbers]}", markup=False),
-            console=Console(stderr=True),
+            console=Terminal(stderr=True),
             transient=True,
         )
-        self._task = self._progress.add_task("train", total=1.0, numbers=f"step {first_step}/{total_steps}")
-        self._progress.update(self._task, completed=first_step / total_steps)
-        self._progress.start()
+        self._task = self._bar.add_task("train", total=1.0, numbers=f"step {first_step}/{total_steps}")
+        self._bar.update(self._task, completed=first_step / total_steps)
+        self._bar.start()
 
     def record(self, record: Record) -> None:
-        text = describe(record, self._total)
-        if record["kind"] == "train":
-            if len(text) + 1 + _SHORTEST_BAR > self._progress.console.width:
+        text, now = describe(record, self._total), time.monotonic()
+        if record["kind"] != "train":
+            if text:
+                self.note(text)
+        elif self._bar is not None:
+            if len(text) + 1 + _SHORTEST_BAR > self._bar.console.width:
                 text = text.replace("  ", " ")
-            self._progress.update(self._task, completed=record["progress"], numbers=text)
-        elif text:
+            self._bar.update(self._task, completed=record["progress"], numbers=text)
+        elif now - self._last >= SECONDS_BETWEEN_LINES or record["step"] >= self._total:
+            self._last = now
             self.note(text)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(harmless(text, sys.stderr), markup=False, highlight=False)
+        text = harmless(text, sys.stderr)
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.stop()
-
-
-def console(total_steps: int, *, first_step: int = 0) -> PlainConsole | BarConsole:
-    """Return the display that fits stderr."""
-    if wants_plain_text(sys.stderr):
-        return PlainConsole(total_steps)
-    return BarConsole(total_steps, first_step=first_step)
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def describe(record: Record, total_steps: int) -> str:
@@ -237,12 +229,16 @@ def describe(record: Record, total_steps: int) -> str:
     file."""
     kind, step = record["kind"], f"step {record['step']}/{total_steps}"
     if kind == "train":
+        speed = record["tokens_per_second"]
+        rate = f"{speed:,.0f}"  # 1,234, then 12.3k and 8.77M
+        if speed >= 1e4:
+            rate = f"{_digits(speed / 1e3, 3)}k" if speed < 1e6 else f"{_digits(speed / 1e6, 3)}M"
         parts = [
             step,
             f"loss {_digits(record['loss'], 5)}",
             f"lr {record['lr']:.1e}".replace("e-0", "e-"),
             f"norm {_digits(record['grad_norm'], 3)}",
-            f"{_rate(record['tokens_per_second'])} tok/s",
+            f"{rate} tok/s",
         ]
         if record["mfu"] is not None:
             parts.append(f"MFU {100 * record['mfu']:.1f}%")
@@ -268,13 +264,6 @@ def describe(record: Record, total_steps: int) -> str:
 def _digits(value: float, digits: int) -> str:
     """Format with that many digits: with 3, `1.50`, `12.3`, `123`."""
     return f"{value:#.{digits}g}".rstrip(".")
-
-
-def _rate(value: float) -> str:
-    """Format as `1,234`, `12.3k`, `8.77M`."""
-    if value < 1e4:
-        return f"{value:,.0f}"
-    return f"{_digits(value / 1e3, 3)}k" if value < 1e6 else f"{_digits(value / 1e6, 3)}M"
 
 
 def duration(seconds: float) -> str:

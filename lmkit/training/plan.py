@@ -95,7 +95,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     precision = train.precision
     if precision == "fp32" and parallel.weights == "bf16":
         precision = "bf16"
-    form, fused = form_of(config, precision)
+    form = form_of(config, precision)
     held = held_by(config, train, parallel, recipe.optimizer, ranks)
 
     def memory(config: ModelConfig, rows: int) -> StepMemory:
@@ -117,7 +117,7 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
         ranks=ranks,
         rows=rows,
         parameters=counted.total,
-        fused=fused,
+        fused=form.blocks_reuse_memory,
         memory=memory(config, rows),
         usable=usable,
         most_rows=_most(lambda rows: memory(config, rows).peak <= usable),
@@ -128,16 +128,15 @@ def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
     )
 
 
-def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> tuple[Form, bool]:
-    """Return how a model computes, and whether fused operations compute its blocks."""
+def form_of(config: ModelConfig, precision: str, device: str = "cuda") -> Form:
+    """Return how a model computes."""
     operations = config.operations
     # Blocks are compiled from PyTorch's operations, and fused operations run around them.
     compiled = config.compile != "none"
     if operations == "auto":
         operations = next(name for name in OPERATIONS.names if device in OPERATIONS.facts(name).devices)
     stream, product = _WIDTHS[precision]
-    form = Form(OPERATIONS.facts(operations).reuses_memory, device, stream, product, compiled)
-    return form, form.blocks_reuse_memory
+    return Form(OPERATIONS.facts(operations).reuses_memory, device, stream, product, compiled)
 
 
 def held_by(

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -91,27 +91,24 @@ def numerics(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-class StopSignals:
-    """The first SIGTERM or SIGINT that this process received, or None."""
-
-    received: int | None = None
-
-
 @contextmanager
-def stop_signals(ranks: Ranks) -> Iterator[StopSignals]:
+def stop_signals(ranks: Ranks) -> Iterator[Sequence[int]]:
     """Record the first SIGTERM or SIGINT and say what it does; end the process at the second.
+
+    Yields the signals that came, empty before the first.
 
     A thread counts the signals, because no Python handler runs while the main thread waits in C++ for a hanging rank
     or GPU. A process that ends like this does not clean up: partial files have partial names, and the next start
     removes them. Use it in the main thread; elsewhere `with` raises ValueError.
     """
-    signals = StopSignals()
+    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if signals.received is None:
-            signals.received = number
+        received.append(number)
 
-    handlers = {number: signal.signal(number, note) for number in _SIGNALS}
+    handlers = {}
+    for number in _SIGNALS:
+        handlers[number] = signal.signal(number, note)
     reading, bell = os.pipe()
     os.set_blocking(bell, False)
     bell_before = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
@@ -120,7 +117,7 @@ def stop_signals(ranks: Ranks) -> Iterator[StopSignals]:
     )
     counting.start()
     try:
-        yield signals
+        yield received
     finally:
         signal.set_wakeup_fd(bell_before)
         os.close(bell)  # ends the thread
@@ -149,12 +146,12 @@ def _leave_at_the_second(reading: int, speaks: bool) -> None:
                 threading.Thread(target=print, args=(text,), kwargs=how, daemon=True).start()
 
 
-def end_as_stopped(received: int | None) -> None:
+def end_as_stopped(received: Sequence[int]) -> None:
     """Raise KeyboardInterrupt (exit code 130) after SIGINT, else SystemExit(143).
 
     Args:
-        received: the signal; None if another rank received it.
+        received: of `stop_signals`; empty if another rank received one.
     """
-    if received == signal.SIGINT:
+    if received and received[0] == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + signal.SIGTERM)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +39,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.transformer import parameter_names
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
-from lmkit.parallel.ranks import RankLost, Ranks
+from lmkit.parallel.ranks import RankLost, Ranks, losses_named
 from lmkit.recipe import schema as rule
 from lmkit.recipe.load import validate
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
@@ -56,7 +56,6 @@ from lmkit.training.checkpoint import (
     Choice,
     DamagedCheckpoint,
     DataIdentity,
-    FileEntry,
     RngState,
     TrainingState,
     clean_leftovers,
@@ -72,9 +71,9 @@ from lmkit.training.checkpoint import (
     shard_name,
     step_name,
     verify,
+    write_file,
     write_manifest,
     write_tensors,
-    write_text,
 )
 from lmkit.training.step import Step
 from lmkit.training.weights import GivenWeights, load_weights, model_weights, weights_of
@@ -103,9 +102,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
         for parameter, name in parameter_names(model).items():
             if parameter in optimizer.state:
                 states[name] = optimizer.state[parameter]
-    return {
-        f"{name}.{key}": _as_tensor(value) for name, state in states.items() for key, value in state.items()
-    }
+    tensors = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+            tensors[f"{name}.{key}"] = value.detach()
+    return tensors
 
 
 def own_files(step: Step) -> Files:
@@ -233,12 +236,6 @@ def _held(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Paramet
     return {parameter: name for parameter, name in parameter_names(model).items() if parameter in held}
 
 
-def _as_tensor(value: torch.Tensor | float) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-
-
 # Save in the background
 
 
@@ -336,13 +333,14 @@ class CheckpointWriter:
         started = time.perf_counter()
         writing = [] if self.writing is None else [self.writing]
         patience = 0.0
-        while True:
-            done, busy = wait_for_futures(writing, timeout=patience)
-            failed = bool(done) and writing[0].exception() is not None
-            busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
-            if failed_somewhere or not busy_somewhere:
-                break
-            patience = _POLL_S
+        with losses_named(self._ranks, f"saving step {self._step}"):
+            while True:
+                done, busy = wait_for_futures(writing, timeout=patience)
+                failed = bool(done) and writing[0].exception() is not None
+                busy_somewhere, failed_somewhere = on_any_rank(self._ranks, bool(busy), failed)
+                if failed_somewhere or not busy_somewhere:
+                    break
+                patience = _POLL_S
         self.stall_seconds += time.perf_counter() - started
         if failed_somewhere and not failed:
             raise RankLost(
@@ -420,7 +418,7 @@ class CheckpointWriter:
         try:
             if copies:
                 self._receive("folder", 0)
-            entries = {name: asdict(write_tensors(partial / name, part)) for name, part in copies.items()}
+            entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
             message = {"rng": state.rng[0].model_dump(), "entries": entries}
         except OSError as error:
             message = {"error": reason(error)}
@@ -430,20 +428,21 @@ class CheckpointWriter:
 
     def _write_all(self, state: TrainingState, copies: Files, partial: Path) -> None:
         """On rank 0: write its own files, collect the parts of the others, write the manifest, publish."""
-        entries = {name: write_tensors(partial / name, part) for name, part in copies.items()}
-        rng = list(state.rng)
+        entries, rng = {}, list(state.rng)
+        for name, part in copies.items():
+            entries[name] = write_tensors(partial / name, part)
         for rank in range(1, self._ranks.world_size):
-            part = self._receive("part", rank)
-            if "error" in part:
+            sent = self._receive("part", rank)
+            if "error" in sent:
                 raise LmkitError(
                     "checkpoint.write_failed",
-                    f"{partial}: rank {rank} cannot save its part: {part['error']}",
+                    f"{partial}: rank {rank} cannot save its part: {sent['error']}",
                     hint="earlier checkpoints are intact",
                 )
-            rng.append(RngState.model_validate(part["rng"]))
-            entries |= {name: FileEntry(**fields) for name, fields in part["entries"].items()}
+            rng.append(RngState.model_validate(sent["rng"]))
+            entries |= sent["entries"]
         complete = state.changed(rng=tuple(rng))
-        entries[STATE] = write_text(partial / STATE, complete.model_dump_json(indent=1) + "\n")
+        entries[STATE] = write_file(partial / STATE, f"{complete.model_dump_json(indent=1)}\n".encode())
         write_manifest(partial, entries)
         publish(partial, self._folder / step_name(state.step))
 
@@ -497,16 +496,22 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             kept.add(step)
             continue
         try:
-            losses[step] = open_checkpoint(path).state.valid_loss
+            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
         except LmkitError:  # the checksums are right: another version wrote it
             kept.add(step)
-    good = [step for step, _ in saved if step in losses]
-    last = good[-keep_last:]
-    rated = sorted([(loss, step) for step in good if (loss := losses[step]) is not None])
-    kept.update(last, [step for _, step in rated[:keep_best]])
-    doomed = [path for step, path in saved if step not in kept and last and step < last[0]]
-    for path in doomed:
-        remove_folder(path)
+    good, rated, doomed = [], [], []
+    for step, _ in saved:
+        if step in losses:
+            good.append(step)
+            if (loss := losses[step]) is not None:
+                rated.append((loss, step))
+    kept.update(good[-keep_last:])
+    for _, step in sorted(rated)[:keep_best]:
+        kept.add(step)
+    for step, path in saved:
+        if step not in kept and good and step < good[-keep_last:][0]:
+            remove_folder(path)
+            doomed.append(path)
     return doomed
 
 
@@ -543,8 +548,10 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
     if checkpoints.is_dir():
         removed += clean_leftovers(checkpoints)
     path, skipped = choose_start(recipe)
-    notes = [f"removed {left}, left by a session that was killed" for left in removed]
-    notes += [f"skipped {why}" for why in skipped]
+    notes = []
+    for left in removed:
+        notes.append(f"removed {left}, left by a session that was killed")
+    notes += map("skipped {}".format, skipped)
     # The steps since are made again: their checkpoints would replace the damaged ones, of which parts may be whole.
     for saved in reversed(saved_steps(checkpoints)) if skipped else ():
         if saved.path == path:
@@ -620,7 +627,8 @@ def check_agreement(
         allowed.append(f"optimizer.name: {now} begins without the state of {before}")
     assert recipe.train is not None
     step = checkpoint.state.step
-    if lost := rule.without_effect(changes, step=step, steps=recipe.train.steps):
+    lost = [line for line in changes if rule.is_under(line, rule.NEED_STEPS)]
+    if lost and step >= recipe.train.steps:
         raise UsageError(
             "resume.no_effect",
             f"{checkpoint.path}: the training ended at step {step}, and no step would use {'; '.join(lost)}",

@@ -32,23 +32,11 @@ from lmkit.training.checkpoint import DataIdentity
 
 @dataclass(frozen=True)
 class Data:
-    """The token files of a run; both None for random tokens."""
+    """The token files of a run, and what a resumed run must find again of the first; None for random tokens."""
 
-    train: TokenFile | None
-    valid: TokenFile | None
-
-    @property
-    def identity(self) -> DataIdentity | None:
-        """The identity of the training data, which a resumed run must find again."""
-        if self.train is None:
-            return None
-        meta = self.train.meta
-        return DataIdentity(
-            num_tokens=meta.num_tokens,
-            vocab_size=meta.vocab_size,
-            source_sha256=meta.source_sha256,
-            tokenizer_sha256=meta.tokenizer_sha256,
-        )
+    train: TokenFile | None = None
+    valid: TokenFile | None = None
+    identity: DataIdentity | None = None
 
 
 def open_data(recipe: Recipe) -> Data:
@@ -59,7 +47,7 @@ def open_data(recipe: Recipe) -> Data:
         LmkitError: a file is damaged.
     """
     if recipe.data.source == "random":
-        return Data(None, None)
+        return Data()
     train_path, valid_path = token_paths(recipe)
     train = open_tokens(train_path)
     valid = open_tokens(valid_path) if valid_path.exists() else None
@@ -83,7 +71,14 @@ def open_data(recipe: Recipe) -> Data:
                 f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
                 hint=hint,
             )
-    return Data(train, valid)
+    meta = train.meta
+    identity = DataIdentity(
+        num_tokens=meta.num_tokens,
+        vocab_size=meta.vocab_size,
+        source_sha256=meta.source_sha256,
+        tokenizer_sha256=meta.tokenizer_sha256,
+    )
+    return Data(train, valid, identity)
 
 
 def keep_tokenizer(recipe: Recipe) -> None:

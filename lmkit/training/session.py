@@ -24,14 +24,21 @@ from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.ranks import Ranks, local_device, losses_named
 from lmkit.recipe.load import save_recipe
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, mark_run, refuse_foreign_files
+from lmkit.recipe.run_folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    METRICS,
+    is_run,
+    refuse_foreign_files,
+    save_record,
+)
 from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import Checkpoint, TrainingState, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise
-from lmkit.training.metrics import MetricsFile, Sink, console, draw_losses, duration, read_metrics
+from lmkit.training.metrics import Console, MetricsFile, Sink, draw_losses, duration, read_metrics
 from lmkit.training.precision import with_precision
 from lmkit.training.process import numerics, ranks_of, stop_signals
 from lmkit.training.resume import (
@@ -172,7 +179,8 @@ def _run_rank(
         resumed_from = None if checkpoint is None else checkpoint.state.step
         sink = Sink()
         if ranks.is_first:
-            mark_run(recipe.run.path)
+            if not is_run(recipe.run.path):
+                save_record(recipe.run.path, {})
             keep_tokenizer(recipe)
             save_recipe(recipe)
             write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
@@ -315,7 +323,7 @@ def _open_sink(recipe: Recipe, *, after_step: int) -> Sink:
         after_step: the step from which the session goes on.
     """
     assert recipe.train is not None
-    others: list[Sink] = [console(recipe.train.steps, first_step=after_step)]
+    others: list[Sink] = [Console(recipe.train.steps, first_step=after_step)]
     if recipe.wandb.enabled or recipe.train.tensorboard:
         from lmkit.training.services import open_services
 
@@ -382,12 +390,13 @@ def _result(
     evaluation: Evaluation | None = None,
 ) -> TrainResult:
     model, train = resolved_tables(recipe)
-    # Later ones were damaged: the run was resumed from an earlier one.
-    saved = [str(path) for step, path in saved_steps(recipe.run.path / CHECKPOINTS) if step <= position.step]
-    reported = None
-    if evaluation is not None and saved:
+    checkpoint = reported = None
+    for step, path in saved_steps(recipe.run.path / CHECKPOINTS):
+        if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
+            checkpoint = str(path)
+    if evaluation is not None and checkpoint is not None:
         held_out = str(token_paths(recipe)[1])
-        reported = EvaluateResult(saved[-1], position.step, held_out, **asdict(evaluation))
+        reported = EvaluateResult(checkpoint, position.step, held_out, **asdict(evaluation))
     return TrainResult(
         folder=str(recipe.run.path),
         status=status,
@@ -399,7 +408,7 @@ def _result(
         seconds=position.seconds,
         tokens_per_second=tokens_per_second,
         loss=loss,
-        checkpoint=saved[-1] if saved else None,
+        checkpoint=checkpoint,
         evaluation=reported,
     )
 

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmkit import __version__
@@ -24,7 +25,6 @@ from lmkit.core.ranges import range_
 from lmkit.data.token_files import check_divisible
 from lmkit.errors import UsageError
 from lmkit.measure.environment import has_bf16
-from lmkit.model.fp8 import check_fp8, use_fp8
 from lmkit.model.operations import choose_operations
 from lmkit.model.transformer import TransformerLM, compile_model, place_side_by_side
 from lmkit.parallel.place import read_place
@@ -42,7 +42,7 @@ from lmkit.training.step import Outcome, Step, load_batch
 from lmkit.training.weights import open_weights
 
 ALONE = ParallelConfig(strategy="none")
-RANDOM = Data(None, None)
+RANDOM = Data()
 _USUAL = TrainConfig()
 
 
@@ -93,8 +93,11 @@ def build_step(
     is_drawn_later = ranks.world_size > 1 and "parameters" in facts.shards
     plain = TransformerLM(model, device="meta" if is_drawn_later else ranks.device)
     if precision == "fp8":
+        from lmkit.model.fp8 import use_fp8
+
         use_fp8(plain.layers)
-    compile_model(plain, model.compile)
+    if model.compile != "none":
+        compile_model(plain, model.compile)
     masters: dict[Tensor, Tensor] = {}
     if precision in NARROW_WEIGHTS and "weights" in facts.uses:
         parallel = parallel.changed(weights="bf16")  # the strategy keeps masters itself
@@ -103,17 +106,16 @@ def build_step(
         place_side_by_side(plain)
     sync = build_strategy(parallel, ranks)
     call = checked(STRATEGIES, parallel.strategy, sync.attach(plain, fingerprint=fingerprint), "loss")
-    if masters:
-        sync.take_first_ranks(masters.values())
+    if ranks.world_size > 1 and sync.averages:  # as `attach` does with the parameters
+        for master in masters.values():
+            dist.broadcast(master, src=0)
     groups = decay_groups(plain.parameters(), table.weight_decay)
     if parallel.weights == "bf16" and precision in NARROW_WEIGHTS and "parameters" not in facts.shards:
         for group in groups:
             if group["params"][0].dim() < 2:
                 group["weights"] = "fp32"  # gains stay what `hold_weights` would leave them
     if not OPTIMIZERS.facts(table.name).elementwise:
-        # Muon orthogonalises the matrices of linear layers.
-        matrices = {module.weight for module in plain.layers.modules() if isinstance(module, Linear)}
-        groups = _split(groups, matrices)
+        groups = _split(groups, plain.layers)
     made: Any = sync.build_optimizer(make_optimizer or partial(_make_optimizer, table), groups)
     if masters:
         made.keep_masters(masters)
@@ -129,12 +131,18 @@ def build_step(
     )
 
 
-def _split(groups: list[dict[str, Any]], matrices: Set[Tensor]) -> list[dict[str, Any]]:
-    """Split groups into matrices and other parameters, with the key "is_matrix"; see `lmkit.optim.Muon`."""
+def _split(groups: list[dict[str, Any]], layers: nn.Module) -> list[dict[str, Any]]:
+    """Split groups into matrices of linear layers, which Muon orthogonalises, and other parameters: "is_matrix"."""
+    matrices: set[Tensor] = set()
+    for module in layers.modules():
+        if isinstance(module, Linear):
+            matrices.add(module.weight)
     split = []
     for group in groups:
-        for is_matrix in (True, False):
-            params = [param for param in group["params"] if (param in matrices) == is_matrix]
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for param in group["params"]:
+            parts[param in matrices].append(param)
+        for is_matrix, params in parts.items():
             if params:
                 split.append({**group, "params": params, "is_matrix": is_matrix})
     return split
@@ -167,7 +175,7 @@ def step_of(
         cuda_graph=train.cuda_graph,
         max_skips=train.max_skips if train.nonfinite == "skip" else 0,
         spike_sigmas=train.spike_sigmas,
-        fingerprint=f"{recipe_sha256(recipe)} {data.identity}",
+        fingerprint=f"{recipe.model_dump_json()} {data.identity}",
     )
 
 
@@ -276,6 +284,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     check_kernel(recipe.model.attention, one_query)
     choose_operations(recipe.model.operations, one_query)
     if recipe.train.precision == "fp8":
+        from lmkit.model.fp8 import check_fp8
+
         check_fp8(device)
     if recipe.train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
@@ -284,7 +294,8 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     table = recipe.optimizer  # it says what it refuses when it is made
     groups = decay_groups([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], table.weight_decay)
     if not OPTIMIZERS.facts(table.name).elementwise:
-        groups = _split(groups, set())
+        for group in groups:
+            group["is_matrix"] = group["params"][0].dim() == 2
     _make_optimizer(table, groups)
 
 
@@ -348,14 +359,9 @@ def initial_state(recipe: Recipe, step: Step | None = None, data: Data = RANDOM)
         rng=(capture_rng(torch.device("cpu") if step is None else step.ranks.device),),
         model=recipe.model,
         recipe=recipe.model_dump(mode="json", exclude_none=True),
-        recipe_sha256=recipe_sha256(recipe),
+        recipe_sha256=hashlib.sha256(recipe.model_dump_json().encode()).hexdigest(),
         data=data.identity,
     )
-
-
-def recipe_sha256(recipe: Recipe) -> str:
-    """Return a hash of a resolved recipe."""
-    return hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
 
 
 def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | None], float]:
@@ -374,7 +380,7 @@ def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | 
         min_lr=table.min_lr,
         warmup_steps=table.warmup_steps,
         total_steps=steps,
-        **{key: getattr(table, key) for key in SCHEDULES.facts(table.schedule).uses},
+        **table.model_dump(include=set(SCHEDULES.facts(table.schedule).uses)),
     )
 
     def rate(step: int, fraction: float | None) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,7 +116,7 @@ class Step(core.Step):
 
     Attributes:
         sync: the strategy.
-        signals: its attribute `received` is read after the backward pass: if it is not None, this rank asks to stop.
+        signals: read after the backward pass: if it is not empty, this rank asks to stop.
         save_at: from then on, as of `time.perf_counter`, this rank asks for a checkpoint.
         before_update: called before the weights change.
         decider: the optimizer that obeys its attribute `decision`; None if there is none.
@@ -150,7 +150,7 @@ class Step(core.Step):
         self.decider: Any = getattr(optimizer, "inner", optimizer)  # of a sharded optimizer
         if not hasattr(self.decider, "decision"):
             self.decider = None
-        self.signals: Any = None
+        self.signals: Sequence[int] = ()
         self.save_at = math.inf
         self.before_update: Callable[[], object] | None = None
         self._sent = Flags()
@@ -242,8 +242,7 @@ class Step(core.Step):
 
     def _send(self) -> None:
         """Copy this rank's flags to the device; call `before_update`."""
-        stop = self.signals is not None and self.signals.received is not None
-        flags = Flags(stop, save=time.perf_counter() >= self.save_at)
+        flags = Flags(stop=bool(self.signals), save=time.perf_counter() >= self.save_at)
         if flags != self._sent:
             for on_device, flag in zip(self._flags, flags, strict=True):
                 on_device.fill_(flag)

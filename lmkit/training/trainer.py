@@ -26,7 +26,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink
-from lmkit.training.process import StopSignals, end_as_stopped
+from lmkit.training.process import end_as_stopped
 from lmkit.training.resume import CheckpointWriter, Counters, own_files
 from lmkit.training.run_data import Data, resolved_tables
 from lmkit.training.setup import initial_state, learning_rate
@@ -112,7 +112,7 @@ class Trainer:
         sink: Sink,
         *,
         counters: Counters,
-        signals: StopSignals,
+        signals: Sequence[int],
         stop_at_step: int | None = None,
         write_samples: WriteSamples | None = None,
     ) -> None:
@@ -165,25 +165,26 @@ class Trainer:
                     self._evaluate("valid", self._train.eval_batches or None)
             with step_watch(self.ranks) as watch:
                 stopped = self._run_steps(watch)
-            self._await_save()
+            self._writer.wait_for_all()
             completed = True
         except Diverged:
-            self._await_save()  # an earlier checkpoint is good, and all ranks are there to finish it
+            self._writer.wait_for_all()  # an earlier checkpoint is good, and all ranks are there to finish it
             raise
         finally:
             self.step.graph = None  # NCCL waits for graphs when its group ends
-            self.step.before_update = self.step.signals = None  # no circle keeps the model in memory
+            self.step.before_update = None  # no circle keeps the model in memory
+            self.step.signals = ()
             if not completed:
                 self._writer.abandon()
         if stopped:
             self._sink.note(f"stopped by a signal; step {self.counters.step} is saved")
-            end_as_stopped(self._signals.received)
+            end_as_stopped(self._signals)
         if self._progress(self.counters.step) < 1:
             return "stopped early", None
         with losses_named(self.ranks, f"after step {self.counters.step}"):
             evaluation = self._evaluate("final", None)
         if evaluation is None and self._held_out is not None:
-            end_as_stopped(self._signals.received)
+            end_as_stopped(self._signals)
         return "finished", evaluation
 
     def _run_steps(self, watch: Watch) -> bool:
@@ -221,10 +222,17 @@ class Trainer:
                 return False
 
     def _land(self, watch: Watch) -> tuple[Outcome, float]:
-        """Wait for the first step that was not waited for; count it."""
-        outcome, lr = self._flying.popleft()
-        with watch(self.counters.step + 1):
-            self._count(outcome)
+        """Wait for the first step that was not waited for; count it, also if it is skipped: its batch is used up."""
+        (outcome, lr), counters = self._flying.popleft(), self.counters
+        with watch(counters.step + 1):
+            counters.step += 1
+            counters.tokens += self._tokens_per_step
+            counters.valid_loss = None
+            self._stops |= outcome.stop
+            self._wants_save |= outcome.save
+            counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if outcome.nonfinite else 0
+            if outcome.nonfinite:
+                self._skip(outcome)
             self._fraction = self.clock.fraction()
         return outcome, lr
 
@@ -238,18 +246,9 @@ class Trainer:
     def _is_done(self) -> bool:
         return self._progress(self._launched) >= 1 or self._launched >= self._end
 
-    def _count(self, outcome: Outcome) -> None:
-        """Advance by one step, applied or not: a bad batch must not come again."""
+    def _skip(self, outcome: Outcome) -> None:
+        """Record a step whose loss or gradient is not finite; stop the run if it is one too many."""
         counters = self.counters
-        counters.step += 1
-        counters.tokens += self._tokens_per_step
-        counters.valid_loss = None
-        self._stops |= outcome.stop
-        self._wants_save |= outcome.save
-        if not outcome.nonfinite:
-            counters.skipped_in_a_row = 0
-            return
-        counters.skipped_in_a_row += 1
         most, losses = self.step.max_skips or 0, outcome.losses.tolist()
         loss = losses[self.ranks.rank]
         kind = "a spike" if math.isfinite(sum(outcome.losses) + outcome.grad_norm) else "not finite"
@@ -378,7 +377,3 @@ class Trainer:
         self._saved_step = counters.step
         self.step.save_at = time.perf_counter() + self._save_every_s
         self._record("checkpoint", stall_seconds=self._writer.stall_seconds)
-
-    def _await_save(self) -> None:
-        with losses_named(self.ranks, f"after step {self.counters.step}"):
-            self._writer.wait_for_all()

@@ -13,7 +13,6 @@ from pathlib import Path
 from lmkit.data.token_files import open_tokens
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
-from lmkit.model.hugging_face import CONFIG
 from lmkit.parallel.ranks import local_device
 from lmkit.recipe.load import load_recipe, required
 from lmkit.recipe.run_folder import (
@@ -32,6 +31,7 @@ from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.marks import CONFIG
 from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
@@ -156,9 +156,9 @@ def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -
 
 
 def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
-    entries = verify(path)
-    checkpoint = open_checkpoint(path)
-    weights_of(checkpoint, is_verified=True)
+    verify(path)
+    checkpoint = open_checkpoint(path, is_verified=True)
+    weights_of(checkpoint)
     data = checkpoint.state.data
     if data is not None and tokenizer_sha256 not in (None, data.tokenizer_sha256):
         raise LmkitError(
@@ -166,7 +166,7 @@ def _checkpoint(path: Path, tokenizer_sha256: str | None = None) -> str:
             f"{path}: trained with tokenizer {data.tokenizer_sha256[:12]}, not with the run's {TOKENIZER}",
             hint="put the tokenizer of its token files back",
         )
-    size = sum(entry.bytes for entry in entries.values()) / 1e6
+    size = sum(entry["bytes"] for entry in checkpoint.entries.values()) / 1e6
     return f"{size:.1f} MB, checksums and weights right"
 
 
@@ -284,7 +284,7 @@ def _moved(recipe: Recipe, folder: Path, name: str) -> Recipe:
 def _hashes(recipe: Recipe, step: int) -> dict[str, str]:
     checkpoint = open_checkpoint(recipe.run.path / CHECKPOINTS / step_name(step))
     return {
-        "weights": checkpoint.entries[MODEL].sha256,  # equal tensors are written as equal files
-        "optimizer": checkpoint.entries[shard_name(0, 1)].sha256,
+        "weights": checkpoint.entries[MODEL]["sha256"],  # equal tensors are written as equal files
+        "optimizer": checkpoint.entries[shard_name(0, 1)]["sha256"],
         "random generators": hashlib.sha256(str(checkpoint.state.rng).encode()).hexdigest(),
     }

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -20,27 +20,16 @@ from torch import nn
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
-from lmkit.model.hugging_face import (
-    CONFIG,
-    EMBEDDING,
-    HEAD,
-    output_biases,
-    read_config,
-    to_pairs,
-    weight_names,
-)
 from lmkit.model.transformer import TransformerLM, plain_name
-from lmkit.parallel.ranks import Ranks, process_group
-from lmkit.recipe.load import validate
-from lmkit.recipe.run_folder import RECIPE, TOKENIZER, placed_in, run_folder_of, token_file
+from lmkit.recipe.run_folder import TOKENIZER
 from lmkit.recipe.schema import Recipe
-from lmkit.recipe.tables import ModelConfig, RunConfig
+from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer import Tokenizer
+from lmkit.tokenizer.marks import CONFIG
 from lmkit.training.checkpoint import (
     MODEL,
-    STATE,
     Checkpoint,
     TensorFile,
     TrainingState,
@@ -52,9 +41,7 @@ from lmkit.training.checkpoint import (
     unsupported_dtype,
     verify_file,
 )
-from lmkit.training.evaluation import TOKENS_AT_ONCE
 from lmkit.training.precision import hold_weights
-from lmkit.training.process import numerics
 from lmkit.training.run_data import Data
 
 log = logging.getLogger("lmkit")
@@ -76,10 +63,17 @@ FREE = (
 
 
 def model_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the live weights by plain name; waits for weights that are still being gathered."""
-    return {name: tensor.detach() for name, tensor in _plain(model.state_dict(keep_vars=True)).items()}
+    """Return the live weights by plain name, tied ones once; waits for weights that are still being gathered."""
+    plain: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            plain[plain_name(name)] = tensor.detach()
+    return plain
 
 
+@torch.no_grad()
 def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origin: Path) -> None:
     """Copy saved weights into a model, whether it is plain, compiled or wrapped.
 
@@ -87,25 +81,15 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
         UsageError: other names or shapes; the message lists the first differences.
         LmkitError: a number is too large for the model's dtype ("weights.not_finite").
     """
-    state = model.state_dict(keep_vars=True)
-    wanted = _plain(state)
-    wrong = [
-        f"{name}: saved {_shape(tensors.get(name))}, model {_shape(wanted.get(name))}"
-        for name in {**wanted, **tensors}
-        if name not in wanted or name not in tensors or tensors[name].shape != wanted[name].shape
-    ]
-    if wrong:
+    wanted = model_weights(model)
+    if wrong := _differences(tensors, wanted):
         raise UsageError(
             "checkpoint.other_model",
-            f"{origin}: weights of another model: {some_of(wrong, separator='; ')}",
+            f"{origin}: weights of another model: {wrong}",
             hint="use the recipe that the checkpoint was made with",
         )
-    # By identity, because tied weights have several names and are saved under one.
-    saved = {
-        id(tensor): cast_weight(tensors[name], tensor.dtype, name=name, origin=origin)
-        for name, tensor in wanted.items()
-    }
-    model.load_state_dict({name: saved[id(tensor)] for name, tensor in state.items()})
+    for name, tensor in wanted.items():
+        tensor.copy_(cast_weight(tensors[name], tensor.dtype, name=name, origin=origin))
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: Path) -> torch.Tensor:
@@ -126,15 +110,13 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: 
     return cast
 
 
-def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict's tensors by plain name, tied ones once."""
-    plain: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in state.items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            plain[plain_name(name)] = tensor
-    return plain
+def _differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str:
+    """Name the first tensors that only one side has, or in another shape; "" if there are none."""
+    wrong = []
+    for name in {**wanted, **found}:
+        if name not in wanted or name not in found or found[name].shape != wanted[name].shape:
+            wrong.append(f"{name}: saved {_shape(found.get(name))}, model {_shape(wanted.get(name))}")
+    return some_of(wrong, separator="; ")
 
 
 def _shape(tensor: torch.Tensor | None) -> str:
@@ -156,7 +138,7 @@ def filled_model(
     if operations in OPERATIONS.names and place not in OPERATIONS.facts(operations).devices:
         operations = "auto"
     model = TransformerLM(config.changed(attention=attention, operations=operations), device=device)
-    if any(tensor.dtype == torch.bfloat16 for tensor in tensors.values()):
+    if torch.bfloat16 in map(attrgetter("dtype"), tensors.values()):
         hold_weights(model, "bf16")
     load_weights(model, tensors, origin=origin)
     return model.eval()
@@ -173,6 +155,7 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         path: the checkpoint or the folder.
         config: with the vocabulary size filled in.
         tokenizer: the `tokenizer.json` that belongs to them, if there is one.
+        tokenizer_sha256: of the tokenizer that they were trained with; None: not known.
         specs: name -> a tensor on "meta", with the shape that `config` asks for and the dtype of the file.
         places: name -> the file, and the name in it.
         state: of the checkpoint; None: a Hugging Face folder, in whose order q and k lie.
@@ -181,14 +164,10 @@ class GivenWeights(Mapping[str, torch.Tensor]):
     path: Path
     config: ModelConfig
     tokenizer: Path | None
+    tokenizer_sha256: str | None
     specs: Mapping[str, torch.Tensor]
     places: Mapping[str, tuple[TensorFile, str]]
     state: TrainingState | None
-
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """Of the tokenizer that they were trained with; None: not known."""
-        return None if self.state is None or self.state.data is None else self.state.data.tokenizer_sha256
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -211,7 +190,26 @@ class GivenWeights(Mapping[str, torch.Tensor]):
                 f"{self.path}: not finite: {some_of(wrong)}",
                 hint="download or copy the weights again; if they are as they were trained, use an older checkpoint",
             )
-        return to_pairs(name, weight, self.config) if self.state is None else weight
+        if self.state is not None:
+            return weight
+        from lmkit.model.hugging_face import reordered  # only folders of Hugging Face need its tables
+
+        return reordered(name, weight, self.config, pairs=True)
+
+    def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
+        """Return the tokenizer at `path`, or the model's own.
+
+        Raises:
+            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
+            LmkitError: the file is damaged.
+        """
+        path = path or self.tokenizer
+        if path is None:
+            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
+            raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
+        tokenizer = load_tokenizer(path, self.tokenizer_sha256)
+        self.refuse_more_ids(tokenizer.vocab_size, path)
+        return tokenizer
 
     def refuse_more_ids(self, vocab_size: int, path: Path) -> None:
         """Refuse a file with ids that the model does not have."""
@@ -235,27 +233,30 @@ def open_weights(path: Path) -> GivenWeights:
     return open_hugging_face(path) if is_hugging_face(path) else weights_of(newest_checkpoint(path))
 
 
-def weights_of(checkpoint: Checkpoint, *, is_verified: bool = False) -> GivenWeights:
-    """Return the weights of a checkpoint, after verifying their files.
+def weights_of(checkpoint: Checkpoint) -> GivenWeights:
+    """Return the weights of a checkpoint, after verifying their files if that is still to be done.
 
     Raises:
         LmkitError: a file is damaged or missing, or the weights are not those of the checkpoint's model.
     """
-    names = model_files(checkpoint.entries)
-    for name in () if is_verified else names:
-        verify_file(checkpoint.path / name, checkpoint.entries[name])
-    files = [TensorFile(checkpoint.path / name) for name in names]
-    places = {name: (file, name) for file in files for name in file.tensors}
-    config = checkpoint.state.model
-    specs = _specs(checkpoint.path / MODEL, config, places)
-    tokenizer = checkpoint.path.resolve().parent.parent / TOKENIZER  # of the run that holds it
+    path, state = checkpoint.path, checkpoint.state
+    places: dict[str, tuple[TensorFile, str]] = {}
+    for file_name in model_files(checkpoint.entries):
+        if not checkpoint.is_verified:
+            verify_file(path / file_name, checkpoint.entries[file_name])
+        file = TensorFile(path / file_name)
+        for name in file.tensors:
+            places[name] = file, name
+    specs = _specs(path / MODEL, state.model, places)
+    tokenizer = path.resolve().parent.parent / TOKENIZER  # of the run that holds it
     own = tokenizer if tokenizer.is_file() else None
-    return GivenWeights(checkpoint.path, config, own, specs, places, checkpoint.state)
+    trained_with = None if state.data is None else state.data.tokenizer_sha256
+    return GivenWeights(path, state.model, own, trained_with, specs, places, state)
 
 
 def is_hugging_face(path: Path) -> bool:
     """Return whether a path is a Hugging Face folder, perhaps one that lmkit does not read."""
-    return (path / CONFIG).is_file() or _has_any(path, (*_PICKLES, INDEX))
+    return (path / CONFIG).is_file() or any(chain.from_iterable(map(path.glob, (*_PICKLES, INDEX))))
 
 
 def open_hugging_face(folder: Path, *, context_length: int | None = None) -> GivenWeights:
@@ -270,6 +271,8 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
     Raises:
         UsageError, LmkitError: as `open_weights`.
     """
+    from lmkit.model.hugging_face import EMBEDDING, HEAD, read_config, weight_names
+
     config = read_config(folder / CONFIG, context_length=context_length)
     theirs = _tensors(folder)
     config = _drop_copies(folder, config, theirs)
@@ -294,9 +297,9 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
             f"{folder}: tensors that lmkit's model does not have: {some_of(sorted(theirs))}",
             hint="lmkit imports Llama, Mistral, Qwen2 and Qwen3 as transformers saves them, without adapters",
         )
-    tokenizer = folder / TOKENIZER
-    specs = _specs(folder, config, places)
-    return GivenWeights(folder, config, tokenizer if tokenizer.is_file() else None, specs, places, None)
+    specs, tokenizer = _specs(folder, config, places), folder / TOKENIZER
+    own = tokenizer if tokenizer.is_file() else None
+    return GivenWeights(folder, config, own, None, specs, places, None)
 
 
 def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile]) -> ModelConfig:
@@ -306,6 +309,8 @@ def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile
     Returns:
         The configuration; not tied if the head differs.
     """
+    from lmkit.model.hugging_face import EMBEDDING, HEAD, output_biases
+
     if config.tie_embeddings and HEAD in theirs and EMBEDDING in theirs:
         head, embedding = (theirs[name].read(name) for name in (HEAD, EMBEDDING))
         if head.dtype == embedding.dtype and torch.equal(head, embedding):
@@ -341,7 +346,7 @@ def _tensors(folder: Path) -> dict[str, TensorFile]:
         if unlisted := {tensor for file in files.values() for tensor in file.tensors} - weight_map.keys():
             log.warning("%s: does not list %s: left out", index, some_of(sorted(unlisted)))
         return {tensor: files[name] for tensor, name in weight_map.items()}
-    if _has_any(folder, _PICKLES):
+    if any(chain.from_iterable(map(folder.glob, _PICKLES))):
         raise UsageError(
             "import.pickle",
             f"{folder}: holds pickled weights, which lmkit never reads: loading them runs code",
@@ -371,10 +376,6 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in patterns)
-
-
 def _specs(
     path: Path, config: ModelConfig, places: Mapping[str, tuple[TensorFile, str]]
 ) -> dict[str, torch.Tensor]:
@@ -388,94 +389,18 @@ def _specs(
         held += spec.numel()
         if spec.dtype not in _DTYPES:
             raise unsupported_dtype(path, stored_as, str(spec.dtype).removeprefix("torch."))
-    wrong = [] if held == wanted else [f"{held:,} parameters, the configuration asks for {wanted:,}"]
+    wrong = "" if held == wanted else f"{held:,} parameters, the configuration asks for {wanted:,}"
     if not wrong:  # so the sizes are possible: make the model, without memory, and compare them
         changes = {"context_length": 1, "attention": "sdpa", "operations": "plain"}
         model = TransformerLM(config.changed(**changes), device="meta")
-        asked = model_weights(model)
-        wrong = [
-            f"{name}: {_shape(spec)}, the configuration asks for {_shape(asked.get(name))}"
-            for name, spec in specs.items()
-            if name not in asked or spec.shape != asked[name].shape
-        ]
+        wrong = _differences(specs, model_weights(model))
     if wrong:
         raise LmkitError(
             "weights.other_model",
-            f"{path}: {some_of(wrong, separator='; ')}",
+            f"{path}: {wrong}",
             hint="the weights and the file that describes their model belong together; copy the whole folder again",
         )
     return specs
-
-
-# A trained model, and how it is used
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A trained model that is not yet loaded, and what is needed to judge it.
-
-    Attributes:
-        precision: in which it was trained.
-        rows: windows per batch.
-        held_out: its token file of held-out text, if it names one.
-    """
-
-    weights: GivenWeights
-    precision: str
-    rows: int
-    run: RunConfig
-    held_out: Path | None
-
-    @property
-    def place(self) -> tuple[str, int | None]:
-        """The checkpoint or the folder, and the step of the checkpoint."""
-        return str(self.weights.path), None if self.weights.state is None else self.weights.state.step
-
-    @contextmanager
-    def loaded(self, device: str) -> Iterator[tuple[TransformerLM, Ranks]]:
-        """Yield the model as it computes in its precision, and this process's place."""
-        with process_group(device) as ranks, numerics(self.run, ranks):
-            model = self.weights.model(ranks.device)
-            hold_weights(model, self.precision)
-            yield model, ranks
-
-    def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
-        """Return the tokenizer at `path`, or the model's own.
-
-        Raises:
-            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
-        """
-        path = path or self.weights.tokenizer
-        if path is None:
-            hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
-            raise UsageError("evaluate.no_tokenizer", f"{self.weights.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(path, self.weights.tokenizer_sha256)
-        self.weights.refuse_more_ids(tokenizer.vocab_size, path)
-        return tokenizer
-
-
-def open_trained(path: Path) -> TrainedModel:
-    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
-
-    Raises:
-        UsageError: it is none of them.
-        LmkitError: a file is damaged.
-    """
-    weights = open_weights(path)
-    state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
-    if state is None:
-        narrow = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2} == {torch.bfloat16}
-        return TrainedModel(weights, "bf16" if narrow else "fp32", rows, RunConfig(), None)
-    run = Path(os.path.relpath(weights.path.resolve().parent.parent))
-    tables, place = state.recipe, run_folder_of(run / RECIPE)
-    if place is not None:
-        tables = placed_in(place, tables)
-    recipe = validate(tables, origin=str(weights.path / STATE), resolved=True)
-    precision = "fp32"
-    if recipe.train is not None:  # imported models have none
-        precision, rows = recipe.train.precision, recipe.train.batch_size // recipe.train.accumulation
-    held_out = recipe.data.valid or token_file(run, "valid")
-    return TrainedModel(weights, precision, rows, recipe.run, held_out)
 
 
 # Begin a training with given weights
@@ -494,7 +419,7 @@ def open_given(recipe: Recipe, data: Data) -> GivenWeights:
     assert path is not None
     given = open_weights(path)
     if data.train is not None and given.tokenizer is not None:
-        sha256 = load_tokenizer(given.tokenizer, given.tokenizer_sha256).sha256
+        sha256 = given.open_tokenizer().sha256
         if sha256 != data.train.meta.tokenizer_sha256:
             raise UsageError(
                 "train.other_tokenizer",

@@ -12,7 +12,7 @@ from lmkit.cli import pipeline
 from lmkit.cli.pipeline import StageRecord
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe, recipe_to_toml
-from lmkit.recipe.run_folder import mark_run
+from lmkit.recipe.run_folder import save_record
 from lmkit.recipe.schema import Recipe
 
 
@@ -42,7 +42,7 @@ def with_longer_recipe(recipe: Recipe, *, checkpoint: bool = True) -> Path:
     own = recipe.run.path / "recipe.toml"
     (recipe.run.path / "checkpoints" / ("step-00000001" if checkpoint else "")).mkdir(parents=True)
     own.write_text(recipe_to_toml(recipe.changed(train={"steps": 1260}, model={"d_ff": 64})))
-    mark_run(recipe.run.path)
+    save_record(recipe.run.path, {})
     return own
 
 
@@ -74,7 +74,7 @@ def test_force_moves_a_link_of_a_run_but_not_what_it_leads_to(recipe, tmp_path, 
     (elsewhere / "weights").write_bytes(b"precious")
     folder.mkdir(parents=True)
     (folder / "checkpoints").symlink_to("../../big disk")  # from `old-<time>` this would lead elsewhere
-    mark_run(folder)
+    save_record(folder, {})
     monkeypatch.setattr(pipeline, "STAGES", dict.fromkeys(pipeline.STAGES, lambda run: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         run_now(recipe, force=True)

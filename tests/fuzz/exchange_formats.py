@@ -15,7 +15,7 @@ from mutations import damage
 from run_formats import plain_tensors
 
 from lmkit.model import ModelConfig, TransformerLM
-from lmkit.model.hugging_face import config_json, to_halves, weight_names
+from lmkit.model.hugging_face import config_json, reordered, weight_names
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import write_tensors
 from lmkit.training.weights import INDEX, open_hugging_face
@@ -36,7 +36,9 @@ def folders(place: Path) -> tuple[Files, ...]:
         config = ModelConfig(**SIZES, **fields)
         state = TransformerLM(config).state_dict()
         names = {theirs: ours for ours, theirs in weight_names(config)}
-        tensors = {theirs: to_halves(ours, state[ours], config) for theirs, ours in names.items()}
+        tensors = {
+            theirs: reordered(ours, state[ours], config, pairs=False) for theirs, ours in names.items()
+        }
         cut = len(tensors) // 2
         parts = [dict([*tensors.items()][:cut]), dict([*tensors.items()][cut:])]
         for name, part in zip(SHARDS, parts, strict=True):
@@ -61,7 +63,7 @@ def read(folder: Path, good: Files, random: Random) -> None:
         weight = opened[ours]
         assert weight.shape == shapes[ours]
         shape, raw = plain[weight_map[theirs]][theirs]
-        stored = to_halves(ours, weight, opened.config)
+        stored = reordered(ours, weight, opened.config, pairs=False)
         assert list(stored.shape) == shape
         assert stored.view(-1).view(torch.uint8).numpy().tobytes() == raw
 

@@ -65,7 +65,7 @@ def checkpoint(folder: Path) -> Format:
 
     def read(folder: Path, good: Files, random: Random) -> None:
         opened = open_checkpoint(newest_valid(folder / "run" / "checkpoints").path)
-        opened.model_tensors()
+        dict(weights_of(opened))
         opened.optimizer_tensors()
         for name in (*TENSORS, f"{STEP}/{STATE}"):
             assert (folder / name).read_bytes() == good[name], f"{name} was changed, and read"
@@ -86,14 +86,17 @@ def forged_checkpoint(folder: Path) -> Format:
         (step / MANIFEST).unlink()
         contents = content_of(step)
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-        write_manifest(step, {name: FileEntry(digests[name], len(data)) for name, data in contents.items()})
+        write_manifest(
+            step, {name: FileEntry(sha256=digests[name], bytes=len(data)) for name, data in contents.items()}
+        )
         opened = newest_checkpoint(step)
-        model = weights_of(opened).model("cpu")
+        given = weights_of(opened)
+        model = given.model("cpu")
         weights = plain_tensors(contents[MODEL])
         for name, tensor in model.state_dict().items():
             shape, raw = weights[name]
             assert list(tensor.shape) == shape
-            assert tensor.numpy().tobytes() == raw or opened.model_tensors()[name].dtype != tensor.dtype
+            assert tensor.numpy().tobytes() == raw or given.specs[name].dtype != tensor.dtype
         validate(opened.state.recipe, origin="state.json")
         optimizer = AdamW(model.parameters())
         shards, layout = opened.all_optimizer_shards(), opened.state.optimizer_layout

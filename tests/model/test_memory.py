@@ -45,7 +45,7 @@ def build(precision: str, **fields: Any) -> tuple[Any, Form, Held]:
     step = build_step(config, precision=precision)
     train = TrainConfig(precision=precision, batch_size=ROWS)
     held = held_by(config, train, ParallelConfig(strategy="none"), OptimizerConfig(), 1)
-    return step, form_of(config, precision, "cpu")[0], held
+    return step, form_of(config, precision, "cpu"), held
 
 
 def batch(config: ModelConfig) -> torch.Tensor:

@@ -44,6 +44,7 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.fsdp import FreedShards, Fsdp
 from lmkit.parallel.gather import PeerMemory, check_pairing
 from lmkit.parallel.ranks import Ranks, process_group
+from lmkit.parallel.shards import consolidate
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig
 from lmkit.training.setup import build_step
 
@@ -176,7 +177,7 @@ def check_zero1_masters_of_whole_weights(ranks: Ranks) -> None:
     for bucket in run.buckets:
         whole = torch.cat([weights[name].flatten() for name in bucket.names])
         padded = nn.functional.pad(whole, (0, bucket.weights.numel() - whole.numel()))
-        assert torch.equal(bucket.shard, bucket.own_of(padded))
+        assert torch.equal(bucket.shard, ranks.own_part(padded))
     before = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
     for step in range(2):
         run.step(step, max_norm=0.7)
@@ -224,7 +225,7 @@ def check_zero1_resumes(ranks: Ranks, weights: str, make: Callable) -> None:
     dist.all_gather_object(states, {**state, "state": held})
     for run, load in (
         (second, lambda: second.optimizer.load_state_dict(state)),
-        (third, lambda: third.optimizer.load_resharded(states)),
+        (third, lambda: third.optimizer.load_whole(consolidate(states))),
     ):
         run.model.load_state_dict(first.model.state_dict())
         load()

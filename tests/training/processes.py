@@ -324,9 +324,8 @@ def _draw_in_every_step(rank: int) -> None:
 def _simulate_fp8(rank: int) -> None:
     """Let a CPU simulate fp8 products, of the matrices of a tiny model."""
     from lmkit.model import fp8
-    from lmkit.training import setup
 
-    setup.check_fp8 = lambda device: None
+    fp8.check_fp8 = lambda device: None
     fp8.FP8_LEAST_WIDTH = 16
 
 

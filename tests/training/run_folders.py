@@ -11,6 +11,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
+from lmkit.training.weights import weights_of
 
 PACKED = ('data.sampling="packed"',)
 """Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
@@ -67,7 +68,7 @@ def saved(recipe: Recipe) -> list[int]:
 def assert_same_tensors(left: Checkpoint, right: Checkpoint) -> None:
     """Bit for bit: weights and all shards of the optimizer state."""
     assert left.state.step == right.state.step
-    pairs = [(left.model_tensors(), right.model_tensors())]
+    pairs = [(dict(weights_of(left)), dict(weights_of(right)))]
     pairs += zip(left.all_optimizer_shards(), right.all_optimizer_shards(), strict=True)
     for mine, yours in pairs:
         assert mine.keys() == yours.keys()

@@ -27,6 +27,7 @@ from lmkit.training.checkpoint import (
     TensorFile,
     clean_leftovers,
     manifest_checksum,
+    model_files,
     model_name,
     newest_valid,
     open_checkpoint,
@@ -37,9 +38,9 @@ from lmkit.training.checkpoint import (
     saved_steps,
     step_name,
     verify,
+    write_file,
     write_manifest,
     write_tensors,
-    write_text,
 )
 
 SHARD = "optimizer-00000-of-00001.safetensors"
@@ -52,7 +53,9 @@ def make_checkpoint(folder: Path, step: int, *, loss: float | None = None, text:
     partial.mkdir(parents=True)
     content = {MODEL: f"model {text} {step}" * 50, SHARD: f"optimizer {step}" * 50}
     content[STATE] = make_state(step, valid_loss=loss).model_dump_json()
-    write_manifest(partial, {name: write_text(partial / name, body) for name, body in content.items()})
+    write_manifest(
+        partial, {name: write_file(partial / name, body.encode()) for name, body in content.items()}
+    )
     publish(partial, folder / step_name(step))
     return folder / step_name(step)
 
@@ -165,7 +168,7 @@ def test_fault_58_a_newer_format_asks_for_an_upgrade_and_is_never_deleted(newer,
         rewrite_manifest(folder, format=FORMAT + 1)
     else:
         content = json.loads((folder / STATE).read_text()) | {"format": 2, "unheard_of": True}
-        entry = write_text(folder / STATE, json.dumps(content))
+        entry = write_file(folder / STATE, json.dumps(content).encode())
         write_manifest(folder, {**read_manifest(folder), STATE: entry})
     with raises(NewerFormat, "checkpoint.newer_format", folder / newer) as caught:
         open_checkpoint(folder)
@@ -243,10 +246,15 @@ def test_weights_in_several_files_are_one_model(tmp_path):
         for name, part in ((model_name(rank, 3), part) for rank, part in enumerate(parts))
     }
     entries |= {SHARD: write_tensors(tmp_path / SHARD, {})}
-    entries |= {STATE: write_text(tmp_path / STATE, make_state(1).model_dump_json())}
+    entries |= {STATE: write_file(tmp_path / STATE, make_state(1).model_dump_json().encode())}
     write_manifest(tmp_path, entries)
     opened = open_checkpoint(tmp_path)
-    assert {name: len(tensor) for name, tensor in opened.model_tensors().items()} == {"a": 2, "b": 3, "c": 1}
+    files = [TensorFile(tmp_path / name) for name in model_files(opened.entries)]
+    assert [{name: len(x) for name, x in file.tensors.items()} for file in files] == [
+        {"a": 2, "c": 1},
+        {"b": 3},
+        {},
+    ]
     for missing in range(3):
         write_manifest(tmp_path, {n: entry for n, entry in entries.items() if n != model_name(missing, 3)})
         with raises(DamagedCheckpoint, "checkpoint.damaged", tmp_path / MANIFEST):
@@ -277,7 +285,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 def test_tensors_are_read_back_as_they_were_written_also_by_the_library(tmp_path):
     tensors, path = some_tensors(), tmp_path / "t.safetensors"
     entry = write_tensors(path, tensors)
-    assert (entry.sha256, entry.bytes) == (sha256_file(path), path.stat().st_size)
+    assert (entry["sha256"], entry["bytes"]) == (sha256_file(path), path.stat().st_size)
     for loaded in (read(path), safetensors.torch.load_file(path)):
         assert loaded.keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import MODEL, Checkpoint, write_manifest, write_tensors
 from lmkit.training.exchange import export_model
 from lmkit.training.session import plan
-from lmkit.training.weights import open_weights
+from lmkit.training.weights import open_weights, weights_of
 
 Tiny = Callable[..., Recipe]
 
@@ -54,7 +54,7 @@ def test_a_run_a_checkpoint_and_an_exported_folder_are_the_same_weights(trained,
 
 
 def test_weights_too_large_for_bf16_are_refused(trained, tiny):
-    tensors = trained.model_tensors()
+    tensors = dict(weights_of(trained))
     tensors["lm_head.weight"][0, 0] = 3.4e38
     entries = {**trained.entries, MODEL: write_tensors(trained.path / MODEL, tensors)}
     write_manifest(trained.path, entries)
@@ -105,10 +105,9 @@ def test_another_tokenizer_is_refused(trained, tiny, tmp_path, monkeypatch):
     with raises(UsageError, "checkpoint.wrong_tokenizer", tokenizer, "a" * 12):
         train_here(after)
     # A Hugging Face folder does not say which tokenizer its model was trained with.
-    monkeypatch.setattr(
-        "lmkit.training.weights.open_weights",
-        lambda path: replace(open_weights(path), state=None),
-    )
+    given = open_weights(trained.path)
+    of_theirs = {"state": None, "tokenizer_sha256": None, "config": given.config.changed(vocab_size=257)}
+    monkeypatch.setattr("lmkit.training.weights.open_weights", lambda path: replace(given, **of_theirs))
     with raises(UsageError, "train.other_tokenizer", trained.path, "a" * 12) as caught:
         train_here(after)
     assert str(tokenizer) in caught.value.hint

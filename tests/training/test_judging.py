@@ -13,7 +13,7 @@ from raising import raises
 from their_models import spoil
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.model.hugging_face import config_json, to_halves, weight_names
+from lmkit.model.hugging_face import config_json, reordered, weight_names
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.tables import ModelConfig
@@ -46,7 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, value in TransformerLM(CONFIG).state_dict().items()
     }
     tensors = {
-        theirs: to_halves(ours, state[ours], CONFIG).contiguous() for ours, theirs in weight_names(CONFIG)
+        theirs: reordered(ours, state[ours], CONFIG, pairs=False).contiguous()
+        for ours, theirs in weight_names(CONFIG)
     }
     path = Path("theirs")
     path.mkdir()

@@ -14,7 +14,7 @@ import pytest
 from run_folders import losses, saved, train_here
 
 from lmkit.training import metrics, services
-from lmkit.training.metrics import MetricsFile, PlainConsole, console, describe, duration, read_metrics
+from lmkit.training.metrics import Console, MetricsFile, describe, duration, read_metrics
 from lmkit.training.services import ServiceSink, tensorboard_sink, wandb_sink
 
 
@@ -107,12 +107,11 @@ def test_a_line_fits_100_columns_also_with_large_numbers_and_nan():
 
 
 def test_no_escape_codes_without_a_terminal_or_with_no_color(monkeypatch, capsys):
-    assert isinstance(console(10), PlainConsole)  # pytest's stderr is no terminal
+    lines = Console(3)  # pytest's stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert isinstance(console(10), PlainConsole)
+    assert vars(Console(3)) == vars(lines)
     monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", 1e9)  # however slow this machine is
-    lines = PlainConsole(3)
     for step in (1, 2, 3):
         lines.record(train_record(step))
     lines.note("done")

@@ -14,7 +14,6 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import CheckpointConfig, ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
-from lmkit.training import setup
 from lmkit.training.checkpoint import newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.precision import GradientSums
@@ -102,7 +101,7 @@ def test_float32_weights_become_masters_and_come_back(tiny):
     recipe = tiny("train.precision=bf16-autocast")
     train_here(recipe, stop_at_step=5)
     checkpoint = newest(recipe)
-    weights = checkpoint.model_tensors()
+    weights = dict(weights_of(checkpoint))
     for parallel in (ParallelConfig(strategy="none"), ZERO1):
         step = make_step(1, precision="bf16", parallel=parallel)
         assert restore(checkpoint, step, "adamw").step == 5
@@ -150,7 +149,7 @@ def _saved(step: Step, tiny: Tiny) -> Any:
         step(*batch(), lr=1e-3)
     folder = recipe.run.path / "checkpoints"
     writer = CheckpointWriter(folder, Ranks(), CheckpointConfig(keep_last=1))
-    state = initial_state(recipe, step, Data(None, None)).model_copy(update={"step": 3})
+    state = initial_state(recipe, step, Data()).model_copy(update={"step": 3})
     writer.save(state, own_files(step))
     writer.wait_for_all()
     return newest(recipe)
@@ -187,7 +186,7 @@ FP8 = ("run.device=auto", "train.precision=fp8")
 
 
 def test_fp8_resumes_bit_for_bit_and_evaluates_in_bf16(tiny, monkeypatch):
-    monkeypatch.setattr(setup, "check_fp8", lambda device: None)
+    monkeypatch.setattr(fp8, "check_fp8", lambda device: None)
     monkeypatch.setattr(fp8, "FP8_LEAST_WIDTH", 16)
     whole = tiny(*FP8)
     result, _ = assert_resumes_exactly(whole)

@@ -17,7 +17,7 @@ from lmkit.recipe.load import load_recipe
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import session, trainer
-from lmkit.training.checkpoint import newest_checkpoint
+from lmkit.training.checkpoint import MODEL, DamagedCheckpoint, newest_checkpoint
 from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
@@ -168,6 +168,11 @@ def test_a_trained_model_is_found_and_loaded(tiny):
     state = checkpoint.state.model_copy(update={"model": config})
     ids = torch.arange(8)[None]
     assert torch.equal(weights_of(dataclasses.replace(checkpoint, state=state)).model("cpu")(ids), model(ids))
+    # A checkpoint that is named is verified when its weights are opened.
+    file = checkpoint.path / MODEL
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with raises(DamagedCheckpoint, "checkpoint.damaged", file):
+        weights_of(newest_checkpoint(checkpoint.path))
 
 
 def test_a_plan_says_what_train_would_do_and_writes_nothing(tiny, caplog):

@@ -2,7 +2,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,10 +129,10 @@ def test_fault_67_a_gradient_that_is_not_finite_leaves_the_weights_untouched(val
 def test_a_flag_to_stop_comes_back_and_the_step_is_still_made():
     job = Job()
     for factor, applied in ((1, True), (math.nan, False)):
-        job.step.signals, job.step.save_at = SimpleNamespace(received=15), 0.0
+        job.step.signals, job.step.save_at = [15], 0.0
         outcome = update(job, job.step.accumulate(*make_batch(2)) * factor)[0]
         assert (outcome.stop, outcome.save, outcome.applied) == (True, True, applied)
-    job.step.signals, job.step.save_at = SimpleNamespace(received=None), math.inf
+    job.step.signals, job.step.save_at = [], math.inf
     outcome = update(job, job.step.accumulate(*make_batch(2)))[0]
     assert (outcome.stop, outcome.save) == (False, False)
 

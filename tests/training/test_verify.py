@@ -15,7 +15,7 @@ from lmkit.errors import LmkitError
 from lmkit.recipe.schema import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
-from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_manifest, write_text
+from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_file, write_manifest
 from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
 from lmkit.training.weights import weights_of
@@ -94,7 +94,7 @@ def test_a_table_of_a_run_that_lmkit_did_not_write_is_one_wrong_line(name, conte
     [
         ({"num_layers": 2}, "4,656"),
         ({"num_layers": 10_000}, "4,656"),
-        ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: 32x16, "),
+        ({"num_layers": 2, "d_ff": 5}, "layers.0.ffn.w1.weight: saved 32x16, "),
     ],
 )
 def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, says, run_folder):
@@ -102,7 +102,7 @@ def test_weights_of_another_model_are_named_whatever_the_manifest_says(change, s
     entries = read_manifest(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     state["model"] |= change
-    write_manifest(checkpoint, {**entries, STATE: write_text(checkpoint / STATE, json.dumps(state))})
+    write_manifest(checkpoint, {**entries, STATE: write_file(checkpoint / STATE, json.dumps(state).encode())})
     (found,) = wrong(run_folder)
     assert found.startswith(f"{checkpoint}: model.safetensors: ")
     assert says in found
