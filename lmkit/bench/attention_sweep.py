@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator
 
 from lmkit.bench.context import Context
-from lmkit.bench.failures import ends_the_bench, failure_is_a_row, not_enough_memory, wrong_result
+from lmkit.bench.failures import failure_is_a_row, not_enough_memory, wrong_result
 from lmkit.bench.harness import ratio_fields, time_fields
 from lmkit.bench.summary import UNCHECKED
 from lmkit.bench.trainings import Variant, measure_figures
@@ -401,13 +401,9 @@ class Sweep:
         options = self._options.changed(batch=1, heads=4, kv_heads=2)
         shape = (ODD_LENGTH, ODD_LENGTH, case.head_dim)
         odd = Gate(make_inputs(options, *shape, device=self._device, seed=self._seed, backward=backward))
-        try:
-            probed = odd.probe.run(function)
-        except Exception as error:
-            if ends_the_bench(error):
-                raise
-            return []
-        faults = odd.faults_at_spots(probed, self._arithmetic(name))
+        faults: list[str] = []
+        with failure_is_a_row({}, self._device):
+            faults = odd.faults_at_spots(odd.probe.run(function), self._arithmetic(name))
         return [f"at {ODD_LENGTH}:{ODD_LENGTH} with 4 heads and 2 key heads, {fault}" for fault in faults]
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:

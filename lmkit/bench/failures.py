@@ -43,7 +43,7 @@ def failure_is_a_row(row: dict[str, Any], device: torch.device | str) -> Iterato
         with global_state_kept():
             yield
     except BaseException as error:
-        if ends_the_bench(error):
+        if _ends_the_bench(error):
             raise
         row |= _status_of(error)
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of the calls that ended
@@ -88,7 +88,7 @@ def failure_on_any_rank_is_a_row(row: dict[str, Any], context: Context, note: st
         row |= failed
 
 
-def ends_the_bench(error: BaseException) -> bool:
+def _ends_the_bench(error: BaseException) -> bool:
     """Return whether every further call would fail: a device or rank is lost, or a signal came."""
     import torch
 
