@@ -192,7 +192,8 @@ class Trainer:
 
         It waits for a step when it has launched the next one, or at once if something must happen in between.
         """
-        intervals = (self._train.eval_interval, self._train.sample_interval, self._checkpoint.interval)
+        train = self._train
+        intervals = [*filter(None, (train.eval_interval, train.sample_interval, self._checkpoint.interval))]
         if self._is_done():
             return False
         device = self.ranks.device
@@ -213,7 +214,7 @@ class Trainer:
                 if len(self._flying) > 1 or not self.step.runs_ahead:
                     landed = self._land(watch)
             stopped = landed is not None and self._after_step(*landed)
-            is_due = any(interval and self._launched % interval == 0 for interval in intervals)
+            is_due = 0 in map(self._launched.__mod__, intervals)
             if self._flying and (is_due or self._is_done() or self._stops or self._wants_save):
                 stopped = self._after_step(*self._land(watch))
             if stopped:
