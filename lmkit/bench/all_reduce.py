@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmkit.parallel.ranks import Ranks
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
 
 CALLS_PER_SAMPLE = 4
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

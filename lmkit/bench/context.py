@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmkit.parallel.ranks import Ranks
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
 
 Item = TypeVar("Item")
 

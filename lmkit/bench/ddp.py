@@ -51,7 +51,7 @@ from lmkit.registry import BENCHES, STRATEGIES
 if TYPE_CHECKING:
     from lmkit.bench.training_gate import Reference
     from lmkit.parallel.ranks import Ranks
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
     from lmkit.training.setup import TrainingStep
 
 

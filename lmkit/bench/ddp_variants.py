@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmkit.bench.trainings import Variant, release_freed
 from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.memory import PeakMemory, track_peak
-from lmkit.recipe.schema import Recipe, conflicts
+from lmkit.recipe.recipe import Recipe, conflicts
 from lmkit.recipe.tables import (
     ModelConfig,
     OptimizerConfig,

@@ -49,7 +49,7 @@ from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress
 
 if TYPE_CHECKING:
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
     from lmkit.recipe.tables import ModelConfig
 
 log = logging.getLogger("lmkit")

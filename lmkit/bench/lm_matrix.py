@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lmkit.core.batches import TokenBatches
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
     from lmkit.training.setup import TrainingStep
 
 ONE_RANK = SOLO[0]

@@ -29,7 +29,7 @@ from lmkit.recipe.values import AttentionName, OperationsName
 from lmkit.registry import BENCHES
 
 if TYPE_CHECKING:
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
     from lmkit.training.setup import TrainingStep
 
 Mode = Literal["forward", "fwd+bwd", "step"]

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from lmkit.bench.failures import wrong_result
 from lmkit.bench.training_gate import Budget, after_timing
 from lmkit.core.adamw import decay_groups
-from lmkit.core.attention import RotaryEmbedding
 from lmkit.core.batches import BatchSource
+from lmkit.core.model import RotaryEmbedding
 from lmkit.recipe.tables import ModelConfig
 from lmkit.training.step import load_batch
 

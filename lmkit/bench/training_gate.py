@@ -29,7 +29,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.model.operations import PLAIN, Operations
 from lmkit.model.transformer import parameter_names
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
 from lmkit.training.run_data import make_batches
 from lmkit.training.setup import ALONE, RANDOM, TrainingStep

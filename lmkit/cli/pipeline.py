@@ -31,7 +31,7 @@ from lmkit.measure.tables import size_of, statement
 from lmkit.parallel.place import read_place
 from lmkit.recipe import END_OF_TEXT, run_folder
 from lmkit.recipe.load import load_recipe, required, save_recipe, shipped_recipes
-from lmkit.recipe.schema import Recipe, differences, is_under, refused
+from lmkit.recipe.recipe import Recipe, differences, is_under, refused
 from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import noted_digest
 from lmkit.storage.inputs import read_input, read_object

@@ -15,7 +15,7 @@ from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, i
 from lmkit.storage.inputs import read_object
 
 if TYPE_CHECKING:
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
     from lmkit.training.checkpoint import TrainingState
 
 app = Commands()
@@ -119,7 +119,7 @@ def rerun(
         nproc: Ranks to start; default: as many as the first time.
     """
     from lmkit.recipe.load import load_recipe
-    from lmkit.recipe.schema import differences
+    from lmkit.recipe.recipe import differences
 
     recipe_file = folder / RECIPE
     if not recipe_file.is_file():

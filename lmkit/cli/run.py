@@ -11,7 +11,7 @@ from lmkit.cli.options import Commands
 from lmkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from lmkit.recipe.schema import Recipe
+    from lmkit.recipe.recipe import Recipe
 
 app = Commands()
 

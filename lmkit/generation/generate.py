@@ -19,8 +19,8 @@ from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation.decoder import Decoder, Newest, can_run_kernels, does_not_fit
 from lmkit.model.transformer import TransformerLM
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import TOKENIZER
-from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import GenerateConfig
 from lmkit.tokenizer import Tokenizer
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lmkit.core.attention import rotate_joint
 from lmkit.core.loss import linear_cross_entropy
-from lmkit.core.model import rms_norm
+from lmkit.core.model import rms_norm, rotate_joint
 from lmkit.errors import UsageError
 from lmkit.registry import OPERATIONS
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from lmkit.attention import attention_function, joined_function
 from lmkit.core import model as core
-from lmkit.core.attention import rotate_joint
 from lmkit.core.kv_cache import KVCache
-from lmkit.core.model import ALL_EARLIER, Firsts, Linear
+from lmkit.core.model import ALL_EARLIER, Firsts, Linear, rotate_joint
 from lmkit.core.ranges import range_
 from lmkit.model.again import again, again_but_products, attend_again
 from lmkit.model.memory import SWITCHES, Form, Keep, kept_by_layers

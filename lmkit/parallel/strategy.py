@@ -33,7 +33,7 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.collectives import Averager, Traffic
 from lmkit.parallel.ranks import Ranks
 from lmkit.plugins import wrong_result
-from lmkit.recipe.schema import strategy_mistakes
+from lmkit.recipe.recipe import strategy_mistakes
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
 

@@ -42,7 +42,7 @@ from lmkit.profile.summary import (
     peak_row,
     summarize_memory,
 )
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training.setup import TrainingStep
 
 HISTORY_ENTRIES = 2_000_000

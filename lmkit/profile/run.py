@@ -31,7 +31,7 @@ from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.profile.nsys import INSTALL, MISSING, find_nsys, profile_command, read_nsys_file
 from lmkit.profile.summary import summarize, summarize_trace, text_of
 from lmkit.recipe.load import required
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.tokenizer.vocabulary import required_model
 from lmkit.training.precision import with_precision

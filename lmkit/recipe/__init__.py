@@ -18,6 +18,6 @@ MAX_VOCABULARY = (1 << 20) - 1
 _TABLES = "Run Corpus Tokenizer Data Model Optimizer Train Parallel Checkpoint Generate Wandb"
 __getattr__, __dir__, __all__ = lmkit.lazy.exports(
     __name__,
-    {"load_recipe": "load", "recipe_to_toml": "load", "Recipe": "schema"}
+    {"load_recipe": "load", "recipe_to_toml": "load", "Recipe": "recipe"}
     | {f"{name}Config": "tables" for name in _TABLES.split()},
 )

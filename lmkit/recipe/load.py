@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lmkit.errors import UsageError, did_you_mean, reason
+from lmkit.recipe.recipe import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
-from lmkit.recipe.schema import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.tables import PRESETS, SIZES, Table, from_depth
 from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES

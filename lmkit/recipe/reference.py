@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from lmkit.recipe import keys
-from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.recipe.recipe import TABLES, Recipe
 from lmkit.recipe.tables import Table
 from lmkit.recipe.values import Only, RegisteredName
 from lmkit.registry import BENCHES

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from lmkit.errors import UsageError
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.load import required
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
-from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TokenizerConfig
 from lmkit.tokenizer.marks import NO_MARKS, resolve_marks
 from lmkit.tokenizer.tokenizer import Tokenizer

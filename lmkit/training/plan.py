@@ -22,7 +22,7 @@ from lmkit.model.memory import Form, Held, StepMemory, step_memory
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPERATIONS, OPTIMIZERS, STRATEGIES
 from lmkit.tokenizer.vocabulary import required_model

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.checkpoint import LossScaleState
 

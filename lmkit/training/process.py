@@ -18,7 +18,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.environment import usable_cpus
 from lmkit.measure.memory import expand_segments
 from lmkit.parallel.ranks import Ranks, local_device, process_group
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import RunConfig
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its settings are properties, unknown to type checkers

@@ -22,8 +22,8 @@ from lmkit.measure.plots import decorate, loss_curve
 from lmkit.measure.statistics import mean_difference
 from lmkit.measure.tables import Column, terminal_table
 from lmkit.recipe.load import load_recipe, read_toml
+from lmkit.recipe.recipe import Recipe, differences
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
-from lmkit.recipe.schema import Recipe, differences
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_existing, refuse_replacing

@@ -40,10 +40,10 @@ from lmkit.model.transformer import parameter_names
 from lmkit.optim.adamw import MASTER
 from lmkit.parallel.collectives import on_any_rank
 from lmkit.parallel.ranks import RankLost, Ranks, losses_named
-from lmkit.recipe import schema as rule
+from lmkit.recipe import recipe as rule
 from lmkit.recipe.load import validate
+from lmkit.recipe.recipe import Recipe, differences
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
-from lmkit.recipe.schema import Recipe, differences
 from lmkit.recipe.tables import CheckpointConfig, OptimizerConfig
 from lmkit.storage import keep_damaged, remove_partials, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX

@@ -21,8 +21,8 @@ from lmkit.data.token_files import (
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import required
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import CHAT_TEMPLATE, RECIPE, TOKENIZER, is_entry, read_record, token_file
-from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.storage.atomic import noted_digest
 from lmkit.tokenizer import Tokenizer

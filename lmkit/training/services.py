@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import WANDB
-from lmkit.recipe.schema import Recipe
 from lmkit.storage import write_atomic
 from lmkit.storage.inputs import read_object
 from lmkit.training.metrics import Record, Sink

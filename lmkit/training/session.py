@@ -24,6 +24,7 @@ from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.ranks import Ranks, local_device, losses_named
 from lmkit.recipe.load import save_recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -32,7 +33,6 @@ from lmkit.recipe.run_folder import (
     refuse_foreign_files,
     save_record,
 )
-from lmkit.recipe.schema import Recipe
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable

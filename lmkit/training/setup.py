@@ -31,7 +31,7 @@ from lmkit.parallel.place import read_place
 from lmkit.parallel.ranks import Ranks, local_device
 from lmkit.parallel.strategy import MakeOptimizer, build_strategy
 from lmkit.plugins import checked
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS, SCHEDULES, STRATEGIES
 from lmkit.training.checkpoint import TrainingState, capture_rng, open_checkpoint

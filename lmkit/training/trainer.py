@@ -21,8 +21,8 @@ from lmkit.measure.memory import peak_memory
 from lmkit.model.accounting import flops_per_token
 from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks, losses_named, step_watch
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import CHECKPOINTS
-from lmkit.recipe.schema import Recipe
 from lmkit.training.checkpoint import capture_rng
 from lmkit.training.evaluation import Evaluation, evaluate, held_out_of
 from lmkit.training.metrics import Sink

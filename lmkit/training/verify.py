@@ -15,6 +15,7 @@ from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.measure.tables import size_of
 from lmkit.parallel.ranks import local_device
 from lmkit.recipe.load import load_recipe, required
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import (
     CHECKPOINTS,
     ENVIRONMENT,
@@ -26,7 +27,6 @@ from lmkit.recipe.run_folder import (
     is_entry,
     read_record,
 )
-from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import TokenizerConfig, WandbConfig
 from lmkit.storage.atomic import PARTIAL_SUFFIX, sha256_file
 from lmkit.storage.inputs import read_object

@@ -21,8 +21,8 @@ from torch import nn
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.transformer import TransformerLM, plain_name
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import TOKENIZER
-from lmkit.recipe.schema import Recipe
 from lmkit.recipe.tables import ModelConfig
 from lmkit.registry import ATTENTION, OPERATIONS
 from lmkit.storage.inputs import read_object

@@ -42,7 +42,7 @@ from lmkit.measure.limits import measure_limits
 from lmkit.measure.statistics import spread
 from lmkit.measure.tables import row_files, terminal_table
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 
 DATA = get_args(Options.model_fields["data"].annotation)
 

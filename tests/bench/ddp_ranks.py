@@ -20,7 +20,7 @@ from lmkit.measure.limits import Limits
 from lmkit.parallel.collectives import largest_of_ranks
 from lmkit.parallel.ranks import Ranks, process_group
 from lmkit.recipe.load import validate
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import OptimizerConfig
 
 MODEL = {"vocab_size": 64, "context_length": 16, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2}

@@ -12,7 +12,7 @@ from lmkit.errors import UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import PRESETS, ModelConfig, TrainConfig
 from lmkit.training import setup
 from lmkit.training.setup import TrainingStep

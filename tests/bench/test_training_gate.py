@@ -24,7 +24,7 @@ from lmkit.bench.training_gate import (
 from lmkit.core.batches import RandomTokens
 from lmkit.errors import UsageError
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.setup import TrainingStep

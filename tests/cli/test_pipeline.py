@@ -12,8 +12,8 @@ from lmkit.cli import pipeline
 from lmkit.cli.pipeline import StageRecord
 from lmkit.errors import UsageError
 from lmkit.recipe.load import load_recipe, recipe_to_toml
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import save_record
-from lmkit.recipe.schema import Recipe
 
 
 @pytest.fixture

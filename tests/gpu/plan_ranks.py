@@ -7,7 +7,7 @@ import torch
 from lmkit.measure.environment import card_here
 from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training.plan import Measured, Plan, measure_among, plan
 from lmkit.training.process import ranks_of
 

@@ -17,7 +17,7 @@ from lmkit.measure.memory import claim_workspaces, memory_in_use, release_memory
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training.plan import Plan, plan
 from lmkit.training.setup import TrainingStep
 

@@ -7,7 +7,7 @@ from lmkit.attention import attention_function
 from lmkit.bench.training_gate import after_timing, budget_of, judge, of_pytorch, reference
 from lmkit.model.fp8 import check_fp8
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, TrainConfig
 from lmkit.registry import ATTENTION
 from lmkit.training import build_step

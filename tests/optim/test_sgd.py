@@ -6,7 +6,7 @@ from raising import raises
 
 from lmkit.errors import UsageError
 from lmkit.optim.sgd import make_sgd
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from lmkit.training.plan import held_by
 from lmkit.training.precision import with_precision

@@ -22,7 +22,7 @@ from lmkit.profile.memory import (
     run_memory_table,
 )
 from lmkit.profile.summary import BUILD, CATEGORIES, MEMORY, WHOLE_RUN, most_computed, peak_row
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, RunConfig, TrainConfig
 
 MODEL = ModelConfig(vocab_size=128, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=4)

@@ -24,7 +24,7 @@ from lmkit.profile.run import (
     run_steps,
     workload_from_json,
 )
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from lmkit.training.setup import TrainingStep
 

@@ -19,7 +19,7 @@ from lmkit.recipe.load import (
     shipped_with,
     validate,
 )
-from lmkit.recipe.schema import TABLES, Recipe
+from lmkit.recipe.recipe import TABLES, Recipe
 from lmkit.registry import BENCHES, OPTIMIZERS
 
 

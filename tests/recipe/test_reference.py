@@ -4,8 +4,8 @@ import pytest
 
 from lmkit.recipe.keys import of_class
 from lmkit.recipe.load import load_recipe, shipped_recipes
+from lmkit.recipe.recipe import TABLES, table_type
 from lmkit.recipe.reference import annotated_toml
-from lmkit.recipe.schema import TABLES, table_type
 from lmkit.registry import BENCHES
 
 

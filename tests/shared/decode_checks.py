@@ -14,7 +14,7 @@ from step_cases import tuned
 from torch import Tensor
 
 from lmkit.attention import attention_function
-from lmkit.core.attention import apply_rope
+from lmkit.core.model import apply_rope
 from lmkit.core.sampling import Sampling
 from lmkit.kernels.decode import attention, products
 from lmkit.kernels.decode.products import Matrix, Stream, to_fp8

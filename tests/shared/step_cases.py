@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmkit.core.attention import apply_rope
 from lmkit.core.loss import linear_cross_entropy
+from lmkit.core.model import apply_rope
 from lmkit.kernels import cross_entropy, embedding, norm, rope, swiglu
 from lmkit.model.operations import PLAIN
 

@@ -15,7 +15,7 @@ from tiny import TINY
 
 from lmkit.data.token_files import TokenFileWriter
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training import session
 
 sys.path.insert(0, str(Path(__file__).parent))  # for run_folders.py, here and in processes that tests start

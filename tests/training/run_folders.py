@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train

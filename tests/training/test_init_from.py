@@ -8,7 +8,7 @@ from raising import raises
 from run_folders import assert_same_state, losses, newest, train_here
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training.checkpoint import MODEL, Checkpoint, write_manifest, write_tensors
 from lmkit.training.exchange import export_model
 from lmkit.training.session import plan

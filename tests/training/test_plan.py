@@ -8,7 +8,7 @@ from raising import raises
 from lmkit.errors import UsageError
 from lmkit.measure.environment import CARDS
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.training import plan as planning
 from lmkit.training import session
 from lmkit.training.plan import measure, plan

@@ -11,7 +11,7 @@ from lmkit.errors import UsageError
 from lmkit.model import fp8
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import CheckpointConfig, ModelConfig, ParallelConfig
 from lmkit.registry import OPTIMIZERS
 from lmkit.training.checkpoint import newest_checkpoint

@@ -10,7 +10,7 @@ from run_folders import assert_same_state, losses, newest, records, train_here
 
 from lmkit.errors import LmkitError
 from lmkit.generation import generate, write_samples
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.session import train

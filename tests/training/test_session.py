@@ -14,7 +14,7 @@ from run_folders import assert_same_state, losses, newest, records, saved, train
 from lmkit.cli.generate import continue_prompts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import session, trainer
 from lmkit.training.checkpoint import MODEL, DamagedCheckpoint, newest_checkpoint

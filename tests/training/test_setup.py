@@ -14,7 +14,7 @@ from run_folders import losses, train_here
 import lmkit.training
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
 from lmkit.training import build_step
 from lmkit.training.setup import TrainingStep, check_device

@@ -10,7 +10,7 @@ from processes import TIMEOUT_S, ends
 from run_folders import PACKED, assert_same_tensors, losses, newest, saved
 from safetensors.torch import load_file
 
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.registry import STRATEGIES
 from lmkit.training.checkpoint import model_files
 from lmkit.training.weights import open_weights, weights_of

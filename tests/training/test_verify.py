@@ -12,7 +12,7 @@ from raising import raises
 from run_folders import train_here
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.schema import Recipe
+from lmkit.recipe.recipe import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
 from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_file, write_manifest
