@@ -122,7 +122,10 @@ def test_ranks_load_the_plugins_of_their_parent(plugin):
 @pytest.mark.parametrize(
     ("target", "kind", "code", "says"),
     [
-        ("raises", LmkitError, "plugin.raised", "my_plugin.py:4: ValueError: first line"),
+        pytest.param(
+            *("raises", LmkitError, "plugin.raised", "my_plugin.py:4: ValueError: first line"),
+            marks=pytest.mark.full,
+        ),
         ("ends", LmkitError, "plugin.raised", "my_plugin.py:10: BaseException: first line"),
         ("leaves", RankFailed, "parallel.rank_failed", "ended before"),
     ],

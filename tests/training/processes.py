@@ -30,7 +30,7 @@ from lmkit.training.trainer import Trainer
 
 PATIENCE_S = 240
 """Only ends a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s."""
-HANG_S = 2.0
+HANG_S = 1.0
 """How long rank 0 waits for rank 1 once that hangs."""
 TIMEOUT_S = 500.0
 """The timeout of the recipe, which counts until then."""

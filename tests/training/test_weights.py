@@ -82,9 +82,6 @@ def test_biases_of_attention_are_imported_and_that_of_its_output_is_refused(tmp_
     check_logits(path)
 
 
-# Files and their index
-
-
 # Values
 
 
@@ -97,8 +94,9 @@ def test_dtypes_that_are_not_supported_are_named(tmp_path, dtype):
         open_hugging_face(path)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, torch.float32), (-torch.inf, torch.bfloat16)], ids=str
+)
 def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
