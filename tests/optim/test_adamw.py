@@ -46,9 +46,8 @@ def run(optimizer: torch.optim.Optimizer, gradients: list[list[torch.Tensor]], s
         optimizer.step()
 
 
-@pytest.mark.parametrize("sweep", [1, 30, 1 << 20])
-def test_equals_torch_over_a_thousand_steps(sweep, monkeypatch):
-    monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", sweep)
+def test_equals_torch_over_a_thousand_steps(monkeypatch):
+    monkeypatch.setitem(adamw_module.SWEEP_ELEMENTS, "cpu", 30)  # of 100 elements
     ours, theirs = parameters(), parameters()
     gradients = recorded(1000)
     run(AdamW(ours, **SETTINGS), gradients)
