@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lmkit.model import ModelConfig, TransformerLM
+from lmkit.model import TransformerLM
 
 
 def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
@@ -26,9 +26,6 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
         turned = vector.clone()
         for i in range(0, size, 2):
             angle = position / config.rope_theta ** (i / size)
-            if config.rope_scaling != "none":
-                wavelength = 2 * math.pi * config.rope_theta ** (i / size)
-                angle *= retold_share(config, wavelength)
             turned[i] = vector[i] * math.cos(angle) - vector[i + 1] * math.sin(angle)
             turned[i + 1] = vector[i] * math.sin(angle) + vector[i + 1] * math.cos(angle)
         return turned
@@ -67,21 +64,6 @@ def retold(model: TransformerLM, ids: list[int]) -> torch.Tensor:
             inner = gate / (1 + torch.exp(-gate)) * (weights[at + "ffn.w3.weight"] @ normed_x)
             stream[i] = x + weights[at + "ffn.w2.weight"] @ inner
     return torch.stack([weights["lm_head.weight"] @ norm(x, "ln_final") for x in stream])
-
-
-def retold_share(config: ModelConfig, wavelength: float) -> float:
-    """By how much Llama 3.1's reference code, or linear scaling, multiplies the frequency of a wavelength."""
-    if (
-        config.rope_scaling == "linear"
-        or wavelength > config.rope_original_context / config.rope_low_freq_factor
-    ):
-        return 1 / config.rope_factor
-    if wavelength < config.rope_original_context / config.rope_high_freq_factor:
-        return 1.0
-    smooth = (config.rope_original_context / wavelength - config.rope_low_freq_factor) / (
-        config.rope_high_freq_factor - config.rope_low_freq_factor
-    )
-    return (1 - smooth) / config.rope_factor + smooth
 
 
 SWITCHES: list[dict[str, Any]] = [

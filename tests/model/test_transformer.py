@@ -26,12 +26,11 @@ from lmkit.model.transformer import lie_side_by_side
         {"norm_eps": 0.01, "rope_theta": 100.0},
         {"attention": "sdpa"},
         {"qkv_bias": True, "num_kv_heads": 2},
-        {"rope_scaling": "linear", "rope_factor": 3.0},
-        {"rope_scaling": "llama3", "rope_factor": 3.0, "rope_original_context": 40, "rope_theta": 100.0},
     ],
     ids=str,
 )
 def test_logits_and_loss_follow_the_formulas(make_model, fields):
+    """Scaled frequencies of RoPE, as those of transformers: tests/training/test_exchange.py."""
     model = make_model(**fields)
     ids = torch.randint(61, (2, 13))
     targets = torch.randint(61, (2, 13))
