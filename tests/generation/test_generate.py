@@ -1,7 +1,6 @@
 """Generation against a plain loop without cache, and its promises at the edges."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lmkit.attention import attention
 from lmkit.core.sampling import Sampling
 from lmkit.errors import LmkitError, UsageError
 from lmkit.generation import Decoder, GenerateConfig, Interrupted, generate, generate_tokens
-from lmkit.model.transformer import TransformerLM, compile_model
+from lmkit.model.transformer import compile_model
 from lmkit.registry import ATTENTION
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.marks import Marks
@@ -26,9 +25,6 @@ def sampling(temperature=1.0, top_k=0, top_p=1.0, *, new=20, seed=0):
 
 def greedy(new, **more):
     return GenerateConfig(max_new_tokens=new, temperature=0.0, **more)
-
-
-MakeModel = Callable[..., TransformerLM]
 
 
 def plain_loop(model, prompt, options, seed):
