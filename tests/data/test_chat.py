@@ -196,14 +196,8 @@ def test_documents_that_teach_nothing_within_the_context_are_left_out():
 
 
 ANSWER = {"role": "assistant", "content": "a"}
-OF_A_MESSAGE = (
-    *("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight", "tool_calls"),
-    *("loss", "train_detail", "training_detail", "loss_scale", "mask", "loss_mask", "refusal"),
-)
-OF_A_LINE = (
-    *("tools", "functions", "system", "system_prompt", "images", "weight", "train", "loss"),
-    *("mask", "completion", "chosen", "rejected", "rejected_response", "assistant_masks"),
-)
+OF_A_MESSAGE = ("function_call", "reasoning_content", "name", "weight", "tool_calls", "loss_mask")
+OF_A_LINE = ("tools", "system_prompt", "images", "weight", "completion", "rejected", "assistant_masks")
 VALUES = {"loss_scale": (0, 0.5), "prefix": (True,), "loss": ("no",), "weight": (0.5,), "train": ("no",)}
 REFUSED = {
     "chat.no_messages": [[], {"messages": []}, {"messages": "user"}],
