@@ -24,20 +24,6 @@ def texts_of(decoder):
 SWITCHES = {"qk_norm": True, "attention_window": 4}
 
 
-def check_next_logits(decoder, model):
-    """Take seven steps of a token each; before it, the logits are those of the model over the whole text."""
-    for _ in range(7):
-        texts = texts_of(decoder)
-        with torch.inference_mode():
-            logits = decoder._step(max(map(len, texts)))
-        for row, text in enumerate(texts):
-            exact = model(torch.tensor([text]))[0, -1]
-            # float64; matrix products of other shapes sum in another order.
-            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
-        decoder.step(max(map(len, texts)))
-        assert [text[:-1] for text in texts_of(decoder)] == texts
-
-
 SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 32}
 
 
@@ -60,7 +46,16 @@ def test_logits_equal_those_without_a_cache(make_model, rows, fields):
     decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
     assert not can_run_kernels(model)
     decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
-    check_next_logits(decoder, model)
+    for _ in range(7):
+        texts = texts_of(decoder)
+        with torch.inference_mode():
+            logits = decoder._step(max(map(len, texts)))
+        for row, text in enumerate(texts):
+            exact = model(torch.tensor([text]))[0, -1]
+            # float64; matrix products of other shapes sum in another order.
+            torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
+        decoder.step(max(map(len, texts)))
+        assert [text[:-1] for text in texts_of(decoder)] == texts
 
 
 def test_a_step_lists_the_switches_that_it_knows(make_model):
