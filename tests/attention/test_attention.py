@@ -283,14 +283,6 @@ def test_options_reach_the_kernel(random_inputs):
         attention(q, k, v, kernel="sdpa", backend="nonesuch")
 
 
-def test_kernels_are_found_by_name_and_alias():
-    assert attention_function("scaled_dot_prod_attention") is reference
-    assert attention_function("vectorized_torch") is attention_function("vectorized")
-    with raises(UsageError, "registry.unknown_name") as caught:
-        attention_function("flash_cudnn")
-    assert all(name in caught.value.hint for name in ATTENTION.names)
-
-
 @pytest.mark.parametrize("where", ["lmkit.attention.sdpa:no_such", "no_such_module:joined", "no module"])
 def test_a_joined_form_that_is_not_there_is_refused(where):
     ATTENTION.register("bare", joined=where)(reference)
