@@ -11,7 +11,7 @@ import torch
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
-sys.path.insert(0, str(Path(__file__).parent))  # for formulas.py
+sys.path.insert(0, str(Path(__file__).parent))  # for switches.py
 
 
 @pytest.fixture

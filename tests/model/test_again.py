@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from formulas import ALL_SWITCHES
 from functorch.compile import make_boxed_func
+from switches import ALL_SWITCHES
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
