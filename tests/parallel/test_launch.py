@@ -24,22 +24,15 @@ from lmkit.recipe.tables import ParallelConfig
 PATIENCE_S = 240.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "strategy", "code", "kind", "names"),
     [
         ("kill", "zero1", "parallel.rank_failed", RankFailed, ("rank 1", "SIGKILL")),
-        pytest.param(
-            *("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")), marks=pytest.mark.full
-        ),
-        pytest.param(  # rank 1 is ended after the waits of a launcher, 9 s
-            *("hang", "bucketed", "parallel.rank_lost", RankLost),
-            ("rank 0, step 2", "1 s", "no sign of rank 1"),
-            marks=pytest.mark.full,
-        ),
+        ("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
+        ("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")),
+        # Rank 1 is ended after the waits of a launcher, 9 s.
+        ("hang", "bucketed", "parallel.rank_lost", RankLost, ("rank 0, step 2", "1 s", "no sign of rank 1")),
     ],
 )
 def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
@@ -141,13 +134,10 @@ def test_nproc_must_be_positive():
         spawn_ranks(0, rank_faults.refuse)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),
-    [
-        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.full),
-        (signal.SIGTERM, True, 143),
-    ],
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, 143)],
 )
 def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code):
     """To the parent, which passes them on, or to one rank, whose wish the others learn by agreement."""
