@@ -5,6 +5,7 @@ import graphlib
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ HEAVY = {
 HEAVY_FOR = {"cli": HEAVY | {"pydantic"}, "recipe": HEAVY, "tokenizer": {"torch"}, "storage": HEAVY}
 
 
+@cache
 def _modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if "shipped_recipes" not in path.parts)
 
@@ -92,7 +94,7 @@ def _graph() -> dict[str, set[str]]:
         files[name.removesuffix(".__init__")] = path
     graph = {}
     for module, path in files.items():
-        tree = _parse(path)
+        tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 node.body = []
@@ -265,5 +267,6 @@ def test_rooms_keep_their_budgets():
     assert {room: (size, BUDGETS[room]) for room, size in sizes.items() if size > BUDGETS[room]} == {}
 
 
+@cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))

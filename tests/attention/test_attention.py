@@ -216,14 +216,15 @@ def test_a_mask_of_another_kind_or_shape_is_refused(name, random_inputs):
             attention(q, k, v, mask=mask, kernel=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "dtype"), [(1, torch.float64), (2, torch.float64), (2, torch.bfloat16)], ids=str
+)
 def test_first_hides_the_keys_before_it(pytorch_kernel, batch, dtype, random_inputs):
     """Windows, and documents that differ between rows; some begin inside a tile, some hide whole tiles."""
-    q, k, v, dout = random_inputs(heads=2, kv_heads=1, queries=260, head_dim=4, dtype=dtype)
-    place = torch.arange(260)
+    q, k, v, dout = random_inputs(heads=2, kv_heads=1, queries=140, head_dim=4, dtype=dtype)
+    place = torch.arange(140)
     window = (place - 9).clamp_min(0)
-    documents = torch.stack([place // 150 * 150, torch.where(place < 250, 0, 250)])
+    documents = torch.stack([place // 75 * 75, torch.where(place < 130, 0, 130)])
     first = torch.maximum(window, documents) if batch == 2 else window[None]
     visible = (place >= first[..., None])[:, None] & (place <= place[:, None])
     exact = (x.double() for x in (q, k, v, dout))
@@ -280,14 +281,6 @@ def test_options_reach_the_kernel(random_inputs):
         attention(q, k, v, kernel="sdpa", backend="cudnn")
     with raises(UsageError, "attention.unknown_backend", hint="cudnn"):
         attention(q, k, v, kernel="sdpa", backend="nonesuch")
-
-
-def test_kernels_are_found_by_name_and_alias():
-    assert attention_function("scaled_dot_prod_attention") is reference
-    assert attention_function("vectorized_torch") is attention_function("vectorized")
-    with raises(UsageError, "registry.unknown_name") as caught:
-        attention_function("flash_cudnn")
-    assert all(name in caught.value.hint for name in ATTENTION.names)
 
 
 @pytest.mark.parametrize("where", ["lmkit.attention.sdpa:no_such", "no_such_module:joined", "no module"])

@@ -1,19 +1,12 @@
 """What `lmkit generate` prints: lines of JSON, and what there is when Ctrl-C comes."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lmkit.generation import Decoder
-
-PATIENCE_S = 240
-"""Only to end a test that hangs."""
 
 
 def lines_of(text: str) -> list[dict]:
@@ -79,27 +72,3 @@ def test_ctrl_c_prints_what_there_is(run, terminal, interrupted, monkeypatch, la
         assert [sample["num_tokens"] for sample in found] == [4, 4, 1]
     assert interrupted(5, three).startswith(f"fish{listed[0]['text']}".rstrip("\n"))
     assert interrupted(5, three).count("\n---\n") == 2
-
-
-@pytest.mark.full
-def test_a_real_ctrl_c(run):
-    arguments = "--samples 30000 --max-new-tokens 20 --jsonl"
-    command = [sys.executable, "-m", "lmkit", "generate", str(run), *arguments.split(), "--no-stop-at-end"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, bufsize=0, stdout=pipe, stderr=pipe, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.read(200)  # it writes
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=PATIENCE_S)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert err.decode().splitlines()[-1].startswith("interrupted")
-    text = (first + out).decode()
-    assert text[-1] == "\n"
-    found = lines_of(text)
-    assert found[0]["num_tokens"] == 20  # it came before the signal
-    assert sum(line["num_tokens"] != 20 for line in found) <= 16  # the rows that were being written
-    assert len({line["number"] for line in found}) == len(found)

@@ -48,8 +48,10 @@ def test_texts_come_from_named_pipes(run, terminal):
     writer.join()
 
 
-@pytest.mark.parametrize("name", ["tokens/train.npy", "tokens/valid.npy", "tokens/valid.json"])
-@pytest.mark.parametrize("begin", ["resumed", "from scratch"])
+@pytest.mark.parametrize(
+    ("begin", "name"),
+    [("resumed", "tokens/train.npy"), ("from scratch", "tokens/valid.npy"), ("resumed", "tokens/valid.json")],
+)
 def test_fault_159_train_refuses_token_files_that_changed(begin, name, run, terminal):
     terminal("run fish.toml")  # notes sizes and times of the files, which were copied here
     if begin == "from scratch":

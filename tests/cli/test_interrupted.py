@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 KEPT = "results/rows.jsonl.partial"
 SAID = f"interrupted: the rows so far are in {KEPT}, until a bench is started there again\n"
 PATIENCE_S = 240
@@ -34,6 +36,7 @@ def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tupl
     return process.returncode, out, err
 
 
+@pytest.mark.full
 def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(tmp_path):
     kept = tmp_path / KEPT
     # The file is there before its first row is.

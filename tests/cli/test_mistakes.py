@@ -140,15 +140,11 @@ def test_every_wrong_kind_of_path_is_one_error_and_one_hint(command, zoo, monkey
 @pytest.mark.parametrize(
     ("raised", "size"),
     [
+        ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity", "20.00 GiB"),
         (
             "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000000000000 bytes.",
             "37,252.9 GiB",
         ),
-        (
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB",
-            "20.00 GiB",
-        ),
-        ("std::bad_alloc: out of memory", ""),
         ("can't start new thread", ""),
         ("the sky falls", None),
     ],

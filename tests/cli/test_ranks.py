@@ -73,10 +73,7 @@ def test_a_rank_names_itself_and_tells_torchrun(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "variables",
     [
-        {"WORLD_SIZE": "2"},
         {"RANK": "1"},
-        {"RANK": "0", "WORLD_SIZE": "two"},
-        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"},
     ],
     ids=str,

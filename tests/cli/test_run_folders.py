@@ -18,12 +18,11 @@ def newest(folder: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
 
 
-@pytest.fixture(params=["moved", "elsewhere/fish (copy)"])
-def moved(request: pytest.FixtureRequest, run: Path) -> Path:
+@pytest.fixture
+def moved(run: Path) -> Path:
     """The run folder in another place, under another name."""
-    place = Path(request.param)
-    place.parent.mkdir(exist_ok=True)
-    return run.rename(place)
+    Path("elsewhere").mkdir()
+    return run.rename("elsewhere/fish (copy)")
 
 
 def test_fault_97_a_moved_run_is_where_its_recipe_lies(moved, terminal):

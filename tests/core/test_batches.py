@@ -76,6 +76,16 @@ def test_the_stream_never_changes(tokens):
     assert ids == [[320, 205, 298, 391, 270, 269, 405], [262, 487, 178, 154, 488, 353, 125]]
 
 
+@pytest.mark.parametrize("source", [token_batches, shuffled_batches, packed_batches])
+def test_targets_that_do_not_count_are_below_zero(tokens, source):
+    counts = np.random.default_rng(3).random(1000) < 0.5
+    (inputs, targets), (same, hidden) = (
+        source(tokens, **mask).batch(1) for mask in ({}, {"mask": np.packbits(counts)})
+    )
+    assert torch.equal(inputs, same)
+    assert torch.equal(hidden, torch.where(torch.tensor(counts)[targets], targets, -1))
+
+
 def test_every_document_can_be_drawn(tokens):
     batches = token_batches(tokens, batch_size=300, document_starts=np.array([5, 50, 500]))
     starts = batches.batch(0)[0][..., 0].flatten().tolist()

@@ -9,18 +9,12 @@ from lmkit.core.sampling import Sampling
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
+SIZES = {"vocab_size": 50, "context_length": 12, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
 
 def make_model(**fields):
-    sizes = {
-        "vocab_size": 50,
-        "context_length": 12,
-        "d_model": 32,
-        "d_ff": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
     torch.manual_seed(0)
-    model = TransformerLM(ModelConfig(**{**sizes, "attention": "vectorized", **fields}), dtype=torch.float64)
+    model = TransformerLM(ModelConfig(**{**SIZES, "attention": "vectorized", **fields}), dtype=torch.float64)
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
     return model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from raising import raises
 
-from lmkit.core.batches import TokenBatches, evaluation_windows
+from lmkit.core.batches import evaluation_windows
 from lmkit.data.corpora import prepare_corpus
 from lmkit.data.encoding import encode_chat
 from lmkit.data.json_lines import messages_of
@@ -71,17 +71,10 @@ def test_words_of_the_assistant_count_and_survive(name, corpus, tmp_path):
     assert (meta.counted_tokens, meta.counted_bytes) == (flags.sum(), len(re.sub(r"<\|\w+\|>", "", answers)))
 
 
-def test_batches_and_windows_mark_targets_that_do_not_count(tmp_path):
+def test_windows_mark_targets_that_do_not_count(tmp_path):
     flags = (np.random.default_rng(0).random(203) < 0.4).tolist()
     masked(tmp_path / "t.npy", flags)
     file = open_tokens(tmp_path / "t.npy")
-    options = {"batch_size": 8, "context_length": 13, "seed": 1, "accumulation": 2}
-    inputs, targets = TokenBatches(file.tokens, **options, mask=file.mask).batch(3)
-    plain, following = TokenBatches(file.tokens, **options).batch(3)
-    assert inputs.equal(plain)
-    wanted = np.where(np.array(flags)[following.numpy()], following.numpy(), -1)
-    assert (targets.numpy() == wanted).all()
-    assert 0 < (targets < 0).sum() < targets.numel()
     windows = list(evaluation_windows(file.tokens, 13, 4, mask=file.mask))
     assert [int(token) for rows, _ in windows for token in rows.flatten()] == list(range(202))
     seen = [int(token) for _, rows in windows for token in rows.flatten()]
@@ -203,14 +196,8 @@ def test_documents_that_teach_nothing_within_the_context_are_left_out():
 
 
 ANSWER = {"role": "assistant", "content": "a"}
-OF_A_MESSAGE = (
-    *("function_call", "reasoning_content", "reasoning", "thinking", "name", "weight", "tool_calls"),
-    *("loss", "train_detail", "training_detail", "loss_scale", "mask", "loss_mask", "refusal"),
-)
-OF_A_LINE = (
-    *("tools", "functions", "system", "system_prompt", "images", "weight", "train", "loss"),
-    *("mask", "completion", "chosen", "rejected", "rejected_response", "assistant_masks"),
-)
+OF_A_MESSAGE = ("function_call", "reasoning_content", "name", "weight", "tool_calls", "loss_mask")
+OF_A_LINE = ("tools", "system_prompt", "images", "weight", "completion", "rejected", "assistant_masks")
 VALUES = {"loss_scale": (0, 0.5), "prefix": (True,), "loss": ("no",), "weight": (0.5,), "train": ("no",)}
 REFUSED = {
     "chat.no_messages": [[], {"messages": []}, {"messages": "user"}],

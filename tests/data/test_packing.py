@@ -67,16 +67,6 @@ def test_targets_follow_their_inputs_within_a_document():
             at += end - start
 
 
-def test_targets_that_do_not_count():
-    batches = packed(LENGTHS["short"])
-    counts = np.random.default_rng(3).random(len(batches.tokens)) < 0.5
-    masked = packed(LENGTHS["short"], mask=np.packbits(counts))
-    (inputs, targets), (same, hidden) = batches.batch(1), masked.batch(1)
-    assert torch.equal(inputs, same)
-    places = [i for row in range(6, 12) for start, end in batches.pieces(row) for i in range(start, end)]
-    assert torch.equal(hidden.flatten(), torch.where(torch.tensor(counts[places]), targets.flatten(), -1))
-
-
 def test_few_documents_are_cut():
     cut, longest = 0, 400
     batches = packed(np.random.default_rng(0).integers(80, longest, 6000), context=1024)

@@ -55,14 +55,6 @@ def test_the_stream_never_changes():
     assert shuffled(batch_size=6).batch(2)[0][0, :, 0].tolist() == [603, 344, 1, 365, 827, 428]
 
 
-def test_targets_that_do_not_count():
-    counts = np.random.default_rng(3).random(1000) < 0.5
-    inputs, targets = shuffled().batch(1)
-    same, hidden = shuffled(mask=np.packbits(counts)).batch(1)
-    assert torch.equal(inputs, same)
-    assert torch.equal(hidden, torch.where(torch.tensor(counts)[targets], targets, -1))
-
-
 def test_a_file_shorter_than_the_context_is_refused():
     with pytest.raises(ValueError, match="7 tokens"):
         shuffled(CONTEXT)

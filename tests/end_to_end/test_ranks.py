@@ -101,17 +101,10 @@ class Machines:
     def start(self, name: str, *, hosts: bool = False) -> None:
         conf = f"is_host={int(hosts)},keep_alive_interval=1,keep_alive_max_attempt=2"
         given = "--nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id two"
-        place = [
-            "--rdzv-endpoint",
-            f"127.0.0.1:{self._port}",
-            "--local-addr",
-            "127.0.0.1",
-            "--rdzv-conf",
-            conf,
-        ]
+        given += f" --rdzv-endpoint 127.0.0.1:{self._port} --local-addr 127.0.0.1 --rdzv-conf {conf}"
         with open(self._folder / f"{name}.log", "wb") as log:
             self._agents[name] = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *given.split(), *place, *self._command],
+                [sys.executable, "-m", "torch.distributed.run", *given.split(), *self._command],
                 cwd=self._folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdout=log,

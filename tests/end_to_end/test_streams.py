@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file t
 full = pytest.mark.full
 Shell = Callable[[str], "subprocess.CompletedProcess[str]"]
 
-STEPS = 400
+STEPS = 150
 RECIPE = tiny_recipe(
     *('data.train="train.npy"', 'data.valid="valid.npy"', "train.batch_size=8"),
-    *(f"train.steps={STEPS}", "train.log_interval=1", "train.eval_interval=200"),
+    *(f"train.steps={STEPS}", "train.log_interval=1", "train.eval_interval=100"),
 )
 
 

@@ -1,6 +1,5 @@
 """Files that fuzzing found: each once ended in a traceback or was read wrongly."""
 
-import base64
 import json
 import sys
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,8 +16,6 @@ import formats
 import run_formats  # noqa: F401
 
 from lmkit.errors import LONGEST, LmkitError
-from lmkit.training.checkpoint import RngState, restore_rng
-from lmkit.training.metrics import read_metrics
 
 Damage = bytes | str | Callable[[bytes], bytes]
 
@@ -115,24 +111,3 @@ def test_refused_in_one_line(form, name, file, tmp_path):
 def test_read_as_if_it_were_not_there(form, name, file, tmp_path):
     for damage in READ[name, file]:
         read(form(name), file, damage, tmp_path / "case")
-
-
-def test_metrics_that_could_not_be_written_or_drawn_again_are_passed_over(tmp_path):
-    good = {"kind": "train", "step": 1, "loss": 2.0}
-    bad = [
-        {"kind": "train", "step": 2}, {"kind": "valid", "step": 2, "loss": "low"}, {**good, "lr": [float("nan")]},
-        {**good, "step": -1}, {**good, "step": 1 << 64}, {**good, "loss": True}, {**good, "x": {"a": 1}},
-    ]  # fmt: skip
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in [*bad, good]))
-    assert read_metrics(path) == [good]
-    path.write_bytes(bytes(5_000_000) + b"\n" + json.dumps(good).encode())  # no line is read in one piece
-    assert read_metrics(path) == [good]
-
-
-@pytest.mark.parametrize("saved", ["", "AAAA", "no base64: \x00", "é"])
-def test_generator_states_that_are_none(saved):
-    with pytest.raises(LmkitError, match="random generators"):
-        restore_rng(RngState(cpu=saved), torch.device("cpu"))
-    state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-    restore_rng(RngState(cpu=state), torch.device("cpu"))

@@ -26,18 +26,19 @@ def tokenizer():
 def make_model():
     """make_model(**fields) -> float64, two layers, context of 16, opinionated enough for its guesses to differ."""
 
+    sizes = {
+        "vocab_size": 260,
+        "context_length": 16,
+        "d_model": 32,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+
     def make(**fields):
-        sizes = {
-            "vocab_size": 260,
-            "context_length": 16,
-            "d_model": 32,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-        }
-        sizes["attention"] = "vectorized"
         torch.manual_seed(0)
-        model = TransformerLM(ModelConfig(**{**sizes, **fields}), dtype=torch.float64)
+        config = ModelConfig(**{**sizes, "attention": "vectorized", **fields})
+        model = TransformerLM(config, dtype=torch.float64)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)
             for layer in model.layers:

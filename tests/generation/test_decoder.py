@@ -21,22 +21,31 @@ def texts_of(decoder):
     return [text[: place + 1].tolist() for text, place in zip(decoder.state.text, places, strict=True)]
 
 
-@pytest.mark.parametrize("attention", ["vectorized", "sdpa", "reference"])
-@pytest.mark.parametrize(("kv_heads", "rows"), [(4, 3), (2, 3), (1, 3), (4, 1), (2, 1), (1, 1)])
-def test_logits_equal_those_without_a_cache(make_model, kv_heads, rows, attention):
-    model = make_model(num_kv_heads=kv_heads, attention=attention)
-    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
-    torch.manual_seed(1)
-    prompts = [torch.randint(260, (length,)).tolist() for length in (5, 1, 9)[:rows]]
-    decoder.start(range(rows), prompts, seeds=[0] * rows)
-    check_next_logits(decoder, model)
-
-
 SWITCHES = {"qk_norm": True, "attention_window": 4}
 
 
-def check_next_logits(decoder, model):
-    """Take seven steps of a token each; before it, the logits are those of the model over the whole text."""
+SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 32}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"num_kv_heads": heads, "attention": name} for heads, name in ((4, "sdpa"), (1, "reference"))),
+        *(*({key: value} for key, value in SWITCHES.items()), SWITCHES, SCALED),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_equal_those_without_a_cache(make_model, rows, fields):
+    """A switch of the model that no faster step knows is computed by the model itself."""
+    model = make_model(**{"num_kv_heads": 2, **fields})
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
+    assert not can_run_kernels(model)
+    decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
     for _ in range(7):
         texts = texts_of(decoder)
         with torch.inference_mode():
@@ -47,26 +56,6 @@ def check_next_logits(decoder, model):
             torch.testing.assert_close(logits[row], exact, rtol=1e-11, atol=1e-11)
         decoder.step(max(map(len, texts)))
         assert [text[:-1] for text in texts_of(decoder)] == texts
-
-
-SCALED = {"qkv_bias": True, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_context": 32}
-
-
-@pytest.mark.parametrize(
-    "fields", [*({key: value} for key, value in SWITCHES.items()), SWITCHES, SCALED], ids=str
-)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_every_switch_is_in_the_step_and_in_the_cache(make_model, rows, fields):
-    """A switch of the model that no faster step knows is computed by the model itself."""
-    model = make_model(num_kv_heads=2, **fields)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 1:
-                weight.add_(torch.randn_like(weight) * 0.3)
-    decoder = Decoder(model, rows, sampling=GREEDY, most=ENDLESS)
-    assert not can_run_kernels(model)
-    decoder.start(range(rows), [[1, 2, 3, 4, 5, 6], [9], [7, 8]][:rows], seeds=[0] * rows)
-    check_next_logits(decoder, model)
 
 
 def test_a_step_lists_the_switches_that_it_knows(make_model):

@@ -11,7 +11,7 @@ import torch
 from lmkit.model.transformer import TransformerLM
 from lmkit.recipe.tables import ModelConfig
 
-sys.path.insert(0, str(Path(__file__).parent))  # for formulas.py
+sys.path.insert(0, str(Path(__file__).parent))  # for switches.py
 
 
 @pytest.fixture
@@ -26,10 +26,9 @@ def make_model() -> Callable[..., TransformerLM]:
             "d_ff": 48,
             "num_layers": 2,
             "num_heads": 4,
-            "attention": "reference",
         }
         torch.manual_seed(seed)
-        model = TransformerLM(ModelConfig(**{**sizes, **fields}), dtype=dtype)
+        model = TransformerLM(ModelConfig(**{**sizes, "attention": "reference", **fields}), dtype=dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if any(part in name for part in ("ln", "bias", "norm")):

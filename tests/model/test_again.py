@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from formulas import ALL_SWITCHES
 from functorch.compile import make_boxed_func
+from switches import ALL_SWITCHES
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -24,22 +24,14 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("keep", ["block", "attention", "selective"])
-def test_switches_are_recomputed_the_same(make_model, keep):
-    budget = {"activation_gb": 60e-6} if keep == "selective" else {}
-    test_activation_checkpointing_recomputes_the_same_gradients(
-        make_model, {**ALL_SWITCHES, "activation_checkpointing": keep, **budget}, "sdpa", False
-    )
-
-
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen embeddings"])
 @pytest.mark.parametrize("attention", ["reference", "flash_torch", "sdpa"])
-@pytest.mark.parametrize("fields", KEPT, ids=str)
+@pytest.mark.parametrize("fields", [*KEPT, *(ALL_SWITCHES | keep for keep in (*KEPT[:2], KEPT[4]))], ids=str)
 def test_activation_checkpointing_recomputes_the_same_gradients(make_model, fields, attention, frozen):
     """Bit for bit; also where the first block's input needs no gradient but its weights do."""
     ids, targets = torch.randint(61, (2, 9)), torch.randint(61, (2, 9))
     same = {key: value for key, value in fields.items() if not key.startswith("activation")}
-    models = [make_model(**{"attention": attention, **each}) for each in (same, fields)]
+    models = [make_model(**{**each, "attention": attention}) for each in (same, fields)]
     for model in models:
         model.token_embeddings.weight.requires_grad_(not frozen)
         model.loss(ids, targets).backward()
@@ -94,8 +86,8 @@ ignore_dynamo = pytest.mark.filterwarnings(
 
 
 @ignore_dynamo
-@pytest.mark.parametrize("fields", [{}, *KEPT[:2], KEPT[4], KEPT[5]], ids=str)
-@pytest.mark.parametrize("how", ["none", "block", pytest.param("whole", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fields", [{}, KEPT[1], ALL_SWITCHES | KEPT[4]], ids=str)
+@pytest.mark.parametrize("how", ["block", pytest.param("whole", marks=pytest.mark.full)])
 def test_a_compiled_model_has_the_same_names_and_numbers(make_model, how, fields):
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -147,14 +139,6 @@ def test_the_compiler_keeps_what_blocks_keep(make_model, keep, again):
     assert sum(storages.values()) == 18 * sum(kept(model.config, form, keep).values())
     products = [node for node in graphs[1].graph.nodes if node.target is torch.ops.aten.mm.default]
     assert len(products) == 8 + again
-
-
-@ignore_dynamo
-@pytest.mark.full
-@pytest.mark.parametrize("keep", ["none", "selective"])
-def test_switches_are_compiled(make_model, keep):
-    again = {"activation_checkpointing": keep, "activation_gb": 60e-6 if keep == "selective" else None}
-    test_a_compiled_model_has_the_same_names_and_numbers(make_model, "block", {**ALL_SWITCHES, **again})
 
 
 @ignore_dynamo

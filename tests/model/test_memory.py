@@ -52,8 +52,22 @@ def batch(config: ModelConfig) -> torch.Tensor:
     return torch.randint(config.vocab_size or 0, (1, ROWS, config.context_length))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("fields", LEVELS, ids=str)
+SHAPES: list[dict[str, Any]] = [
+    {"num_kv_heads": 2, "attention": "flash_torch"},
+    {"tie_embeddings": True},
+    {"num_layers": 1, "context_length": 64, "d_ff": 96, "num_heads": 2},
+    {"qk_norm": True, "num_kv_heads": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        *((fields, name) for fields in LEVELS for name in ("fp32", "bf16")),
+        *((each, "fp32") for each in SHAPES),
+    ],
+    ids=str,
+)
 def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, precision):
     step, form, held = build(precision, **fields)
     config, ids = step.model.config, batch(step.model.config)[0]
@@ -62,20 +76,6 @@ def test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, precision):
         loss = step.model.loss(ids, ids)
         assert memory.live - loss.nbytes == sum(planned.activations.values()) + planned.loss
         loss.backward()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_kv_heads": 2, "attention": "flash_torch"},
-        {"tie_embeddings": True},
-        {"num_layers": 1, "context_length": 64, "d_ff": 96, "num_heads": 2},
-        {"qk_norm": True, "num_kv_heads": 2},
-    ],
-    ids=str,
-)
-def test_other_shapes_too(fields):
-    test_what_the_backward_pass_needs_is_planned_to_the_byte(fields, "fp32")
 
 
 def test_weights_that_autocast_casts_are_counted():

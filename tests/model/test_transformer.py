@@ -1,4 +1,5 @@
-"""The whole model against formulas in float64, against Hugging Face's Llama, and its options against each other."""
+"""The whole model: its loss, its options against each other, its names. Its logits are those of transformers:
+tests/training/test_exchange.py."""
 
 import copy
 import math
@@ -6,10 +7,11 @@ from itertools import chain
 
 import pytest
 import torch
-from formulas import ALL_SWITCHES, SWITCHES, retold
 from raising import raises
+from switches import ALL_SWITCHES
 from torch.nn import functional as F
 
+from lmkit.core import model as core
 from lmkit.errors import UsageError
 from lmkit.model import ModelConfig, TransformerLM, parameter_names
 from lmkit.model.transformer import lie_side_by_side
@@ -17,31 +19,32 @@ from lmkit.model.transformer import lie_side_by_side
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        *SWITCHES,
-        ALL_SWITCHES | {"attention": "flash_torch"},
-        {"num_kv_heads": 2},
-        {"num_kv_heads": 1, "tie_embeddings": True},
-        {"norm_eps": 0.01, "rope_theta": 100.0},
-        {"attention": "sdpa"},
-        {"qkv_bias": True, "num_kv_heads": 2},
-        {"rope_scaling": "linear", "rope_factor": 3.0},
-        {"rope_scaling": "llama3", "rope_factor": 3.0, "rope_original_context": 40, "rope_theta": 100.0},
-    ],
+    [*({"attention": name} for name in ("vectorized", "flash_torch", "sdpa")), ALL_SWITCHES],
     ids=str,
 )
-def test_logits_and_loss_follow_the_formulas(make_model, fields):
-    model = make_model(**fields)
-    ids = torch.randint(61, (2, 13))
-    targets = torch.randint(61, (2, 13))
-    expected = torch.stack([retold(model, row.tolist()) for row in ids])
-    # float64 but for the float32 table of rotations (2^-25), over two layers.
-    torch.testing.assert_close(model(ids).detach(), expected, rtol=1e-6, atol=1e-6)
-    loss = -sum(expected[b, s].log_softmax(0)[targets[b, s]].item() for b in range(2) for s in range(13)) / (
-        2 * 13
-    )
-    assert model.loss(ids, targets).item() == pytest.approx(loss, rel=1e-6)
+def test_logits_and_loss_are_those_of_the_core(make_model, fields):
+    model = make_model(**{"num_kv_heads": 2, **fields})
+    plain = core.TransformerLM(model.config.changed(attention="reference"), dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    ids, targets = torch.randint(61, (2, 2, 13))
+    logits = plain(ids)
+    torch.testing.assert_close(model(ids), logits, rtol=1e-9, atol=1e-9)  # float64
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model.loss(ids, targets), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_a_short_layer_sees_its_window_and_the_last_one_all(make_model, attention):
+    model = make_model(attention_window=4, attention=attention)
+    ids, seen = torch.randint(1, 61, (1, 13)), []
+    for layer in model.layers:
+        layer.attn.output_proj.register_forward_hook(lambda module, given, out: seen.append(out[0]))
+    for first in (ids[0, 0], 0):
+        ids[0, 0] = first
+        model(ids)
+    changed = [(one - other).abs().amax(dim=-1) > 1e-9 for one, other in zip(seen[:2], seen[2:], strict=True)]
+    assert changed[0].tolist() == [True] * 4 + [False] * 9
+    assert changed[1].all()
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,8 @@ from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.training.setup import build_step
 
 
-@check(
-    strategy=("naive", "flat", "overlap", "bucketed", "torch_ddp"), explicit=(False, True), sharded=(False,)
-)
-@check(strategy=("bucketed", "torch_ddp"), explicit=(False,), sharded=(True,))
+@check(strategy=("naive", "flat", "overlap", "bucketed", "torch_ddp"), explicit=(False,), sharded=(False,))
+@check(strategy=("bucketed", "torch_ddp"), explicit=(True,), sharded=(True,))
 def check_data_parallel(ranks: Ranks, strategy: str, explicit: bool, sharded: bool) -> None:
     """As training on the joined batch, whoever averages the gradients; PyTorch's DDP is one of the strategies."""
     oracle = seeded_model(0, ranks)

@@ -22,14 +22,6 @@ PATIENT_S = 10_000.0
 """The timeout of all else: ranks that come late, as on a slow machine, are no fault. Pytest ends a test sooner."""
 
 
-def return_rank_sum_and_queues() -> tuple[int, int, str]:
-    """What only rank 0 returns is what the parent gets."""
-    with process_group("cpu", timeout_s=PATIENT_S) as ranks:
-        total = torch.tensor(ranks.rank + 1)
-        dist.all_reduce(total)
-        return ranks.rank, int(total), os.environ["CUDA_SCALE_LAUNCH_QUEUES"]
-
-
 def train_until_fault(fault: str, strategy: str) -> str:
     """Three good steps with synchronisation; in the third, something happens to rank 1 inside backward."""
     torch.set_num_threads(1)

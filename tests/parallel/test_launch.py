@@ -24,28 +24,15 @@ from lmkit.recipe.tables import ParallelConfig
 PATIENCE_S = 240.0
 
 
-def test_rank_0_returns_its_result(monkeypatch):
-    """Ranks ask the driver for long launch queues."""
-    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
-    assert spawn_ranks(2, rank_faults.return_rank_sum_and_queues) == (0, 3, "4x")
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "strategy", "code", "kind", "names"),
     [
         ("kill", "zero1", "parallel.rank_failed", RankFailed, ("rank 1", "SIGKILL")),
-        pytest.param(
-            *("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")), marks=pytest.mark.full
-        ),
-        pytest.param(  # rank 1 is ended after the waits of a launcher, 9 s
-            *("hang", "bucketed", "parallel.rank_lost", RankLost),
-            ("rank 0, step 2", "1 s", "no sign of rank 1"),
-            marks=pytest.mark.full,
-        ),
+        ("exception", "bucketed", "parallel.rank_failed", RankFailed, ("rank 1", "ZeroDivisionError")),
+        ("error", "flat", "data.bad", LmkitError, ("rank 1", "the data is bad")),
+        # Rank 1 is ended after the waits of a launcher, 9 s.
+        ("hang", "bucketed", "parallel.rank_lost", RankLost, ("rank 0, step 2", "1 s", "no sign of rank 1")),
     ],
 )
 def test_fault_72_and_73_a_rank_that_fails_in_backward_ends_the_job(
@@ -69,6 +56,8 @@ def test_a_refusal_by_all_ranks_keeps_its_type_and_hint(monkeypatch):
 
 
 PLUGIN = """
+import os
+
 import torch
 from torch import nn
 from lmkit.parallel import ParallelConfig, Strategy, build_strategy, process_group
@@ -84,6 +73,7 @@ class FromOutside(Strategy):
 
 def train():
     with process_group("cpu") as ranks:
+        assert os.environ["CUDA_SCALE_LAUNCH_QUEUES"] == "4x"
         model = nn.Linear(2, 1, bias=False)
         config = ParallelConfig(strategy="from_outside", options={"factor": 10.0})
         sync = build_strategy(config, ranks)
@@ -109,7 +99,9 @@ def plugin(tmp_path, monkeypatch):
     del sys.modules["lmkit_plugin_my_plugin"]
 
 
-def test_ranks_load_the_plugins_of_their_parent(plugin):
+def test_ranks_load_the_plugins_of_their_parent_and_the_first_one_returns_its_result(plugin, monkeypatch):
+    """Ranks ask the driver for long launch queues."""
+    monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
     module = plugin(PLUGIN)
     try:
         assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
@@ -122,8 +114,7 @@ def test_ranks_load_the_plugins_of_their_parent(plugin):
 @pytest.mark.parametrize(
     ("target", "kind", "code", "says"),
     [
-        ("raises", LmkitError, "plugin.raised", "my_plugin.py:4: ValueError: first line"),
-        ("ends", LmkitError, "plugin.raised", "my_plugin.py:10: BaseException: first line"),
+        ("ends", LmkitError, "plugin.raised", "my_plugin.py:7: BaseException: first line"),
         ("leaves", RankFailed, "parallel.rank_failed", "ended before"),
     ],
 )
@@ -131,7 +122,7 @@ def test_a_rank_that_fails_is_told_in_one_line_and_one_that_just_leaves_has_fail
     plugin, target, kind, code, says
 ):
     module = plugin(
-        "import sys\n\ndef raises():\n    raise ValueError('first line\\nsecond line')\n\n"
+        "import sys\n\n"
         "def leaves():\n    sys.exit(0)\n\ndef ends():\n    raise BaseException('first line\\nsecond')\n"
     )
     with raises(kind, code, "rank 0: ", says):
@@ -140,16 +131,13 @@ def test_a_rank_that_fails_is_told_in_one_line_and_one_that_just_leaves_has_fail
 
 def test_nproc_must_be_positive():
     with raises(UsageError, "parallel.nproc", "--nproc", "0"):
-        spawn_ranks(0, rank_faults.return_rank_sum_and_queues)
+        spawn_ranks(0, rank_faults.refuse)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),
-    [
-        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.full),
-        (signal.SIGTERM, True, 143),
-    ],
+    [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGTERM, True, 143)],
 )
 def test_signals_stop_all_ranks_at_the_same_step(tmp_path, number, to_one, code):
     """To the parent, which passes them on, or to one rank, whose wish the others learn by agreement."""

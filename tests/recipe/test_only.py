@@ -35,19 +35,10 @@ def test_shipped_recipes_set_nothing_in_vain(name, vain):
     ("key", "off", "on", "condition"),
     [
         ("model.rope_factor=2", "model.rope_scaling='none'", "model.rope_scaling='linear'", "other than"),
-        (
-            "model.attention_pattern='SL'",
-            "train.steps=9",
-            "model.attention_window=9",
-            "model.attention_window",
-        ),
-        ("optimizer.cooldown_steps=5", "optimizer.schedule='linear'", "optimizer.schedule='wsd'", '= "wsd"'),
         ("optimizer.eps=1e-6", "optimizer.name='sgd'", "optimizer.name='muon'", 'other than "sgd"'),
         ("train.tokens_per_parameter=2", "train.steps=9", "model.depth=3", "with model.depth"),
         ("corpus.folder='big'", "corpus.source='synth'", "corpus.source='tinystories'", '"files" or "chat"'),
         ("tokenizer.workers=2", "tokenizer.path='t.json'", "train.steps=9", "without tokenizer.path"),
-        ("generate.top_k=2", "generate.temperature=0", "generate.temperature=0.5", "other than 0"),
-        ("wandb.project='x'", "wandb.enabled=false", "wandb.enabled=true", "= true"),
     ],
 )
 def test_a_key_that_is_set_in_vain_is_named_with_its_condition(key, off, on, condition, write, vain):

@@ -5,7 +5,7 @@ import json
 import pytest
 from raising import raises
 
-from lmkit.errors import LmkitError
+from lmkit.errors import LmkitError, UsageError
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.files import to_bytes, to_characters
 
@@ -29,6 +29,12 @@ def test_what_gpt2_files_cannot_hold_is_said(tmp_path, caplog):
     (record,) = caplog.records
     assert "<s>" in record.getMessage()
     assert "</s>" in record.getMessage()
+
+
+def test_gpt2_files_cannot_hold_other_words(tmp_path):
+    with raises(UsageError, "tokenizer.unsupported"):
+        Tokenizer(vocab={i: bytes([i]) for i in range(256)}, merges=[], pattern="llama3").save_gpt2(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kept", [0, 40])

@@ -124,12 +124,6 @@ def test_a_file_of_somebody_else_beside_a_new_tokenizer_is_left_alone(name, tmp_
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, theirs)]
 
 
-def test_a_conventional_name_needs_no_file(folder):
-    path = folder(special=("<|endoftext|>",))
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert Tokenizer.load(path).end_of_text_id == 256
-
-
 def test_files_beside_a_tokenizer_of_another_name_are_not_its_own(folder, tmp_path):
     path = folder(name="gpt2.json", tokenizer_config={"eos_token": "<end>"}, config={"eos_token_id": 10})
     tokenizer = Tokenizer.load(path)

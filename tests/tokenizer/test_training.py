@@ -6,7 +6,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.tokenizer import Tokenizer, chunks, learn_merges, split_words, train_tokenizer, training
+from lmkit.tokenizer import chunks, learn_merges, split_words, train_tokenizer, training
 
 
 @pytest.fixture
@@ -110,13 +110,6 @@ def test_an_endless_word_makes_no_endless_tokens(write, code, caplog):
         ordinary = [token for i, token in made[0].vocab.items() if i not in made[0].special_ids.values()]
         assert limit // 2 < max(map(len, ordinary)) <= limit
         assert any(f"{limit} bytes" in record.getMessage() for record in caplog.records)
-
-
-def test_the_limit_reaches_the_trainer_from_the_command_line(write, terminal):
-    path = write("a" * 5000)
-    for words, longest in (("", 256), ("--max-token-bytes 8", 8)):
-        terminal(f"tokenizer train {path} out.json --vocab-size 300 --force {words}")
-        assert max(len(a + b) for a, b in Tokenizer.load("out.json").merges) == longest
 
 
 @pytest.mark.parametrize("special", [("",), ("<|a|>", "<|a|>"), ("x",), ("é",), ("<|a|>", "Ġ")])

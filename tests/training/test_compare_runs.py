@@ -56,15 +56,6 @@ def test_each_axis_compares_at_the_last_place_that_both_reached(tmp_path):
     assert minutes.after == pytest.approx(2.5)
 
 
-def test_runs_evaluated_at_the_end_only_say_what_is_missing(tmp_path):
-    runs = [write_run(tmp_path / name, [8.0, end], seconds=60) for name, end in (("a", 6.0), ("b", 5.0))]
-    assert "train.eval_interval" not in str(compare_training(*runs))
-    for run in runs:
-        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (run / "metrics.jsonl").write_text("".join(line for line in lines if '"valid"' not in line))
-    assert "train.eval_interval" in str(compare_training(*runs))
-
-
 def test_intervals_are_over_seeds(tmp_path, terminal):
     losses = {
         "a": [4.0, 4.1, 4.2],

@@ -46,15 +46,10 @@ def tokenizer(
     pattern: str = "gpt2", *, pads: bool = False, begins: bool = False, **options: Any
 ) -> Tokenizer:
     """With `begins`, a prefix of `<s>`."""
-    specials = (*SPECIALS, "<|pad|>") if pads else SPECIALS
-    vocab = Tokenizer.from_merges(MERGES).vocab
-    made = Tokenizer(vocab=vocab, merges=MERGES, special_tokens=specials, pattern=pattern, **options)
-    if not begins:
-        return made
-    return Tokenizer(
-        **{"vocab": vocab, "merges": MERGES, "special_tokens": specials, "pattern": pattern, **options},
-        prefix=[made.special_ids["<s>"]],
-    )
+    options |= {"vocab": Tokenizer.from_merges(MERGES).vocab, "merges": MERGES, "pattern": pattern}
+    options["special_tokens"] = (*SPECIALS, "<|pad|>") if pads else SPECIALS
+    made = Tokenizer(**options)
+    return Tokenizer(**options, prefix=[made.special_ids["<s>"]]) if begins else made
 
 
 QWEN3 = {"head_dim": 8}

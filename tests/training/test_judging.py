@@ -10,24 +10,17 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
-from their_models import spoil
+from their_models import make_theirs, spoil
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.model.hugging_face import config_json, reordered, weight_names
-from lmkit.model.transformer import TransformerLM
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ModelConfig
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import judging
-from lmkit.training.checkpoint import write_tensors
 from lmkit.training.exchange import import_model
 from lmkit.training.judging import evaluate_choices, evaluate_documents, evaluate_run
 from lmkit.training.weights import open_weights
 
 CONTEXT = 16
-CONFIG = ModelConfig(
-    vocab_size=300, context_length=CONTEXT, d_model=16, d_ff=32, num_layers=2, num_heads=2, num_kv_heads=1
-)
 END = "<|endoftext|>"
 TEXTS = ("one fish two fish", "red fish, blüe fish and a much longer line of fish", "ok")
 
@@ -40,20 +33,9 @@ def tokenizer() -> Tokenizer:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face folder. Its weights are large enough for unlike log-likelihoods."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(3)
-    state = {
-        name: 3 * value if value.dim() == 2 else value
-        for name, value in TransformerLM(CONFIG).state_dict().items()
-    }
-    tensors = {
-        theirs: reordered(ours, state[ours], CONFIG, pairs=False).contiguous()
-        for ours, theirs in weight_names(CONFIG)
-    }
     path = Path("theirs")
-    path.mkdir()
-    write_tensors(path / "model.safetensors", tensors, metadata={"format": "pt"})
-    content = config_json(CONFIG, dtype="float32", begin=260, end=260)
-    (path / "config.json").write_text(json.dumps(content))
+    make_theirs("Llama", {"max_position_embeddings": CONTEXT}, scale=0.3).save_pretrained(path)
+    (path / "generation_config.json").unlink()
     tokenizer().save(path / "tokenizer.json")
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
     (path / "tokenizer_config.json").write_text(json.dumps(names))

@@ -55,16 +55,6 @@ def test_fault_47_killed_between_the_rename_and_pruning_it_resumes(fleet, tiny, 
     assert_same_tensors(newest(tiny("run.name=whole")), newest(tiny()))
 
 
-def test_the_lock_of_a_killed_run_does_not_stay(fleet, settings):
-    (process,) = fleet.start(settings(), fault="hang in step 3")
-    fleet.wait_until_said("hanging")
-    fleet.train(settings(), exits=[1])  # fault 61: while it lives, nobody else gets in
-    assert "storage.folder_busy" in fleet.said()
-    process.kill()
-    process.join()
-    fleet.train(settings())
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="sees in /proc that a signal was taken")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_leaves_at_once_where_python_has_no_say(number, fleet, tiny, settings):
@@ -77,16 +67,6 @@ def test_a_second_signal_leaves_at_once_where_python_has_no_say(number, fleet, t
         wait_until_taken(process)
     assert ends([process]) == [128 + number]
     assert saved(tiny()) == [1]
-
-
-def test_a_stop_says_at_once_what_it_does(fleet, settings):
-    first, second = fleet.start(settings("train.steps=100000", "train.log_interval=1"), ranks=2)
-    fleet.wait_until_said("step 1/")
-    os.kill(second.pid or 0, signal.SIGSTOP)
-    os.kill(first.pid or 0, signal.SIGINT)
-    fleet.wait_until_said("stopping after this step; Ctrl-C again aborts without saving\n")
-    os.kill(first.pid or 0, signal.SIGINT)
-    assert ends([first]) == [130]
 
 
 def wait_until_taken(process: BaseProcess) -> None:

@@ -18,15 +18,23 @@ def test_warm_up_is_a_straight_line_from_zero(name):
     assert schedule(2, **{**SHAPE, "warmup_steps": 4, "total_steps": 4}) == 0.5
 
 
-def test_cosine():
-    values = [cosine_lr(step, **SHAPE) for step in (10, 35, 60, 85, 110, 111, 10**6)]
-    quarter = 0.9 * (1 + 2**-0.5) / 2
-    assert values == pytest.approx([1.0, 0.1 + quarter, 0.55, 1.0 - quarter, 0.1, 0.1, 0.1])
+QUARTER = 0.9 * (1 + 2**-0.5) / 2
 
 
-def test_linear_and_constant():
-    assert [linear_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert [constant_lr(step, **SHAPE) for step in (10, 60, 110, 200)] == [1.0] * 4
+@pytest.mark.parametrize(
+    ("schedule", "at", "rates"),
+    [
+        (
+            cosine_lr,
+            (10, 35, 60, 85, 110, 111, 10**6),
+            (1.0, 0.1 + QUARTER, 0.55, 1.0 - QUARTER, 0.1, 0.1, 0.1),
+        ),
+        (linear_lr, (10, 60, 110, 200), (1.0, 0.55, 0.1, 0.1)),
+        (constant_lr, (10, 60, 110, 200), (1.0,) * 4),
+    ],
+)
+def test_points_of_a_schedule(schedule, at, rates):
+    assert [schedule(step, **SHAPE) for step in at] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from lmkit.tokenizer import Tokenizer
 from lmkit.training.exchange import import_model
 from lmkit.training.judging import evaluate_choices, evaluate_documents, run_harness
 
-lm_eval = pytest.importorskip("lm_eval")
 tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.full  # test_judging.py has sums by hand
 
 CLOSE = {"rel": 1e-5, "abs": 1e-4}
 CONTEXT = 24
@@ -100,6 +100,7 @@ def ours() -> tuple[Any, dict[str, Any]]:
 @pytest.fixture(params=[("Llama", llama), ("Qwen2", qwen), ("Llama", ours)], ids=["llama", "qwen", "ours"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of transformers. The weights are large enough for unlike log-likelihoods."""
+    pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     kind, make = request.param
@@ -133,6 +134,8 @@ def task_file(task: str, file: Path, kind: str) -> Path:
 
 def lm_eval_of(folder: Path, task: str, file: Path, kind: str, **options: Any) -> tuple[Any, list[Any]]:
     """lm-eval's figures and log-likelihoods of a task on JSON lines, in their order."""
+    import lm_eval
+
     tasks = task_file(task, file, kind)
     found = lm_eval.simple_evaluate(
         model="hf",
@@ -190,7 +193,6 @@ def test_documents(folder):
     assert figures["bits_per_byte,none"] == pytest.approx(result.bits_per_byte * num_bytes / longer, **CLOSE)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("folder", [("Llama", llama), ("Llama", ours)], indirect=True, ids=["llama", "ours"])
 def test_the_harness_and_lmkit_agree_on_a_run(folder):
     """Also where a tokenizer puts a token before every text: with lm-eval's defaults, two would stand there."""

@@ -111,15 +111,6 @@ def test_fault_138_a_page_replaces_a_named_file_only_by_force(make_run, tmp_path
     assert "</html>" in notes.read_text()
 
 
-def test_lines_that_lmkit_did_not_write_are_left_out_and_named(make_run, caplog):
-    folder = make_run("one")
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('[]\n{"kind": "train", "st')  # a kill cuts the last line
-    assert parts(Path(write_page(folder).path).read_text(), "td")[1] == "20"
-    assert f"{folder / 'metrics.jsonl'}: " in caplog.text
-    assert "line 5 " in caplog.text
-
-
 @pytest.mark.parametrize("name", ["recipe.toml", "metrics.jsonl"])
 def test_a_page_replaces_no_file_of_its_runs(name, make_run, terminal):
     run, other = make_run("run"), make_run("other")

@@ -57,20 +57,19 @@ def test_matrices_are_held_in_bf16_gains_and_masters_in_float32():
             assert parameter not in masters
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(strategy="none"), ZERO1])
-def test_updates_too_small_for_bf16_add_up_in_the_masters(parallel):
-    """With lr = 1e-5 no bf16 weight of size 1 would ever move; after 400 steps of one sign it has moved by 4e-3."""
-    step = make_step(precision="bf16", parallel=parallel)
+def test_updates_too_small_for_bf16_add_up_in_the_masters():
+    """With lr = 4e-5 no bf16 weight of size 1 would ever move; after 100 steps of one sign it has moved by 4e-3."""
+    step = make_step(precision="bf16")
     before = model_weights(step.model)["token_embeddings.weight"].clone()
-    for _ in range(400):
-        step(*batch(), lr=1e-5)
+    for _ in range(100):
+        step(*batch(), lr=4e-5)
     after = model_weights(step.model)["token_embeddings.weight"]
     assert after.dtype == torch.bfloat16
     large = before.abs() > 0.5
     assert (after != before)[large].float().mean() > 0.3
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 8])
+@pytest.mark.parametrize("accumulation", [1, 8])
 def test_gradients_are_near_those_of_float32(accumulation):
     exact, narrow = make_step(), make_step(precision="bf16")
     for step in (exact, narrow):

@@ -31,8 +31,10 @@ from lmkit.training.resume import (
 from lmkit.training.weights import load_weights, model_weights, weights_of
 
 
-@pytest.mark.parametrize("stop", [1, 5, 9])
-@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")])
+@pytest.mark.parametrize(
+    ("stop", "precision", "optimizer"),
+    [*((stop, "fp32", "adamw") for stop in (1, 5, 9)), (5, "bf16", "adamw"), (5, "bf16", "muon")],
+)
 def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny):
     recipe = tiny(f"train.precision={precision}", f"optimizer.name={optimizer}")
     _, parts = assert_resumes_exactly(recipe, stops=(stop,))
@@ -44,10 +46,8 @@ def test_fault_54_steps_are_5_and_5_bit_for_bit(stop, precision, optimizer, tiny
     [
         (("adamw", "sgd"), ("none", "none"), "fp32"),
         (("sgd", "adamw"), ("zero1", "fsdp"), "fp32"),
-        (("adamw", "sgd"), ("zero1", "zero1"), "fp32"),
         (("muon", "adamw"), ("bucketed", "zero1"), "bf16"),
         (("adamw", "muon"), ("fsdp", "fsdp"), "bf16"),
-        (("muon", "adamw"), ("fsdp", "none"), "bf16"),
     ],
 )
 def test_fault_171_another_optimizer_takes_over_no_state(optimizers, strategies, precision, tiny, capsys):
@@ -151,18 +151,7 @@ def test_fault_55_a_changed_learning_rate_goes_on_and_says_so(tiny, capsys):
     assert "model.operations: auto -> plain" in said
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "model.d_model=32",
-        "model.num_layers=2",
-        "model.vocab_size=80",
-        "run.seed=3",
-        "train.batch_size=16",
-        'train.precision="bf16"',
-        "model.rope_theta=500.0",
-    ],
-)
+@pytest.mark.parametrize("change", ["model.d_model=32", "run.seed=3", 'train.precision="bf16"'])
 def test_fault_55_a_change_that_would_not_continue_the_run_is_refused_with_the_difference(change, tiny):
     train_here(tiny(), stop_at_step=1)
     before = newest(tiny()).path.stat().st_mtime_ns
@@ -184,10 +173,9 @@ def test_another_token_file_is_refused(tiny, token_files, tmp_path):
         train_here(same)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_fault_57_a_malicious_pickle_is_never_executed(protocol, tiny, tmp_path):
+def test_fault_57_a_malicious_pickle_is_never_executed(tiny, tmp_path):
     sentinel = tmp_path / "executed"
-    payload = pickle.dumps(Touch(sentinel), protocol=protocol)
+    payload = pickle.dumps(Touch(sentinel))
     recipe = tiny()
     train_here(recipe, stop_at_step=1)
     checkpoint = newest(recipe).path

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from raising import raises
-from run_folders import assert_same_state, losses, newest, records, saved, train_here
+from run_folders import losses, newest, records, saved, train_here
 
 from lmkit.cli.generate import continue_prompts
 from lmkit.errors import LmkitError, UsageError
@@ -24,16 +24,6 @@ from lmkit.training.session import plan
 from lmkit.training.weights import weights_of
 
 Tiny = Callable[..., Recipe]
-
-
-def test_fresh_runs_are_identical_unless_the_seed_differs(tiny):
-    one, two, other = tiny("run.name=one"), tiny("run.name=two"), tiny("run.name=other", "run.seed=1")
-    for recipe in (one, two, other):
-        train_here(recipe)
-    assert len(losses(one)) == 10
-    assert losses(one) == losses(two) != losses(other)
-    assert losses(one, "valid") == losses(two, "valid")
-    assert_same_state(newest(one), newest(two))
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
@@ -85,8 +75,7 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     [
         (("checkpoint.interval=-1",), [10]),
         (("checkpoint.interval=4", "checkpoint.keep_last=9"), [4, 8, 10]),
-        (("checkpoint.interval=5", "checkpoint.keep_last=9"), [5, 10]),
-        (("checkpoint.checkpointing_interval=3", "checkpoint.keep_last=2"), [9, 10]),
+        (("checkpoint.interval=3", "checkpoint.keep_last=2"), [9, 10]),
     ],
 )
 def test_the_cadence_of_checkpoints(changes, expected, tiny):
@@ -117,16 +106,8 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(tiny, monkeypatch, step
     assert saved(recipe)[-1] == step - 1
 
 
-def test_random_tokens_need_no_file(tiny):
-    recipe = tiny("data.source=random", "model.vocab_size=300")
-    recipe = recipe.changed(data={"train": None, "valid": None})
-    result = train_here(recipe)
-    assert (result.status, result.evaluation) == ("finished", None)
-    assert train_here(recipe).status == "nothing to do"
-
-
 def test_a_time_box_ends_the_run_at_the_end_of_its_schedule(tiny):
-    recipe = tiny("train.steps=1000000", "train.max_minutes=0.02", "train.eval_interval=0")
+    recipe = tiny("train.steps=1000000", "train.max_minutes=0.01", "train.eval_interval=0")
     first = train_here(recipe)
     assert first.status == "finished"
     assert 2 < first.step < 1000000

@@ -74,22 +74,6 @@ def test_the_clock_of_rank_0_makes_all_ranks_save(fleet, tiny, settings):
     assert saved(tiny()) == [*range(1, 11)]
 
 
-@full
-def test_whole_weights_survive_a_session_with_bf16_weights(fleet, tiny, settings):
-    """fp32 weights become fp32 masters, not what their bf16 copies have left of them."""
-    still = ("optimizer.lr=1e-12", "optimizer.min_lr=0.0")
-    narrow = ("parallel.strategy=zero1", "parallel.weights=bf16")
-    fleet.train(settings(), ranks=2, stop_at_step=2)
-    before = dict(weights_of(newest(tiny())))
-    fleet.train(settings(*still, *narrow), ranks=2, stop_at_step=3)
-    rounded = dict(weights_of(newest(tiny())))
-    fleet.train(settings(*still), ranks=2, stop_at_step=4)
-    after = dict(weights_of(newest(tiny())))
-    for name, weights in before.items():
-        assert rounded[name].dtype == torch.bfloat16
-        assert torch.allclose(after[name], weights, rtol=0, atol=1e-10), name  # two updates of at most 1e-12
-
-
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     full_except(

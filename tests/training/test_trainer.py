@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch
 from raising import raises
 from run_folders import (
     assert_same_state,
-    assert_same_tensors,
     file_size_limit,
     losses,
     newest,
@@ -27,9 +25,8 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel.ranks import Ranks
 from lmkit.training import step as step_module
 from lmkit.training import trainer
-from lmkit.training.checkpoint import step_name
 from lmkit.training.resume import CheckpointWriter
-from lmkit.training.step import Outcome, Step
+from lmkit.training.step import Step
 from lmkit.training.trainer import Clock, Diverged
 from lmkit.training.weights import weights_of
 
@@ -106,20 +103,6 @@ def test_fault_49_a_limit_on_file_sizes_is_one_error_whichever_file_meets_it(lim
     assert train_here(tiny()).status == "finished"
 
 
-def test_a_run_saves_by_the_clock_and_goes_on_from_there_as_the_same_run(tiny):
-    whole = tiny("run.name=whole", "checkpoint.minutes=0")
-    train_here(whole)
-    assert saved(whole) == [10]
-    often = tiny("checkpoint.minutes=1e-9", "checkpoint.keep_last=20")
-    train_here(often)
-    assert saved(often) == [*range(1, 11)]
-    for step in range(7, 11):  # as if it had been killed in step 7
-        shutil.rmtree(often.run.path / "checkpoints" / step_name(step))
-    assert train_here(often).resumed_from == 6
-    assert losses(often) == losses(whole)
-    assert_same_tensors(newest(often), newest(whole))
-
-
 def every_half_minute(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step take half a minute."""
 
@@ -173,12 +156,6 @@ def test_nan_steps_can_be_skipped_up_to_a_limit(tiny, monkeypatch):
         train_here(tiny('train.nonfinite="skip"', "train.max_skips=2", "run.name=worse"))
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are waited for when the next one is launched, as on GPUs."""
-    monkeypatch.setattr(Step, "runs_ahead", True)
-
-
 def test_running_ahead_changes_neither_metrics_nor_checkpoints(tiny, monkeypatch):
     """Also where losses are NaN (fault 66) and the run is resumed (fault 53)."""
     options = ('train.nonfinite="skip"', "train.max_skips=2", "checkpoint.interval=6")
@@ -196,25 +173,6 @@ def test_running_ahead_changes_neither_metrics_nor_checkpoints(tiny, monkeypatch
     assert saved(whole) == saved(parts)
 
 
-def test_fault_66_a_step_launched_after_nan_changes_nothing(ahead, tiny, monkeypatch):
-    sums: list[float] = []
-
-    def update(self: Step, *arguments: Any, **options: Any) -> Outcome:
-        outcome = original(self, *arguments, **options)
-        sums.append(sum(weights.double().sum().item() for weights in self.model.parameters()))
-        return outcome
-
-    original = Step.update
-    monkeypatch.setattr(Step, "update", update)
-    spoil(monkeypatch, {6})
-    with raises(Diverged, "train.nonfinite", "step 6", "loss nan"):
-        train_here(tiny("checkpoint.interval=5"))
-    assert len(sums) == 7
-    assert len(set(sums[:5])) == 5
-    assert sums[4] == sums[5] == sums[6]
-    assert [step for step, _ in losses(tiny())] == [1, 2, 3, 4, 5]
-
-
 PLACES = {
     "step": (Step, "accumulate"),
     "evaluation": (trainer, "evaluate"),
@@ -225,8 +183,7 @@ PLACES = {
 @pytest.mark.parametrize(
     ("where", "call", "steps"), [("step", 2, (2, 3)), ("evaluation", 1, (4, 4)), ("save", 1, (6, 7))]
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("number", "late"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_fault_69_a_signal_finishes_the_step_and_saves_once(
     where, call, steps, number, late, tiny, monkeypatch
 ):
