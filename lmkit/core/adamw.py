@@ -136,12 +136,12 @@ def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str
     """Return two parameter groups: matrices with weight decay, vectors (the gains of norms) without.
 
     Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
-    out, and so are empty groups.
+    out, and so are empty groups. A rank's flat part of a matrix says so by the attribute `whole_dim`.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []
     for param in params:
         if param.requires_grad:
-            (matrices if param.dim() >= 2 else vectors).append(param)
+            (matrices if getattr(param, "whole_dim", param.dim()) >= 2 else vectors).append(param)
     decayed = [{"params": matrices, "weight_decay": weight_decay}] if matrices else []
     return decayed + ([{"params": vectors, "weight_decay": 0.0}] if vectors else [])

@@ -148,9 +148,14 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
         The norm before scaling, as a scalar tensor. If it is not finite, the gradients are of no use.
 
     Raises:
-        ValueError: `max_norm` is not positive.
+        ValueError: `max_norm` is not positive; a parameter is one rank's part, with the attribute `whole_dim`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = list(parameters)
+    if any(hasattr(parameter, "whole_dim") for parameter in parameters):
+        raise ValueError(
+            "these are one rank's parts of the parameters: call clip_grad_norm_ of the FSDP module"
+        )
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(grads)
     clip_for(None, grads, norm, max_norm)

@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lmkit.core.buckets import MIB, on_gradient
+from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
 from lmkit.parallel.buckets import at_end_of_pass, runs_backward
-from lmkit.parallel.collectives import Averager, Traffic
+from lmkit.parallel.collectives import Averager, Traffic, norm_over_ranks
 from lmkit.parallel.fsdp import Fsdp
 from lmkit.parallel.gather import Gather, Links
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.strategy import build_strategy, trainable_parameters
+from lmkit.parallel.strategy import build_strategy, present_gradients, trainable_parameters
 from lmkit.parallel.zero1 import KeptShards, Zero1Optimizer, plan_shards
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
@@ -204,6 +205,7 @@ class FSDP(nn.Module):
         model = FSDP(model, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         loss_function(model(inputs), targets).backward()   # each rank with its own part of the batch
+        model.clip_grad_norm_(1.0)
         optimizer.step()
 
     `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
@@ -237,14 +239,32 @@ class FSDP(nn.Module):
         self._compute_dtype = compute_dtype
         self._sync.attach(module)
         self.module = module
-        self._slices: dict[nn.Parameter, Any] = {
-            p.parameters[0]: p.part for flat in self._sync._flats for p in flat.pieces
-        }
+        self._slices: dict[nn.Parameter, Any] = {}
+        for piece in (piece for flat in self._sync._flats for piece in flat.pieces):
+            self._slices[piece.parameters[0]] = piece.part
+            piece.part.whole_dim = piece.parameters[0].dim()  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._sync.notice_the_step()
         args, kwargs = tree_map(self._cast, (args, kwargs))
         return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of all ranks by one factor, so that their joint norm is at most `max_norm`. Collective.
+
+        Returns:
+            The norm before scaling, a float64 scalar. Functions that clip a list of tensors see one rank alone.
+
+        Raises:
+            ValueError: `max_norm` is not positive.
+        """
+        ranks, gradients = self._sync.ranks, present_gradients(self._slices.values())
+        # float64, because a rank without elements does not know the others' dtype.
+        norm = gradient_norm(gradients).to(ranks.device, torch.float64)
+        norm = norm_over_ranks(norm, ranks, self._sync.traffic)
+        clip_for(None, gradients, norm, max_norm)
+        return norm
 
     def _cast(self, value: Any) -> Any:
         is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32

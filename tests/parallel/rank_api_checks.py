@@ -26,6 +26,8 @@ from rank_shard_checks import TINY, sharded, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lmkit.core.adamw import decay_groups
+from lmkit.core.step import clip_gradients
 from lmkit.errors import UsageError
 from lmkit.measure.memory import claim_workspaces
 from lmkit.model.transformer import TransformerLM
@@ -294,3 +296,24 @@ def memory_of_steps() -> tuple[list[int], int, int, int]:
         slots = 2 * max(flat.sent_bytes for flat in flats) if step.sync.gather == "reads peers" else 0
         held = torch.cuda.memory_allocated(ranks.device) - before
         return peaks, held, sum(flat.shard.nbytes for flat in flats), slots
+
+
+@check()
+def check_fsdp_clips_the_joint_norm_and_decays_matrices(ranks: Ranks) -> None:
+    """Whatever share of a parameter a rank holds, and where it holds none."""
+    torch.manual_seed(0)
+    oracle = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(ranks.device)
+    model = FSDP(copy.deepcopy(oracle))
+    inputs = torch.randn(ranks.world_size, 4, 7, dtype=torch.float64).to(ranks.device)
+    oracle(inputs).square().sum().div(ranks.world_size).backward()
+    model(inputs[ranks.rank]).square().sum().backward()
+    with pytest.raises(ValueError, match="clip_grad_norm_"):
+        clip_gradients(model.parameters(), 0.01)
+    norms = model.clip_grad_norm_(0.01), clip_gradients(oracle.parameters(), 0.01)
+    torch.testing.assert_close(*norms)
+    for either in (model, oracle):
+        groups = decay_groups(either.parameters(), 0.5)
+        assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(2, 0.5), (2, 0.0)]
+        torch.optim.SGD(groups, lr=0.1).step()
+    for name, value in gather_full_parameters(model).items():
+        torch.testing.assert_close(value, oracle.state_dict()[name], msg=name)
