@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +41,7 @@ ABLATIONS = ("flash_triton:no_skip", "flash_triton:atomic")
 """Functions of `lmkit.bench.attention_ablations`."""
 COMPILED = "+compile"
 ODD_LENGTH = 100
+IGNORED = 0.05  # ten times what bfloat16 rounds, a tenth of what leaving out an argument changes
 FLOPS = {"forward": 1.0, "backward": 2.5, "fwd+bwd": 3.5}  # five matrix products where forward has two
 
 
@@ -403,8 +405,33 @@ class Sweep:
         odd = Gate(make_inputs(options, *shape, device=self._device, seed=self._seed, backward=backward))
         faults: list[str] = []
         with failure_is_a_row({}, self._device):
-            faults = odd.faults_at_spots(odd.probe.run(function), self._arithmetic(name))
+            faults += odd.faults_at_spots(odd.probe.run(function), self._arithmetic(name))
+        if self._arithmetic(name) is not None:
+            faults += self._ignored(name, function, odd.inputs)
         return [f"at {ODD_LENGTH}:{ODD_LENGTH} with 4 heads and 2 key heads, {fault}" for fault in faults]
+
+    def _ignored(self, name: str, function: Callable[..., Tensor], inputs: Inputs) -> list[str]:
+        """Return the arguments that the kernel takes, and that do not change its output as they should."""
+        import torch
+
+        from lmkit.core.attention import first_in_window, reference
+
+        q, k, v = inputs.q, inputs.k, inputs.v
+        given: dict[str, Any] = {}
+        if "scale" in inspect.signature(function).parameters:
+            given["scale"] = {"scale": 0.5 * q.shape[-1] ** -0.5}
+        if ATTENTION.facts(kernel_of(name)[0]).windows:
+            given["first"] = {"first": first_in_window(7, q.shape[2], q.device)}
+        wrong = []
+        for argument, values in given.items():
+            with failure_is_a_row({}, self._device), torch.no_grad():
+                exact = reference(q.double(), k.double(), v.double(), causal=True, **values)
+                error = float(
+                    (function(q, k, v, causal=True, **values).double() - exact).norm() / exact.norm()
+                )
+                if not error <= IGNORED:
+                    wrong.append(f"out: relative error {error:.2g} with {argument}=")
+        return wrong
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []

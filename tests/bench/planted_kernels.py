@@ -58,6 +58,15 @@ def heads_in_turn(q, k, v, *, causal):
     return vectorized(q, k, v, causal=causal)
 
 
+def scale_forgotten(q, k, v, *, causal, scale=None):
+    return vectorized(q, k, v, causal=causal)
+
+
+def first_forgotten(q, k, v, *, causal, first=None):
+    """Registered with the fact `windows`."""
+    return vectorized(q, k, v, causal=causal)
+
+
 def one_head_forgotten(q, k, v, *, causal):
     """Batch row 0, head 2 belongs to neither of the two heads that are compared with float64."""
     keep = torch.ones((*q.shape[:2], 1, 1), dtype=q.dtype)
@@ -197,7 +206,7 @@ LATER = (halves_later, nan_later, backward_halves_later)
 """Right as long as they are checked before they are timed."""
 ON_RANK_1 = (without_gradients_on_rank_1, later_on_rank_1)
 WRONG = (zeros, scaled, mask_too_wide, mask_too_narrow, last_tile_skipped, one_head_forgotten)
-WRONG_ELSEWHERE = (rest_forgotten, heads_in_turn)
+WRONG_ELSEWHERE = (rest_forgotten, heads_in_turn, scale_forgotten, first_forgotten)
 ALL = (
     *(
         *WRONG,
@@ -218,7 +227,7 @@ ALL = (
 @contextmanager
 def registered():
     for function in ALL:
-        ATTENTION.register(function.__name__)(function)
+        ATTENTION.register(function.__name__, windows=function is first_forgotten)(function)
     ATTENTION.register("window", sees_all=False)(window)
     try:
         yield
