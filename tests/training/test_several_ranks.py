@@ -228,7 +228,7 @@ LOST = {
     "in a reduction": r"rank 0, step 3\b.*\brank 1\b",
     "in evaluation": r"rank 0, after step 4\b.*\brank 1\b",
     "in a save": r"rank 0, (after )?step \d\b.*\brank 1\b|" + LATE,
-    "in a save that is waited for": r"rank 0, after step 6\b.*\brank 1\b|" + LATE,
+    "in a save that is waited for": r"rank 0, (after step 6|saving step 3)\b.*\brank 1\b|" + LATE,
 }
 
 
