@@ -162,7 +162,10 @@ SEPARATOR = "\n\n---\n\n"
 
 def as_text(generations: Iterable[Generation]) -> str:
     """Return the texts as they are printed, each with its prompt."""
-    return SEPARATOR.join((made.prompt + made.text).rstrip("\n") for made in generations) + "\n"
+    texts = []
+    for made in generations:
+        texts.append((made.prompt + made.text).rstrip("\n"))
+    return SEPARATOR.join(texts) + "\n"
 
 
 def _fields(number: int, made: Generation) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def decay_groups(params: Iterable[Tensor], weight_decay: float) -> list[dict[str
     """Return two parameter groups: matrices with weight decay, vectors (the gains of norms) without.
 
     Decay would pull a gain to zero, away from its neutral value of one. Parameters that need no gradient are left
-    out, and so are empty groups. A rank's flat part of a matrix says so by the attribute `whole_dim`.
+    out, and so are empty groups. A rank's flat part of a parameter counts by its
+    attribute `whole_dim`, the dimensions of the whole.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []

@@ -78,9 +78,14 @@ def move_matrices(
     for shape, (moved, alike) in by_shape.items():
         joined = directions[0].new_empty((len(alike), *shape), dtype=dtype or directions[0].dtype)
         torch._foreach_copy_(list(joined.unbind()), alike)
-        scaled = rate * max(1.0, shape[0] / shape[1]) ** 0.5
+        scaled = rate * scale_of(*shape)
         for weight, change in zip(moved, orthogonalize(joined, iterations=iterations), strict=True):
             move(weight, change, scaled, decay)
+
+
+def scale_of(rows: int, columns: int) -> float:
+    """Return the factor of the learning rate of a matrix."""
+    return max(1.0, rows / columns) ** 0.5
 
 
 def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor) -> None:

@@ -273,10 +273,8 @@ class AdamW(core.AdamW):
 
 @OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
 def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
-    """Make the optimizer of the recipe's table `[optimizer]`."""
-    return AdamW(
-        groups, lr=options.lr, betas=options.betas, eps=options.eps
-    )  # the groups hold the weight decay
+    """Make the optimizer of the recipe's table `[optimizer]`. The groups hold the weight decay."""
+    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 class Update(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.core import muon as core
-from lmkit.core.muon import MOMENTUM, directions_of, move, move_matrices, orthogonalize
+from lmkit.core.muon import MOMENTUM, directions_of, move, move_matrices, orthogonalize, scale_of
 from lmkit.measure.environment import has_bf16
 from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, sweeps
 from lmkit.registry import OPTIMIZERS
@@ -177,7 +177,7 @@ class Muon(AdamW, core.Muon):
             dtype = _dtype_of_products(joined.device, joined.dtype)
             changes = orthogonalize(joined, iterations=common["iterations"], dtype=dtype)
             rate, decay = rates[which]
-            scaled = rate * max(1.0, rows / columns) ** 0.5
+            scaled = rate * scale_of(rows, columns)
             for (_, param, own, in_matrix), change in zip(alike, changes, strict=True):
                 weight = self.state[param].get(MASTER, param)[own]
                 group = group_of[param]

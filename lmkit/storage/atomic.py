@@ -198,14 +198,15 @@ def noted_digest(path: Path, noted: Any) -> list[Any]:
 
 def fsync(path: str | os.PathLike[str]) -> None:
     """Force the content of a file to the disk, or the entries of a folder, where the file system can."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in _NO_FSYNC or not os.path.isdir(path):
             raise
-    finally:
-        os.close(descriptor)
 
 
 _LONGEST_NAME = 200

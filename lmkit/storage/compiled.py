@@ -45,8 +45,9 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
             folder = place
         except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() found no home directory
             _warn(what, error)
-        made = Path(held.enter_context(tempfile.TemporaryDirectory()), "lmkit.so")
+        made: Path | None = None
         if kept is None:
+            made = Path(held.enter_context(tempfile.TemporaryDirectory()), "lmkit.so")
             build(made)
             library = read_input(made)
             try:
@@ -58,8 +59,9 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
         if kept is not None:
             with suppress(OSError):  # nothing runs from a disk that is mounted with noexec
                 return ctypes.CDLL(str(kept))
-        if not made.exists():
+        if made is None:
             assert kept is not None
+            made = Path(held.enter_context(tempfile.TemporaryDirectory()), "lmkit.so")
             made.write_bytes(read_input(kept))
         return ctypes.CDLL(str(made))
 

@@ -220,7 +220,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the ids of `text`. The first that loses characters (see `missing_bytes`) is told in the log.
+        """Return the ids of `text`. Warn once, in the log, if characters are lost (see `missing_bytes`).
 
         Args:
             allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.

@@ -5,6 +5,7 @@ import multiprocessing
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def test_several_processes_build_once(cache, tmp_path):
     assert kept.name.startswith("answer-")
     assert in_processes(1, tmp_path / "log") == [0]
     assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_a_kept_library_needs_no_folder_for_temporary_files(cache, tmp_path, monkeypatch):
+    assert in_processes(1, tmp_path / "log") == [0]
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", pytest.fail)
+    assert in_processes(1, tmp_path / "log") == [0]
 
 
 @pytest.mark.parametrize("size", [0, 10, 5000, 40_000, None])
