@@ -213,7 +213,7 @@ def reference_of(names: Sequence[str], case: Recipe, ranks: Ranks) -> Reference:
 
     if not any(synchronizes(name) and not unfit(name, case) for name in names):
         return ""
-    return reference(_on_all_ranks(case, ranks), ranks)
+    return reference(_on_all_ranks(case, ranks), ranks, accumulates=True)
 
 
 def variant_of(
@@ -239,7 +239,7 @@ def variant_of(
 
     def first_steps(training: TrainingStep) -> dict[str, Any]:
         if synchronizes(name):
-            return judge(training, seen, budget)[0]
+            return judge(training, seen, budget, accumulates=True)[0]
         for _ in range(STEPS):
             training.run()
         return {"status": "ok"}

@@ -25,6 +25,7 @@ from lmkit.attention import attention_function, joined_function
 from lmkit.bench.failures import failure_is_a_row, wrong_result
 from lmkit.bench.summary import UNCHECKED
 from lmkit.core.batches import Batch, BatchSource
+from lmkit.core.step import gradient_norm
 from lmkit.measure.memory import release_memory
 from lmkit.model.operations import PLAIN, Operations
 from lmkit.model.transformer import parameter_names
@@ -36,6 +37,8 @@ from lmkit.training.setup import ALONE, RANDOM, TrainingStep
 
 STEPS = 3
 """Some strategies average in every second step only, and the first gradients say nothing of the optimizer's step."""
+CLIPPED_TO = 0.1
+"""Norm to which the second step clips where strategies are judged, in units of the first step's norm."""
 LR = 1e-5
 """A small learning rate: weights that move far carry the rounding errors of one step into the next."""
 STILL = 1e-30
@@ -80,7 +83,8 @@ class Seen:
 
     Attributes:
         loss: mean over the rows that it trains on: the whole batch, or with `none` those of this rank.
-        norm: of the mean gradient.
+        norm: of the mean gradient, before clipping.
+        clipped: the norm that the optimizer reads; None where ranks share the gradients out.
         gradients: means over the whole batch, in units of their joint norm, which clipping may have changed; none
             where ranks share them out.
         start, weights: before the first step, and after this one; only those that this rank has whole.
@@ -90,6 +94,7 @@ class Seen:
     loss: float
     norm: float
     gradients: Numbers
+    clipped: float | None = None
     start: Numbers = field(default_factory=dict)
     weights: Numbers = field(default_factory=dict)
     forward: dict[str, float] = field(default_factory=dict)
@@ -100,11 +105,14 @@ def budget_of(precision: str) -> Budget:
     return {"fp32": EXACT, "fp8": COARSE}.get(precision, ROUNDED)
 
 
-def reference(recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None) -> Reference:
+def reference(
+    recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None, *, accumulates: bool = False
+) -> Reference:
     """Follow the recipe's training in one process, row by row; return why not if that fails on any rank. Collective.
 
     Args:
         batches: of the whole batch; None: random tokens, as `TrainingStep` draws them.
+        accumulates: as of `follow`.
     """
     plain = recipe.changed(model={"compile": "none"}, train={"cuda_graph": "off"})
     alone = Ranks(device=ranks.device)
@@ -112,7 +120,7 @@ def reference(recipe: Recipe, ranks: Ranks, batches: BatchSource | None = None) 
     found: Reference = ""
     with failure_is_a_row(row, ranks.device):
         rows = _RowByRow(make_batches(plain, RANDOM, alone) if batches is None else batches)
-        found = follow(TrainingStep(plain, alone, rows, parallel=ALONE))
+        found = follow(TrainingStep(plain, alone, rows, parallel=ALONE), accumulates=accumulates)
     release_memory(ranks.device)
     why = "" if found else f"the reference in one process: {row['status']}: {row['detail']}"
     return _on_any_rank(why, ranks) or found
@@ -142,17 +150,25 @@ class _RowByRow:
         return inputs, targets
 
 
-def follow(training: TrainingStep, *, forward: bool = False) -> list[Seen]:
+def follow(training: TrainingStep, *, forward: bool = False, accumulates: bool = False) -> list[Seen]:
     """Make `STEPS` steps and return what each made. Collective.
 
     Args:
         forward: also run each forward pass without gradients.
+        accumulates: the second step accumulates two batches and clips their gradient to `CLIPPED_TO`.
     """
-    start = _weights(training)
-    return [
-        replace(_see(training, lr=LR, forward=forward), start=start, weights=_weights(training))
-        for _ in range(STEPS)
-    ]
+    start, step, made = _weights(training), training.step, list[Seen]()
+    max_norm = step.max_norm
+    for number in range(STEPS):
+        batch = None
+        if accumulates and number == 1:
+            (inputs, targets), (more, wanted) = training.next_batch(), training.next_batch()
+            batch = torch.cat((inputs, more)), torch.cat((targets, wanted))
+            step.max_norm = CLIPPED_TO * made[0].norm
+        seen = _see(training, lr=LR, batch=batch, forward=forward)
+        step.max_norm = max_norm
+        made.append(replace(seen, start=start, weights=_weights(training)))
+    return made
 
 
 def _see(
@@ -171,13 +187,18 @@ def _see(
         graph: let the training's CUDA graph make the step, whose gradients are then not seen.
     """
     gradients: Numbers = {}
+    clipped: float | None = None
     hidden: list[Tensor] = []
     alone: list[Tensor] = []
     config = getattr(training.step.sync, "config", ALONE)
 
     def note() -> None:
+        nonlocal clipped
         if not STRATEGIES.facts(config.strategy).shards:
             gradients.update(_named(training, lambda parameter: parameter.grad))
+            factor = getattr(training.optimizer, "gradient_factor", None)
+            whole = gradient_norm([p.grad for p in training.model.parameters() if p.grad is not None])
+            clipped = float(whole if factor is None else whole * factor)
         if forward:
             alone.append(training.forward())
 
@@ -196,7 +217,7 @@ def _see(
     loss = outcome.loss if config.strategy == "none" else outcome.losses.mean()
     size = sum((float(x.double().square().sum()) for x in gradients.values()), 0.0) ** 0.5 or 1.0
     scaled = {name: x.float() / size for name, x in gradients.items()}
-    return Seen(float(loss), float(outcome.grad_norm), scaled, forward=errors)
+    return Seen(float(loss), float(outcome.grad_norm), scaled, clipped, forward=errors)
 
 
 def _weights(training: TrainingStep) -> Numbers:
@@ -237,6 +258,8 @@ def fault(mine: Sequence[Seen], theirs: Sequence[Seen], budget: Budget) -> str:
 
 def _difference(own: Seen, true: Seen, budget: Budget) -> str:
     scalars = {"the loss": own.loss / true.loss, "the norm of the mean gradient": own.norm / true.norm}
+    if own.clipped is not None and true.clipped is not None:
+        scalars["the norm of the clipped gradient"] = own.clipped / true.clipped
     found = {what: abs(ratio - 1) for what, ratio in scalars.items()} | own.forward
     least = budget.floor * _size(torch.cat([torch.zeros(1), *true.gradients.values()]))
     for name, gradient in own.gradients.items():
@@ -306,7 +329,12 @@ def _on_any_rank(wrong: str, ranks: Ranks) -> str:
 
 
 def judge(
-    training: TrainingStep, theirs: Reference, budget: Budget, *, forward: bool = False
+    training: TrainingStep,
+    theirs: Reference,
+    budget: Budget,
+    *,
+    forward: bool = False,
+    accumulates: bool = False,
 ) -> tuple[dict[str, Any], list[float]]:
     """Make the first `STEPS` steps of a training; return fields of its row, and their losses. Collective.
 
@@ -315,8 +343,9 @@ def judge(
     Args:
         theirs: of `reference`; text: nothing is checked, and the row says why.
         forward: whether the forward pass without gradients is used, too, and to be checked.
+        accumulates: as of `follow`; the reference must have done the same.
     """
-    own = follow(training, forward=forward)
+    own = follow(training, forward=forward, accumulates=accumulates)
     losses = [seen.loss for seen in own]
     if isinstance(theirs, str):
         return {"status": "ok", UNCHECKED: theirs}, losses

@@ -60,6 +60,7 @@ class DataParallel(nn.Module):
         ranks = Ranks.current()
         self._sync = build_strategy(ParallelConfig(strategy=name, **table, options=options), ranks)
         self.module = module
+        self._frozen = _frozen(module.parameters()) if ranks.world_size > 1 else []
         # Not registered as a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_finished = False  # whether the end of a backward pass has averaged the gradients
@@ -70,6 +71,7 @@ class DataParallel(nn.Module):
                 on_gradient(parameter, self._on_gradient)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_unfrozen(self._frozen, "DataParallel")
         self._is_finished = False
         if self._is_running and not runs_backward():  # the last pass raised
             self._sync.reset()
@@ -130,6 +132,7 @@ class ShardedOptimizer(Zero1Optimizer):
         alone = ranks.world_size == 1
         self._links = Links(ranks, None if alone else Gather(Averager(ranks, Traffic())))
         self._given: list[list[nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
         listed = list(params)
         groups = [{"params": listed}] if not listed or isinstance(listed[0], torch.Tensor) else listed
         buckets = [bucket for group in groups for bucket in self._shard(group["params"])]
@@ -153,6 +156,7 @@ class ShardedOptimizer(Zero1Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters, on all ranks. Gradients must be equal on all ranks."""
+        _refuse_unfrozen(self._frozen, "ShardedOptimizer")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -177,6 +181,7 @@ class ShardedOptimizer(Zero1Optimizer):
             raise ValueError("a parameter is in more than one parameter group")
         number = len(self._given)
         self._given.append(parameters)
+        self._frozen += _frozen(parameters)
         names = {parameter: f"{number}.{index}" for index, parameter in enumerate(parameters)}
         planned = plan_shards([parameters], names, capacity=_BUCKET_BYTES, weights="fp32")
         made = []
@@ -184,6 +189,24 @@ class ShardedOptimizer(Zero1Optimizer):
             dtype = bucket[0].dtype
             made.append(KeptShards(bucket, names, self._links, weight_dtype=dtype, reduce_dtype=dtype))
         return made
+
+
+def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if not parameter.requires_grad]
+
+
+def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
+    """Refuse parameters that require gradients now and did not when `owner` took them.
+
+    Raises:
+        UsageError: their gradients would stay on this rank, or nothing would update them.
+    """
+    if count := len(frozen) - len(_frozen(frozen)):
+        raise UsageError(
+            "parallel.unfrozen",
+            f"{owner}: {count} parameters were frozen when it was made and require gradients now",
+            hint=f"set requires_grad first, then make {owner}",
+        )
 
 
 def _take_own_gradients(bucket: KeptShards) -> None:
@@ -239,12 +262,14 @@ class FSDP(nn.Module):
         self._compute_dtype = compute_dtype
         self._sync.attach(module)
         self.module = module
+        self._frozen = _frozen(module.parameters())
         self._slices: dict[nn.Parameter, Any] = {}
         for piece in (piece for flat in self._sync._flats for piece in flat.pieces):
             self._slices[piece.parameters[0]] = piece.part
             piece.part.whole_dim = piece.parameters[0].dim()  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_unfrozen(self._frozen, "FSDP")
         self._sync.notice_the_step()
         args, kwargs = tree_map(self._cast, (args, kwargs))
         return self.module(*args, **kwargs)

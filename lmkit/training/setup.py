@@ -224,7 +224,7 @@ class TrainingStep:
             before_update: called before the weights change; the step is then made without a CUDA graph.
         """
         with range_("step"):
-            self._batch = batch = batch or self._next_batch()
+            self._batch = batch = batch or self.next_batch()
             lr = self._lr if lr is None else lr
             if before_update is None:
                 outcome = self.step(*batch, lr=lr)
@@ -239,11 +239,11 @@ class TrainingStep:
 
     def backward(self) -> Tensor:
         """Run forward and backward on the current batch; the gradients stay, not yet reduced."""
-        return self.step.accumulate(*(self._batch or self._next_batch()))
+        return self.step.accumulate(*(self._batch or self.next_batch()))
 
     def forward(self) -> Tensor:
         """Run forward passes with loss, without a graph, on the current batch; return the last micro-batch's loss."""
-        inputs, targets = self._batch or self._next_batch()
+        inputs, targets = self._batch or self.next_batch()
         with torch.no_grad(), range_("forward"), autocast(self._device, self.step.precision):
             for ids, wanted in zip(inputs, targets, strict=True):
                 loss = self.step.call.loss(ids, wanted)
@@ -251,7 +251,7 @@ class TrainingStep:
 
     def forward_backward(self) -> Tensor:
         """Run forward and backward on the current batch and drop the gradients; return the loss."""
-        inputs, targets = self._batch or self._next_batch()
+        inputs, targets = self._batch or self.next_batch()
         with range_("fwd+bwd"):
             loss = self.step.accumulate(inputs, targets)
             self.optimizer.zero_grad(set_to_none=True)
@@ -259,7 +259,7 @@ class TrainingStep:
 
     def random_batch(self) -> Batch:
         """Return random tokens, shaped as the current batch, other ones on every rank."""
-        inputs, _ = self._batch or self._next_batch()
+        inputs, _ = self._batch or self.next_batch()
         assert self.model.config.vocab_size is not None
         generator = torch.Generator().manual_seed(self.step.ranks.rank)
         ids = torch.randint(self.model.config.vocab_size, (2, *inputs.shape), generator=generator)
@@ -269,7 +269,8 @@ class TrainingStep:
         """Wait for weights that are still being gathered; until then their memory is in use."""
         self.step.sync.wait_for_weights()
 
-    def _next_batch(self) -> Batch:
+    def next_batch(self) -> Batch:
+        """Return the next batch on the device; it is then the current one."""
         self._batch = load_batch(self._batches, self._done, self._device)
         self._done += 1
         return self._batch

@@ -148,7 +148,7 @@ def later(name, right, factor):
     return kernel
 
 
-wrong_later, halves_later = later("wrong_later", 4, 0.5), later("halves_later", 59, 0.5)
+wrong_later, halves_later = later("wrong_later", 4, 0.5), later("halves_later", 79, 0.5)
 nan_later = later("nan_later", 59, torch.nan)
 
 

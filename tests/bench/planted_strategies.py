@@ -24,6 +24,26 @@ class Planted(Strategy):
         return []
 
 
+class Halves(Planted):
+    """Right unless a step accumulates."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            yield
+        self.factor = lambda: 0.5
+
+
+class NeverClips(Planted):
+    """Measures the norm, and no more."""
+
+    def clip_gradients(self, max_norm: float) -> Any:
+        return super().clip_gradients(float("inf"))
+
+
+BASES: dict[str, type[Planted]] = {"halves": Halves, "never_clips": NeverClips}
+
+
 def every_other(self: Planted, gradients: list[Any]) -> list[Any]:
     """The example of CONTRIBUTING.md, and with it weights that meet again."""
     if self.step % 2:
@@ -46,19 +66,21 @@ CHOSEN: dict[str, Callable[[Planted, list[Any]], list[Any]]] = {
     "first_only": lambda self, gradients: gradients if self.step == 1 else [],
     "forgets": lambda self, gradients: gradients[:-1],  # one small parameter
     "sums": lambda self, gradients: gradients,  # where the mean is wanted: AdamW alone would not notice
+    "halves": lambda self, gradients: gradients,
+    "never_clips": lambda self, gradients: gradients,
     "stops": lambda self, gradients: gradients if self.step <= 3 else [],  # right as long as it is checked
     "raises": fails,
     "tires": tires,
     "right": lambda self, gradients: gradients,
 }
-WRONG, FAILED, NAMES = (*CHOSEN,)[:5], (*CHOSEN,)[5:7], tuple(CHOSEN)
+WRONG, FAILED, NAMES = (*CHOSEN,)[:7], (*CHOSEN,)[7:9], tuple(CHOSEN)
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     for name, chosen in CHOSEN.items():
         made = {"chosen": chosen} | ({"factor": lambda self: self.ranks.world_size} if name == "sums" else {})
-        STRATEGIES.register(name, steps_alike=False)(type(name, (Planted,), made))
+        STRATEGIES.register(name, steps_alike=False)(type(name, (BASES.get(name, Planted),), made))
     try:
         yield
     finally:

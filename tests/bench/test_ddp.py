@@ -115,7 +115,9 @@ def test_baselines_are_those_of_the_same_weights(ladder):
     ],
 )
 def test_options_and_not_the_name_of_a_strategy_decide_what_it_may_round(monkeypatch, name, budget):
-    monkeypatch.setattr(training_gate, "judge", lambda training, theirs, budget: ({"budget": budget}, []))
+    monkeypatch.setattr(
+        training_gate, "judge", lambda training, theirs, budget, **_: ({"budget": budget}, [])
+    )
     monkeypatch.setattr(training_gate, "after_timing", lambda training, budget: {"budget": budget})
     variant = variant_of(name, {}, CASE, Ranks(), "", lambda *_: {})
     assert variant.judge(None) == variant.check(None) == {"budget": budget}
@@ -142,6 +144,8 @@ def test_strategies_that_do_not_average_in_every_step_are_wrong_and_not_timed(me
     assert "step 2" in rows["first_only"]["detail"]
     assert "ln_final" in rows["forgets"]["detail"] or "lm_head" in rows["forgets"]["detail"]
     assert "the norm of the mean gradient: relative error 1," in rows["sums"]["detail"]  # twice as large
+    assert "step 2: the norm of the " in rows["halves"]["detail"]
+    assert "the norm of the clipped gradient: " in rows["never_clips"]["detail"]
     assert rows["stops"]["detail"].startswith("after timing: ")
     for name, line in zip(planted_strategies.FAILED, ("broken", "tired"), strict=True):
         assert (rows[name]["status"], rows[name]["detail"]) == ("failed", f"RuntimeError: {line}")

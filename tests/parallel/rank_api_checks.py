@@ -202,6 +202,25 @@ def check_sharded_optimizer_edges(ranks: Ranks) -> None:
 
 
 @check()
+def check_parameters_unfrozen_after_wrapping_are_refused(ranks: Ranks) -> None:
+    """Their gradients would not be averaged, or nothing would update them."""
+    layer, other, third = (nn.Linear(3, 3).to(ranks.device) for _ in range(3))
+    for module in (layer, other, third):
+        module.weight.requires_grad_(False)
+    model, whole = DataParallel(layer), FSDP(other)
+    optimizer = ShardedOptimizer(third.parameters(), torch.optim.SGD, lr=0.5)
+    x = torch.ones(2, 3, device=ranks.device)
+    for module in (model, whole, third):
+        module(x).sum().backward()
+    optimizer.step()
+    for module in (layer, other, third):
+        module.weight.requires_grad_(True)
+    for call in (lambda: model(x), lambda: whole(x), optimizer.step):
+        with raises(UsageError, "parallel.unfrozen"):
+            call()
+
+
+@check()
 def check_fsdp_loads_state_of_the_whole_model(ranks: Ranks) -> None:
     """`load_state_dict` writes shards; names that are missing keep their values."""
     sync, model, _ = sharded(TINY, ranks)
