@@ -1,5 +1,7 @@
 """What the code of plugins raises, or wrongly returns, is one line that names the entry and the file."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from raising import raises
@@ -8,13 +10,16 @@ from tiny import RANDOM_TOKENS, tiny_recipe
 from lmkit import plugins
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import joined_function
+from lmkit.core.attention import reference
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.plugins import load_plugin, plugin_error
-from lmkit.recipe.tables import ModelConfig, ParallelConfig
+from lmkit.recipe.recipe import Recipe
+from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES
 from lmkit.training import build_step
+from lmkit.training.setup import check_device
 
 PLUGIN = """
 from torch.optim import SGD
@@ -128,7 +133,8 @@ CALLED = {
     [
         *(("attention kernel 'my_kernel'", *case) for case in (
             ("None", "NoneType"), ("(q, None)", "tuple"), ("q[:, :1]", "(2, 1, "), ("q.double()", "float64"),
-            ("q.to('meta')", "on meta"),
+            ("q.to('meta')", "on meta"), ("q", "wrong attention: relative error"),
+            ("q * float('nan')", "wrong attention: relative error nan"),
         )),
         ("optimizer 'my_optimizer'", "None", "NoneType"),
         ("optimizer 'my_optimizer'", "torch.nn.Linear(1, 1)", "Linear without param_groups"),
@@ -149,6 +155,49 @@ def test_what_a_joined_kernel_returns_is_checked(plugin):
     assert joined_function("my_kernel")(qkv, **sizes, first=8).shape == (1, 3, 8)
     with raises(LmkitError, "plugin.returned", f"{plugin}: attention kernel 'my_kernel'", "(1, 3, 9)"):
         joined_function("my_kernel")(qkv, **sizes, first=7)
+
+
+def right(q, k, v, *, causal, scale=None, first=None):
+    return reference(q, k, v, causal=causal, scale=scale, first=first)
+
+
+def without_gradient_of_v(q, k, v, *, causal, scale=None):
+    return reference(q, k, v.detach(), causal=causal, scale=scale) + 0.0 * v.sum()
+
+
+def ignores_first(q, k, v, *, causal, scale=None, first=None):
+    return reference(q, k, v, causal=causal, scale=scale)
+
+
+def joined_without_groups(qkv, *, kv_heads, head_dim):
+    heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    k, v = (x[:, :1].expand_as(q) for x in (k, v))
+    return reference(q, k, v, causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "facts", "found"),
+    [
+        (right, {}, ""),
+        (right, {"windows": True}, ""),
+        (without_gradient_of_v, {}, "wrong gradients: "),
+        (ignores_first, {"windows": True}, "wrong attention with first=: "),
+        (ignores_first, {"sees_all": False}, ""),
+        (right, {"joined": f"{__name__}:joined_without_groups"}, "wrong attention of a joined projection: "),
+    ],
+)
+def test_values_of_a_kernel_are_checked_before_it_trains(plugin, kernel, facts, found):
+    ATTENTION.register("my_kernel", **facts)(kernel)
+    recipe = Recipe(
+        model=ModelConfig(
+            vocab_size=8, context_length=32, d_model=32, d_ff=4, num_layers=1, num_heads=4, num_kv_heads=2,
+            attention="my_kernel",
+        ),
+        train=TrainConfig(precision="fp32"),
+    )  # fmt: skip
+    with raises(LmkitError, "plugin.returned", found) if found else nullcontext():
+        check_device(recipe, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("returned", ["None", "object()"])

@@ -34,6 +34,7 @@ __getattr__, __dir__, __all__ = exports(
         "attention": "dispatch",
         "attention_function": "dispatch",
         "check_kernel": "dispatch",
+        "check_values": "dispatch",
         "joined_function": "dispatch",
         "reference": "lmkit.core.attention",
         "vectorized": "vectorized",

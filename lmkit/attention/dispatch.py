@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmkit.core.attention import first_in_window, reference
 from lmkit.errors import UsageError
 from lmkit.plugins import wrong_result
 from lmkit.registry import ATTENTION
 
+LARGEST_ERROR = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Of a plugin's kernel, relative to float64: room for products in TF32, and for scores rounded to 16 bits."""
 PREFERRED = ("flash_triton", "sdpa")
 """What `kernel="auto"` tries, in this order; the last one runs everywhere."""
 
@@ -140,6 +144,57 @@ def check_kernel(name: str, q: Tensor) -> None:
     check = ATTENTION.facts(name).check
     if check is not None:
         ATTENTION.function_of(name, check)(q)
+
+
+def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
+    """Compare a plugin's kernel, and its function on a joined projection, with `reference` before it trains a model.
+
+    Kernels of lmkit and kernels that do not see all keys are not compared.
+
+    Args:
+        qkv: random numbers (batch, seq, (heads + 2 kv_heads) * head_dim), in the dtype and on the device of training.
+
+    Raises:
+        LmkitError: outputs or gradients are wrong.
+    """
+    function, facts = ATTENTION.load(name), ATTENTION.facts(name)
+    if function.__module__.startswith("lmkit.") or not facts.sees_all:
+        return
+
+    def on_heads(kernel: Callable[..., Tensor], qkv: Tensor, **options: Any) -> Tensor:
+        heads = qkv.unflatten(-1, (-1, head_dim)).transpose(
+            1, 2
+        )  # (batch, heads + 2 kv_heads, seq, head_dim)
+        q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+        return kernel(q, k, v, causal=True, **options).transpose(1, 2).flatten(2)
+
+    def results(compute: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+        given = qkv.detach().requires_grad_()
+        with torch.enable_grad():
+            out = compute(given)
+            # Squares: a gradient that is equal everywhere hides errors.
+            (gradient,) = torch.autograd.grad(out.square().sum(), given)
+        return out.detach().double(), gradient.double()
+
+    cases: list[dict[str, Any]] = [{}]
+    if facts.windows:
+        cases.append({"first": first_in_window(7, qkv.shape[1], qkv.device)})
+    joined = joined_function(name)
+    for options in cases:
+        exact = results(partial(on_heads, reference, **options), qkv.double())
+        forms = {"": partial(on_heads, attention_function(name), **options)}
+        if joined is not None:
+            joint = partial(joined, kv_heads=kv_heads, head_dim=head_dim, **options)
+            forms[" of a joined projection"] = joint
+        for form, compute in forms.items():
+            for what, mine, right in zip(
+                ("attention", "gradients"), results(compute, qkv), exact, strict=True
+            ):
+                error = float((mine - right).norm() / right.norm())
+                if not error <= LARGEST_ERROR[qkv.dtype]:  # also NaN
+                    given = "".join(f" with {argument}=" for argument in options)
+                    found = f"wrong {what}{form}{given}: relative error {error:.2g} against the reference"
+                    raise wrong_result(ATTENTION, name, found)
 
 
 def best_kernel(q: Tensor, mask: Tensor | None = None, *, windows: bool = False) -> str:

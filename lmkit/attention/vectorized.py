@@ -43,7 +43,9 @@ def vectorized(
     keys = k.reshape(batch * kv_heads, num_keys, head_dim)
     with range_("attention.scores"):
         # (batch * kv_heads, group * num_queries, num_keys); scaled while they are written
-        scores = torch.baddbmm(q.new_zeros(()), rows, keys.mT, beta=0, alpha=scale)
+        scores = torch.baddbmm(q.new_zeros(()), rows, keys.mT, beta=0, alpha=scale or 1.0)
+        if scale == 0:  # with alpha = 0, PyTorch on CPUs with 16-bit products writes nothing
+            scores = scores * scale
         scores = scores.view(batch, kv_heads, group * num_queries, num_keys)
         visible = visible_keys(q, k, causal, mask, first)
         if visible is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmkit import __version__
-from lmkit.attention import check_kernel
+from lmkit.attention import check_kernel, check_values
 from lmkit.core.adamw import decay_groups
 from lmkit.core.batches import Batch, BatchSource
 from lmkit.core.model import Linear
@@ -43,6 +43,8 @@ from lmkit.training.weights import open_weights
 
 ALONE = ParallelConfig(strategy="none")
 RANDOM = Data()
+MOST_CHECKED = 512
+"""Tokens on which a plugin's attention is compared with the reference before it trains."""
 _USUAL = TrainConfig()
 
 
@@ -283,6 +285,10 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
     dtype = PRODUCTS[recipe.train.precision]
     one_query = torch.empty(1, 1, 1, recipe.model.head_dim, dtype=dtype, device=device)
     check_kernel(recipe.model.attention, one_query)
+    model, length = recipe.model, min(recipe.model.context_length, MOST_CHECKED)
+    width = (model.num_heads + 2 * model.kv_heads) * model.head_dim
+    random = torch.randn(2, length, width, generator=torch.Generator().manual_seed(0))
+    check_values(model.attention, random.to(device, dtype), model.kv_heads, model.head_dim)
     choose_operations(recipe.model.operations, one_query)
     if recipe.train.precision == "fp8":
         from lmkit.model.fp8 import check_fp8
