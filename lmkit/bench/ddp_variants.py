@@ -262,8 +262,8 @@ def make_training(name: str, case: Recipe, ranks: Ranks) -> TrainingStep:
     from lmkit.parallel.ranks import Ranks as Place
     from lmkit.training.setup import TrainingStep
 
-    recipe = _on_all_ranks(case, ranks)
     ranks = Place(device=ranks.device) if name in SOLO else ranks
+    recipe = _on_all_ranks(case, ranks)
     if name.endswith(COMPILED):
         recipe = recipe.changed(model={"compile": "block"})
     if (tables_of(case)[1].precision, name) == ("bf16", TORCH_ZERO):  # it keeps no masters of bf16 weights

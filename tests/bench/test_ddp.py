@@ -18,6 +18,7 @@ from lmkit.bench.ddp_variants import (
     case_of,
     expected_link_bytes,
     is_sharded,
+    make_training,
     parallel_of,
     variant_of,
 )
@@ -307,6 +308,12 @@ def test_the_model_comes_from_the_recipe_and_its_vocabulary_from_the_tokenizer()
     bare = recipe.model_copy(update={"tokenizer": None})
     with raises(UsageError, "recipe.no_vocabulary"):
         case_of(bare, bare.bench_table("ddp"), "ddp")
+
+
+@pytest.mark.parametrize("name", SOLO)
+def test_one_rank_trains_on_the_rows_of_one_rank(name):
+    inputs, _ = make_training(name, CASE, Ranks(world_size=3)).next_batch()
+    assert inputs.shape == (1, 2, TINY.context_length)
 
 
 # Fields of rows by hand
