@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -249,8 +249,13 @@ class GradientBuckets:
         self._missing = [len(bucket) for bucket in self.buckets]
 
 
-def on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> RemovableHandle:
+def on_gradient(
+    parameter: nn.Parameter, method: Callable[[Any], None], index: int | None = None
+) -> RemovableHandle:
     """Call the bound `method(parameter)` whenever a backward pass has completed the parameter's gradient.
+
+    Args:
+        index: given in place of the parameter; a number is found faster in tables.
 
     The hook refers to the method's object weakly. PyTorch holds hooks where Python's garbage collector does not look:
     a strong reference would keep the object, with its model and optimizer state, until the process ends.
@@ -260,6 +265,6 @@ def on_gradient(parameter: nn.Parameter, method: Callable[[nn.Parameter], None])
     def hook(parameter: nn.Parameter) -> None:
         method = reference()
         if method is not None:
-            method(parameter)
+            method(parameter if index is None else index)
 
     return parameter.register_post_accumulate_grad_hook(hook)

@@ -450,7 +450,7 @@ class SideBySide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.rows)
+        return grad.split_with_sizes(ctx.rows)
 
 
 def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:

@@ -134,6 +134,9 @@ def in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[],
 
     `register_multi_grad_hook` would make a reference cycle: its hook holds the graph, which holds the hook.
     """
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda _: call())
+        return
     arrived: Counter[int] = Counter()
 
     def hook(gradient: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,7 +98,9 @@ class Fsdp(Strategy):
         self._flats_of: dict[nn.Module, list[FreedShards]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
         self._after: dict[nn.Module, nn.Module] = {}  # layer -> the layer called after it last time
-        self._used: set[nn.Parameter] = set()  # got a gradient on this rank since `finish`
+        self._used: set[int] = (
+            set()
+        )  # positions of the parameters with a gradient on this rank since `finish`
         self._reducing: list[FreedShards] = []
         self._order: list[FreedShards] = []  # the order of reductions
         self._pass: int | None = None
@@ -178,7 +180,8 @@ class Fsdp(Strategy):
         self._flats_of = {layer: self._flats_of[layer] for layer in layers if layer in self._flats_of}
         self._shared = {flat for flat in self._flats if len(owners[flat.parameters[0]]) > 1}
         self._after = dict(itertools.pairwise(self._flats_of))
-        self._flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
+        flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
+        self._flat_at = [flat_of[parameter] for parameter in self.parameters]
 
     def _hook_into(self, model: nn.Module) -> None:
         for layer in self._flats_of:
@@ -189,8 +192,8 @@ class Fsdp(Strategy):
             module.register_load_state_dict_pre_hook(lambda *_, flats=flats: self._lend(flats))
             module.register_load_state_dict_post_hook(lambda *_, flats=flats: self._take_back(flats))
         model.register_state_dict_post_hook(lambda _, *found: self._give_weights(*found))
-        for parameter in self.parameters:
-            on_gradient(parameter, self._on_gradient)
+        for index, parameter in enumerate(self.parameters):
+            on_gradient(parameter, self._on_gradient, index)
 
     # Reading weights without a layer's call
 
@@ -307,7 +310,6 @@ class Fsdp(Strategy):
             self._order = [flat for flat in dict.fromkeys([*called, *kept]) if flat.trains]
         at_end_of_pass(self._end_pass)
 
-    @torch.no_grad()
     def _before_backward(self, layer: nn.Module, call: int) -> None:
         self._begin()
         self._gather_back_to(call)
@@ -334,11 +336,13 @@ class Fsdp(Strategy):
                 if flat not in self._shared:
                     flat.hide()
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, index: int) -> None:
         self._begin()
-        self._used.add(parameter)
-        self._arrived[self._flat_of[parameter]] += 1
-        self._reduce_while(lambda flat: self._arrived[flat] == len(flat.parameters))
+        self._used.add(index)
+        flat = self._flat_at[index]
+        self._arrived[flat] += 1
+        if self._arrived[flat] == len(flat.parameters):
+            self._reduce_while(lambda flat: self._arrived[flat] == len(flat.parameters))
 
     def _reduce_while(self, is_ready: Callable[[FreedShards], bool]) -> None:
         while self._next < len(self._order) and is_ready(self._order[self._next]):
@@ -375,9 +379,9 @@ class Fsdp(Strategy):
         for flat in self._reducing:
             flat.wait_reduced()
         self._reducing.clear()
-        unused = [index for index, parameter in enumerate(self.parameters) if parameter not in self._used]
+        unused = [index for index in range(len(self.parameters)) if index not in self._used]
         unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
-        used = set(self.parameters).difference(self.parameters[index] for index in unused)
+        used = set(self.parameters).difference(self.parameters[index] for index in unused) if unused else None
         self._used.clear()
         for flat in self._flats:
             flat.give_gradients(used)
@@ -416,17 +420,18 @@ def _wrong(option: str, hint: str) -> UsageError:
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested tuples, lists and dicts that need a gradient; [] if autograd is off."""
-    return [value for value in _leaves(values) if value.requires_grad] if torch.is_grad_enabled() else []
-
-
-def _leaves(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _leaves(value)
-    elif isinstance(values, dict):
-        yield from _leaves(list(values.values()))
+    found: list[torch.Tensor] = []
+    left = [values] if torch.is_grad_enabled() else []
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+    return found
 
 
 class FreedShards(FlatShards):
@@ -471,7 +476,6 @@ class FreedShards(FlatShards):
         """Bytes of the shard in the dtype in which it is gathered."""
         return self.shard_size * self._weights.itemsize
 
-    @torch.no_grad()
     def start(self) -> None:
         """Start gathering the weights, unless they are gathered or in flight. Collective."""
         if self._is_gathered:
@@ -535,7 +539,6 @@ class FreedShards(FlatShards):
         super().reduce()
         self._is_replicating = False
 
-    @torch.no_grad()
     def replicate(self) -> None:
         """Start averaging the mean in flight over the replicas, if there are any. Collective."""
         if self._pending is not None and self.links.replicas is not None and not self._is_replicating:

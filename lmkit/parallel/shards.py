@@ -221,7 +221,6 @@ class FlatShards:
 
     # Gradients
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Start averaging the parameters' gradients, and release them. Collective."""
         self.wait_reduced()
@@ -234,7 +233,6 @@ class FlatShards:
         else:
             self._pending = self.links.reductions.reduce_scatter(flat)
 
-    @torch.no_grad()
     def wait_reduced(self) -> None:
         """Add the mean gradient in flight, if any, to `gradient` (on GPUs: on the current stream)."""
         if self._pending is None:
