@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +22,6 @@ from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.recipe import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.tables import PRESETS, SIZES, Table, from_depth
-from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input
 
@@ -34,8 +31,6 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-_warn_once = cache(logging.getLogger("lmkit").warning)
-
 _MOST_BYTES = 1 << 20
 
 
@@ -63,13 +58,12 @@ def load_recipe(
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
     raw: dict[str, Any] = {}
-    folder = None
     if source is not None:
         path = find_recipe(source)
         raw = with_our_names(read_toml(path))
         if (folder := run_folder_of(path)) is not None:
             raw = placed_in(folder, raw)
-    typed: dict[str, Any] = {}
+    is_changed = False
     for given in (map(_parse_override, overrides), (flags or {}).items()):
         tables: dict[str, Any] = {}
         for dotted, value in given:
@@ -79,15 +73,12 @@ def load_recipe(
                 _merge(tables, with_our_names(value))
         _drop_replaced(raw, tables)
         _merge(raw, tables)
-        _merge(typed, tables)
+        is_changed |= bool(tables)
     origin = [str(source)] if source is not None else []
-    origin += ["the command line"] if typed else []
+    origin += ["the command line"] if is_changed else []
     recipe = validate(raw, origin=" and ".join(origin) or "recipe", benches=benches)
     if source is not None:
         recipe._source = str(source)
-    if os.environ.get("RANK", "0") == "0":
-        for line in _set_in_vain(recipe, raw if folder is None else typed, typed):
-            _warn_once(f"{recipe.origin}: {line}")
     return recipe
 
 
@@ -375,23 +366,3 @@ def _shown(value: object) -> str:
     """Return a value as the user wrote it, cut to a readable length."""
     text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every given key that has no effect because of another key, see `Only`.
-
-    Not for defaults, which a resolved recipe holds, nor for a key of the file if the command line has the other key.
-    """
-    on_command_line = flat(typed)
-    for dotted in flat(given):
-        name, _, key = dotted.partition(".")
-        table = getattr(recipe, name)
-        field = None if name == "bench" else type(table).model_fields.get(key)
-        if field is None or getattr(table, key) == field.default:
-            continue
-        for only in field.metadata:
-            if not isinstance(only, Only):
-                continue
-            is_meant = dotted in on_command_line or only.switch not in on_command_line
-            if is_meant and (condition := only.condition(key, recipe)):
-                yield f"{dotted} has no effect; it is used only {condition}"
