@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
-from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.errors import UsageError
 from lmkit.measure.environment import card_here, describe_environment, has_bf16
 from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
@@ -137,6 +137,7 @@ def train(
         ValueError: `train.sample_interval` without `write_samples`.
         UsageError: the recipe lacks a table, or does not fit its data, its run folder or the number of ranks.
         LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
+        OSError: another file cannot be written; saved checkpoints are intact.
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
@@ -163,7 +164,6 @@ def _run_rank(
     """Train as one of the ranks; return the result on rank 0."""
     enable_ranges_from_environment()
     with (
-        _errors_for_users(recipe),
         ranks_of(recipe) as ranks,
         losses_named(ranks, "between steps"),
         numerics(recipe.run, ranks),
@@ -220,24 +220,6 @@ def _run_rank(
             loss=trainer.train_loss,
             evaluation=evaluation,
         )
-
-
-@contextmanager
-def _errors_for_users(recipe: Recipe) -> Iterator[None]:
-    """Turn a full disk, a lost file or too little memory into an error for the user."""
-    try:
-        yield
-    except (OSError, MemoryError, RuntimeError) as error:
-        explained = limit_reached(error)
-        if explained is None and isinstance(error, OSError):
-            explained = LmkitError(
-                "train.io",
-                f"{error.filename or recipe.run.path}: {reason(error)}",
-                hint="check it and the disk; saved checkpoints are intact, and training again goes on from them",
-            )
-        if explained is None:
-            raise
-        raise explained from error
 
 
 @dataclass(frozen=True)
