@@ -148,9 +148,6 @@ def load_optimizer_tensors(
         shards, layout: the state of all ranks that saved it, or one part without a layout.
         origin: names the checkpoint in errors.
         own: the rank whose shard is just what this rank holds; `shards` is then that one alone.
-
-    Raises:
-        LmkitError: the state belongs to other parameters.
     """
     if not any(shards):
         return  # of an imported model: the optimizer begins afresh
@@ -490,28 +487,17 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             continue
         try:
             verify(path)
+            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
         except DamagedCheckpoint:
             continue
-        except LmkitError:  # not read, or of a newer format: it may be whole
+        except LmkitError:  # not read, or of another version: it may be whole
             kept.add(step)
-            continue
-        try:
-            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
-        except LmkitError:  # the checksums are right: another version wrote it
-            kept.add(step)
-    good, rated, doomed = [], [], []
-    for step, _ in saved:
-        if step in losses:
-            good.append(step)
-            if (loss := losses[step]) is not None:
-                rated.append((loss, step))
-    kept.update(good[-keep_last:])
-    for _, step in sorted(rated)[:keep_best]:
-        kept.add(step)
-    for step, path in saved:
-        if step not in kept and good and step < good[-keep_last:][0]:
-            remove_folder(path)
-            doomed.append(path)
+    good = [step for step, _ in saved if step in losses]
+    rated = [(loss, step) for step in good if (loss := losses[step]) is not None]
+    kept.update(good[-keep_last:], (step for _, step in sorted(rated)[:keep_best]))
+    doomed = [path for step, path in saved if step not in kept and good and step < good[-keep_last:][0]]
+    for path in doomed:
+        remove_folder(path)
     return doomed
 
 
@@ -520,11 +506,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
 
 @dataclass
 class Counters:
-    """The counters of a run that a checkpoint saves. The fields are fields of `TrainingState`.
-
-    Attributes:
-        seconds: trained so far, as of the last checkpoint.
-    """
+    """The counters of a run that a checkpoint saves. The fields are fields of `TrainingState`."""
 
     step: int = 0
     tokens: int = 0
@@ -535,11 +517,7 @@ class Counters:
 
 
 def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
-
-    Returns:
-        The checkpoint, None from scratch; and lines for people.
-    """
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint."""
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     refuse_foreign_files(folder)
@@ -561,13 +539,7 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
 
 
 def choose_start(recipe: Recipe) -> Choice:
-    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full. `path` is None from scratch.
-
-    Raises:
-        UsageError: `never` in a folder with checkpoints, a path without checkpoint, or a checkpoint that is older
-            than others of this run.
-        LmkitError: there are checkpoints, but none is good.
-    """
+    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full. `path` is None from scratch."""
     folder = recipe.run.path / CHECKPOINTS
     wish = recipe.checkpoint.resume
     if wish == "auto":

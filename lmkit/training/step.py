@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,18 +36,6 @@ def load_batch(batches: BatchSource, step: int, device: torch.device) -> Batch:
 APPLIED = 3
 NUM_FLAGS = 4
 """Int32 flags at the beginning of a report, see `Outcome`; floats follow."""
-
-
-class Flags(NamedTuple):
-    """Requests of a rank to all ranks, sent with a step; a flag that is set on one rank is set on all.
-
-    Attributes:
-        stop: the step shall be the last.
-        save: a checkpoint shall be made of it.
-    """
-
-    stop: bool = False
-    save: bool = False
 
 
 class Outcome:
@@ -153,8 +141,8 @@ class Step(core.Step):
         self.signals: Sequence[int] = ()
         self.save_at = math.inf
         self.before_update: Callable[[], object] | None = None
-        self._sent = Flags()
-        self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
+        self._sent = (False, False)
+        self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)  # stop, save
         self.precision = precision
         self._autocast = autocast(ranks.device, precision)
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
@@ -242,7 +230,7 @@ class Step(core.Step):
 
     def _send(self) -> None:
         """Copy this rank's flags to the device; call `before_update`."""
-        flags = Flags(stop=bool(self.signals), save=time.perf_counter() >= self.save_at)
+        flags = (bool(self.signals), time.perf_counter() >= self.save_at)
         if flags != self._sent:
             for on_device, flag in zip(self._flags, flags, strict=True):
                 on_device.fill_(flag)
@@ -307,12 +295,7 @@ class SpikeGuard:
         self.state = torch.zeros(5, dtype=torch.float64, device=device)
 
     def judge(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Tensor:
-        """Return whether the step is a spike, a bool scalar; learn from it if it is none.
-
-        Args:
-            loss: mean over all ranks; norm: of the gradient before it was clipped; scalars, equal on all ranks.
-            bad: whether the step is not applied anyway.
-        """
+        """Return whether the step is a spike, a bool scalar; learn from it if it is none."""
         values = torch.stack((loss, norm)).double()
         steps, means, variances = self.state[0], self.state[1::2], self.state[2::2]
         above = values - means
@@ -438,11 +421,7 @@ class StepGraph:
         return outcome
 
     def _has_room(self, device: torch.device) -> bool:
-        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow.
-
-        Args:
-            device: with its index, which that of the ranks may lack.
-        """
+        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow."""
         held = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
         total = torch.cuda.get_device_properties(device).total_memory
