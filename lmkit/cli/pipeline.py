@@ -122,11 +122,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
 
 
 def plan(recipe: Recipe, **options: Any) -> Result:
-    """Say which stages `run` would do; touches nothing.
-
-    Raises:
-        UsageError: `run` would refuse this folder.
-    """
+    """Say which stages `run` would do; touches nothing."""
     pipeline = Pipeline(recipe, progress=lambda stage, done, total: None, **options)
     pipeline.check()
     lines, states = [str(pipeline.folder)], {}

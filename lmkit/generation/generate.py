@@ -181,13 +181,7 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _Seat:
-    """A prompt in a row of the decoder. The host does not know yet whether the model has ended the text.
-
-    Attributes:
-        length: tokens in the row's text.
-        drawn: tokens drawn so far.
-        read: those of them that the host has read.
-    """
+    """A prompt in a row of the decoder. The host does not know yet whether the model has ended the text."""
 
     number: int
     length: int

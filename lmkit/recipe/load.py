@@ -104,11 +104,7 @@ def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
 
 
 def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
-    """Return the table `name` of a recipe.
-
-    Raises:
-        UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
-    """
+    """Return the table `name` of a recipe."""
     if table is None:
         message = f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs"
         hint = f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}"
@@ -137,11 +133,7 @@ def shipped_with(table: str) -> list[str]:
 
 
 def find_recipe(source: str | Path) -> Path:
-    """Return the file of a recipe: a path as it is, else the shipped recipe of that name.
-
-    Raises:
-        UsageError: there is neither.
-    """
+    """Return the file of a recipe: a path as it is, else the shipped recipe of that name."""
     path, shipped = Path(source), shipped_recipes()
     if os.path.lexists(path) and not path.is_dir():  # the reader says what is wrong with a link
         return path
@@ -155,11 +147,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: not readable, not UTF-8, or not TOML (with line and column).
-    """
+    """Read a TOML file."""
     code, hint = "unreadable", "check the path and its permissions"
     try:
         with open_input(path) as file:
@@ -259,10 +247,6 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         resolved: a checkpoint keeps the recipe: its `model.vocab_size` is what the tokenizer reached, which is less
             than was asked for if the corpus had no more pairs to merge.
         benches: validate the tables of benches, too, and fill in their defaults; imports these benches.
-
-    Raises:
-        UsageError: names every mistake. Its code is that of the mistakes if they have the same, else
-            "recipe.mistakes".
     """
     raw = with_our_names(raw)
     model = raw.get("model")

@@ -107,11 +107,7 @@ def is_run(folder: Path) -> bool:
 
 
 def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> None:
-    """Refuse a folder that is no run and has files under names that lmkit would write.
-
-    Raises:
-        UsageError: names the first such file ("run.not_a_run_folder").
-    """
+    """Refuse a folder that is no run and has files under names that lmkit would write."""
     for name in names:
         if os.path.lexists(folder / name):
             if is_run(folder):
@@ -126,9 +122,6 @@ def refuse_results(folder: Path, *, force: bool) -> None:
 
     Args:
         force: files may be replaced, but not the recipe and the environment of a run or of somebody else.
-
-    Raises:
-        UsageError: names such a file ("output.exists").
     """
     environment = _object(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
     is_ours = isinstance(environment.get(_MARK), str) and "packages" in environment and not is_run(folder)

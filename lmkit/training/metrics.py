@@ -170,9 +170,6 @@ def draw_losses(folder: Path, *, title: str) -> None:
 class Console(Sink):
     """Show a run on stderr. On a terminal, a bar has the newest numbers, and notes and evaluations scroll above it.
     Elsewhere, a record is a line; of training steps at most one a second is shown, but always the first and the last.
-
-    Args:
-        first_step: the step from which the session goes on.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0) -> None:

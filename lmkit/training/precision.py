@@ -44,10 +44,6 @@ def with_precision(recipe: Recipe, *, has_bf16: bool, saved: str | None = None) 
     """Return the recipe with the precision that "auto" stands for: that of a checkpoint, or what suits the device.
 
     Without instructions for bf16 it is "fp32"; else "bf16", or "bf16-autocast" if the optimizer keeps no masters.
-
-    Args:
-        has_bf16: whether the device has such instructions.
-        saved: the precision of the checkpoint to resume from, if there is one.
     """
     if recipe.train is None or recipe.train.precision != "auto":
         return recipe
