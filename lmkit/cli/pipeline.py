@@ -75,7 +75,7 @@ OTHERWISE = "name a new run: --set run.name=...; or --force: it keeps the old tr
 
 
 def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -> Result | None:
-    """Bring a run up to date and summarise it.
+    """Bring a run up to date and summarise it; None on ranks other than 0.
 
     Under torchrun every rank calls this: rank 0 makes the data while the others wait, all ranks train, and rank 0
     evaluates and generates.
@@ -83,13 +83,6 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
     Args:
         nproc: ranks to start for the training; 1 under torchrun.
         options: `from_stage`, `skip_data`, `force` of `Pipeline`.
-
-    Returns:
-        The summary; None on ranks other than 0.
-
-    Raises:
-        UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
-        LmkitError: a stage failed.
     """
     if nproc > 1:
         from lmkit.parallel.launch import refuse_torchrun
@@ -143,9 +136,6 @@ class StageRecord:
     depends, and the content of its outputs. A stage is up to date if all three are still the same. Neither the place
     of a file nor its times count: a run folder may be moved, and a corpus copied. A key that is newer than the record
     counts with its default: a newer lmkit does not redo the stages of an older one.
-
-    Args:
-        reads_sources: hash the files that the recipe names; otherwise they count as unchanged and may be gone.
 
     Attributes:
         entries: stage -> its entry in the record.
@@ -276,9 +266,6 @@ class Pipeline:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
         force: redo all stages, whichever recipe made the folder.
-
-    Raises:
-        UsageError: a table is missing, there is no such stage, or the folder is somebody else's.
     """
 
     record: StageRecord

@@ -249,8 +249,7 @@ def write_tensors(
 ) -> FileEntry:
     """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
 
-    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
-    as an OSError.
+    Unlike the library's writer, it hashes while it writes, releases the GIL, and reports a full disk as an OSError.
 
     Args:
         read: returns a tensor when its turn has come; `tensors` then give shapes and dtypes only, on "meta" too.

@@ -22,7 +22,7 @@ from lmkit.model.hugging_face import config_json, output_biases, reordered, weig
 from lmkit.recipe import run_folder
 from lmkit.recipe.load import recipe_to_toml, validate
 from lmkit.storage import atomic_folder
-from lmkit.storage.inputs import read_input, read_object
+from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
 from lmkit.tokenizer.marks import CONFIG
@@ -284,9 +284,7 @@ def their_template(folder: Path) -> ChatTemplate | None:
 
     Any other template is a program: it is left out, with a warning.
     """
-    found: Any = None
-    with suppress(OSError, ValueError):  # a damaged file has no effect on anything else
-        found = read_object(folder / run_folder.TOKENIZER_CONFIG).get("chat_template")
+    found = run_folder.object_in(folder / run_folder.TOKENIZER_CONFIG).get("chat_template")
     with suppress(OSError, ValueError):
         found = read_input(folder / _JINJA).decode()
     template = from_jinja(found) if isinstance(found, str) else None

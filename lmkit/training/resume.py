@@ -5,10 +5,9 @@ Nothing here restores the order of the data: the batch of a step is a pure funct
 
 `CheckpointWriter.save` returns at once. A thread copies the tensors to host memory during the next forward and
 backward passes, which only read weights, and writes the files from that copy. Before the optimizer changes anything,
-the trainer calls `release_weights`, which waits for the copy; usually it is long done. Every rank has a writer. Rank
-0 writes `state.json`, the manifest and the model; if the weights are sharded, each rank writes a part of the model.
-Each rank writes its optimizer shard, if the state is sharded. The threads exchange messages through the process
-group's key-value store. They use no collectives, so nothing can get out of order with those of training.
+the trainer calls `release_weights`, which waits for the copy. Each rank writes its shards of weights and optimizer
+state; rank 0 writes `state.json`, the manifest and what all ranks hold. The threads exchange messages through the
+process group's key-value store: collectives could get out of order with those of training.
 
 The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it is
 `3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole and
@@ -112,10 +111,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def own_files(step: Step) -> Files:
-    """Return what a rank saves of a training: file name -> live tensors by name.
-
-    Rank 0 saves weights and optimizer state that all ranks hold; each saves the part that it alone holds.
-    """
+    """Return file name -> live tensors by name that a rank saves: its own, and on rank 0 those that all hold."""
     ranks, part, layout = step.ranks, step.sync.weights_to_save(), optimizer_layout(step.optimizer)
     weights = model_weights(step.model) if part is None else part
     state = optimizer_tensors(step.optimizer, step.model)
@@ -182,10 +178,7 @@ def load_optimizer_tensors(
 
 
 def load_masters(optimizer: Any, model: nn.Module, weights: Tensors) -> None:
-    """Load the masters of bf16 weights, if the optimizer keeps some, from whole weights of any dtype.
-
-    Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
-    """
+    """Load the masters of bf16 weights from whole weights; call it before the state, which may hold masters, too."""
     if optimizer_layout(optimizer) is not None:
         optimizer.load_masters(weights)
         return
@@ -319,10 +312,7 @@ class CheckpointWriter:
             ) from error
 
     def wait_for_all(self) -> None:
-        """Return once no rank writes any more. Every rank calls it at the same step.
-
-        The ranks poll one another with a collective meanwhile. A dead rank breaks it at once; otherwise its missing
-        shard would surface only at the timeout.
+        """Return once no rank writes any more. Collective: a dead rank breaks it at once, not at the timeout.
 
         Raises:
             RankLost: another rank cannot save; that rank's own error says why.
@@ -569,7 +559,7 @@ def choose_start(recipe: Recipe) -> Choice:
 def check_agreement(
     checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None, world_size: int
 ) -> list[str]:
-    """Refuse to continue with another model or other batches; return lines for people about other changes."""
+    """Refuse to continue with another model or other batches; return lines about other changes."""
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
     changes = differences(old, recipe)
