@@ -83,8 +83,8 @@ class Outcome:
 
 
 class Step(core.Step):
-    """`lmkit.core.step.Step` for long trainings; `build_step` makes one. The device decides whether it updates: with our
-    AdamW on a GPU the host may launch further steps before it reads the `Outcome` of one.
+    """`lmkit.core.step.Step` for long trainings; `build_step` makes one. The device decides whether it updates: with
+    our AdamW on a GPU the host may launch further steps before it reads the `Outcome` of one.
 
     Args:
         model: the plain model.
