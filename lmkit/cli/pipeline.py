@@ -394,7 +394,7 @@ class Pipeline:
         """Return the hash of the tokenizer of a checkpoint, or else of the folder; None: neither says it."""
         try:
             return str(read_object(checkpoint / "state.json")["data"]["tokenizer_sha256"])
-        except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported: it has no data
+        except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported
             path = self.folder / run_folder.TOKENIZER
             return Tokenizer.load(path).sha256 if path.exists() else None
 

@@ -129,8 +129,8 @@ def generate(
 
     finished: dict[int, Generation] = {}
     try:
-        settings: dict[str, Any] = {"encode": encode, "kernels": kernels, **limits}
-        for number, token, logprob in generate_tokens(model, prompts, options, **settings):
+        drawn = generate_tokens(model, prompts, options, encode=encode, kernels=kernels, **limits)
+        for number, token, logprob in drawn:
             if token in stops:
                 ended.add(number)
             else:

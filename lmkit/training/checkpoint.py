@@ -50,7 +50,6 @@ from lmkit.recipe.tables import (
 from lmkit.recipe.values import UnregisteredName
 from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, keep_damaged, sha256_file
 from lmkit.storage.inputs import open_input, read_input, read_object
-from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
@@ -574,15 +573,3 @@ def hint_at_run(path: Path, *, otherwise: str) -> str:
     """Return a hint at the run of that name in the default folder, if there is one."""
     run = RunConfig().folder / path
     return f"did you mean {run}?" if run.is_dir() else otherwise
-
-
-def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:
-    """Load the tokenizer of a model."""
-    tokenizer = Tokenizer.load(path)
-    if trained_with not in (None, tokenizer.sha256):
-        raise UsageError(
-            "checkpoint.wrong_tokenizer",
-            f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
-            hint="use the tokenizer that encoded its token files",
-        )
-    return tokenizer

@@ -35,7 +35,6 @@ from lmkit.training.checkpoint import (
     TrainingState,
     damaged_file,
     is_finite,
-    load_tokenizer,
     model_files,
     newest_checkpoint,
     unsupported_dtype,
@@ -189,12 +188,18 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         return reordered(name, weight, self.config, pairs=True)
 
     def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
-        """Return the tokenizer at `path`, or the model's own."""
+        """Return the tokenizer at `path`, or the model's own; refuse another one than it was trained with."""
         path = path or self.tokenizer
         if path is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(path, self.tokenizer_sha256)
+        tokenizer, trained_with = Tokenizer.load(path), self.tokenizer_sha256
+        if trained_with not in (None, tokenizer.sha256):
+            raise UsageError(
+                "checkpoint.wrong_tokenizer",
+                f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
+                hint="use the tokenizer that encoded its token files",
+            )
         self.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
 
