@@ -13,6 +13,8 @@ import resource  # at once: where memory has run out, nothing can be imported an
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 
+PARTIAL_SUFFIX = ".lmkit-partial"
+"""Ends the name of a file or folder that lmkit is writing; see `lmkit.storage.atomic`."""
 LONGEST = 2000
 """Longest message in characters: a damaged file may hold a name of a megabyte."""
 
@@ -84,6 +86,20 @@ def limit_reached(error: BaseException) -> LmkitError | None:
     if (limit := _limit("RLIMIT_AS")) is not None:
         hint = f"raise the limit with ulimit -v, which is {limit // 1024} kB here, or {hint}"
     return LmkitError("memory.exhausted", f"out of memory{detail}", hint=hint)
+
+
+def system_error(error: BaseException) -> LmkitError | None:
+    """Return the error for users of what the operating system refused; None for other errors."""
+    if isinstance(error, OSError | MemoryError | RuntimeError | ImportError) and (
+        found := limit_reached(error)
+    ):
+        return found
+    if not isinstance(error, OSError):
+        return None
+    # Files are written under a partial name first, which the user did not give.
+    where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
+    hint = "check the path, its permissions and the disk"
+    return LmkitError("file.failed", f"{where}{reason(error)}", hint=hint)
 
 
 def _limit(name: str) -> int | None:

@@ -236,10 +236,10 @@ BUDGETS = {
     "optim": 466,
     "parallel": 2556,
     "profile": 968,
-    "recipe": 1270,
+    "recipe": 1219,
     "storage": 396,
     "tokenizer": 1919,
-    "training": 4942,
+    "training": 4825,
 }
 
 

@@ -14,7 +14,7 @@ import typer
 
 from lmkit import __version__
 from lmkit.cli.options import DEBUG, Commands, first_sentence
-from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.errors import LmkitError, UsageError, system_error
 from lmkit.streams import only_results_on_stdout
 
 # The base of Typer's errors about arguments; its newer versions have no public name for it.
@@ -147,19 +147,11 @@ def _explained(error: BaseException) -> LmkitError | None:
     """Return the error for users; None for a defect of lmkit, which keeps its traceback."""
     if isinstance(error, LmkitError):
         return error
-    is_of_system = isinstance(error, OSError | MemoryError | RuntimeError | ImportError)
-    if is_of_system and (limited := limit_reached(error)):
-        return limited
-    if not isinstance(error, OSError):
-        from lmkit.plugins import plugin_error
+    if found := system_error(error):
+        return found
+    from lmkit.plugins import plugin_error
 
-        return plugin_error(error)
-    from lmkit.storage.atomic import PARTIAL_SUFFIX
-
-    # Files are written under a partial name first, which the user did not give.
-    where = f"{str(error.filename).removesuffix(PARTIAL_SUFFIX)}: " if error.filename else ""
-    hint = "check the path, its permissions and the disk"
-    return LmkitError("file.failed", f"{where}{reason(error)}", hint=hint)
+    return plugin_error(error)
 
 
 def _command_in(arguments: Sequence[str]) -> str:

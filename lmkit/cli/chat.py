@@ -43,7 +43,6 @@ def chat(
     --set generate.top_p=0.9.
 
     Args:
-        run: A run folder, a checkpoint, or a Hugging Face folder.
         tokenizer: A tokenizer.json; default: the model's.
     """
     from lmkit.tokenizer.chat import beside
@@ -90,14 +89,7 @@ def _lines() -> Iterator[str]:
 
 
 class Conversation:
-    """Text that a user and a model write in turn. Only the newest that fits into the context is kept.
-
-    Args:
-        template: what stands around their messages; None: nothing, the model goes on in the same text.
-
-    Raises:
-        UsageError: the template is not for this tokenizer.
-    """
+    """Text that a user and a model write in turn. Only the newest that fits into the context is kept."""
 
     def __init__(
         self,

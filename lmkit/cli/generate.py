@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,7 +45,6 @@ def generate(
     there is.
 
     Args:
-        run: A run folder, a checkpoint, or a Hugging Face folder.
         prompts_file: Text file with one prompt a line; blank lines are skipped.
         tokenizer: A tokenizer.json; default: the model's.
         prompt: Text to continue; repeatable. Empty: a new document; -: stdin. Of a long prompt, only the end is used.
@@ -68,9 +64,8 @@ def generate(
         write(piece)
 
     def print_line(number: int, made: Generation) -> None:
-        with _uninterrupted():
-            show(Result("", _fields(number, made)), as_json=True)
-            numbers.add(number)
+        show(Result("", _fields(number, made)), as_json=True)
+        numbers.add(number)
 
     def on_end(number: int, made: Generation, total: int) -> None:
         nonlocal complete
@@ -90,8 +85,7 @@ def generate(
                     print_line(number, made)
         elif generations:
             samples = [_fields(number, made) for number, made in generations.items()]
-            with _uninterrupted():
-                show(Result(as_text(generations.values()), {"samples": samples}), as_json=as_json)
+            show(Result(as_text(generations.values()), {"samples": samples}), as_json=as_json)
 
     try:
         # rich's bar would redirect the lines of JSON to stderr.
@@ -110,25 +104,6 @@ def generate(
         finish(getattr(stop, "generations", {}))
         raise
     finish(dict(enumerate(made)))
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back for the block: half a line would not be JSON.
-
-    Blocking the signal would not do: another thread may take it, and Python's handler runs in this one.
-    """
-    came: list[tuple[int, FrameType | None]] = []
-    if threading.current_thread() is not threading.main_thread():  # no handler runs here
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
 
 
 def _read_prompts(given: list[str] | None, file: Path | None) -> list[str] | None:
@@ -185,19 +160,7 @@ def continue_prompts(
     stream: Callable[[str], None] | None = None,
     on_end: Callable[[int, Generation, int], None] | None = None,
 ) -> list[Generation]:
-    """Continue the prompts of a run's [generate] table, or those given.
-
-    Args:
-        source, tokenizer, overrides, flags, device: as for `loaded_model`.
-        samples: texts per prompt.
-        stream: called with the prompt and then with each piece of text, if there is a single prompt.
-        on_end: called with the number of a text, the text when it is complete, and the number of all texts.
-
-    Raises:
-        UsageError: as `loaded_model`.
-        LmkitError: the checkpoint is damaged, or memory does not suffice.
-        generation.Interrupted: in place of KeyboardInterrupt, once texts are written.
-    """
+    """Continue the prompts of a run's [generate] table, or those given."""
     with loaded_model(source, tokenizer, overrides, flags, device) as (model, loaded, table, _):
         from lmkit import generation
 
@@ -233,10 +196,6 @@ def loaded_model(
         source: a run folder, its checkpoints folder, one checkpoint, or a Hugging Face folder.
         tokenizer: a tokenizer.json; None takes the model's.
         overrides, flags: as for `load_recipe`, over the run's recipe.
-
-    Raises:
-        UsageError: no model, no tokenizer or not the model's, or sampling options out of range.
-        LmkitError: a file is damaged.
     """
     from lmkit.generation.decoder import can_run_kernels
     from lmkit.generation.generate import weight_dtype

@@ -73,7 +73,6 @@ def evaluate(
     log-likelihood by the choice's number of characters. With --harness, lm-eval itself runs.
 
     Args:
-        run: A run folder, a checkpoint, or a Hugging Face folder.
         tokens: Token file to evaluate on; default: the held-out file of the run.
         text: Text, or JSON objects, to evaluate on; the model's tokenizer encodes it.
         by_document: Evaluate each document by itself.

@@ -84,6 +84,7 @@ SHARED: dict[str, Any] = {
 """Parameter of a command -> what it is, unless the command's docstring explains it."""
 HELP = {
     "recipe": "A .toml file, or the name of a shipped recipe (see `lmkit recipe list`).",
+    "run": "A run folder, a checkpoint, or a Hugging Face folder.",
     "force": "Overwrite existing output.",
     "print_recipe": "Print the resolved recipe and stop.",
     "dry_run": "Check everything, print what would happen, and stop.",

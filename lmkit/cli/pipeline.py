@@ -75,7 +75,7 @@ OTHERWISE = "name a new run: --set run.name=...; or --force: it keeps the old tr
 
 
 def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -> Result | None:
-    """Bring a run up to date and summarise it.
+    """Bring a run up to date and summarise it; None on ranks other than 0.
 
     Under torchrun every rank calls this: rank 0 makes the data while the others wait, all ranks train, and rank 0
     evaluates and generates.
@@ -83,13 +83,6 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
     Args:
         nproc: ranks to start for the training; 1 under torchrun.
         options: `from_stage`, `skip_data`, `force` of `Pipeline`.
-
-    Returns:
-        The summary; None on ranks other than 0.
-
-    Raises:
-        UsageError: a table is missing, the options exclude each other, or another recipe made the run folder.
-        LmkitError: a stage failed.
     """
     if nproc > 1:
         from lmkit.parallel.launch import refuse_torchrun
@@ -122,11 +115,7 @@ def run(recipe: Recipe, *, progress: Progress, nproc: int = 1, **options: Any) -
 
 
 def plan(recipe: Recipe, **options: Any) -> Result:
-    """Say which stages `run` would do; touches nothing.
-
-    Raises:
-        UsageError: `run` would refuse this folder.
-    """
+    """Say which stages `run` would do; touches nothing."""
     pipeline = Pipeline(recipe, progress=lambda stage, done, total: None, **options)
     pipeline.check()
     lines, states = [str(pipeline.folder)], {}
@@ -147,9 +136,6 @@ class StageRecord:
     depends, and the content of its outputs. A stage is up to date if all three are still the same. Neither the place
     of a file nor its times count: a run folder may be moved, and a corpus copied. A key that is newer than the record
     counts with its default: a newer lmkit does not redo the stages of an older one.
-
-    Args:
-        reads_sources: hash the files that the recipe names; otherwise they count as unchanged and may be gone.
 
     Attributes:
         entries: stage -> its entry in the record.
@@ -280,9 +266,6 @@ class Pipeline:
         from_stage: redo this stage and all after it.
         skip_data: use corpus, tokenizer and token files as they are.
         force: redo all stages, whichever recipe made the folder.
-
-    Raises:
-        UsageError: a table is missing, there is no such stage, or the folder is somebody else's.
     """
 
     record: StageRecord
@@ -411,7 +394,7 @@ class Pipeline:
         """Return the hash of the tokenizer of a checkpoint, or else of the folder; None: neither says it."""
         try:
             return str(read_object(checkpoint / "state.json")["data"]["tokenizer_sha256"])
-        except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported: it has no data
+        except (OSError, ValueError, LookupError, TypeError):  # damaged, or imported
             path = self.folder / run_folder.TOKENIZER
             return Tokenizer.load(path).sha256 if path.exists() else None
 

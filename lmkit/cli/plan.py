@@ -162,19 +162,13 @@ def _table(plans: dict[str, Plan]) -> str:
     from lmkit.measure.tables import Column, terminal_table
 
     made = next(reversed(plans.values()))
-    columns = (
-        *(Column("gpu", "GPU"), Column("usable", "usable GB", ".1f"), Column("needs", "needs GB", ".2f")),
-        *(
-            Column("fits", "fits"),
-            Column("rows", "largest batch", ",d"),
-            Column("context", "longest context", ",d"),
-        ),
-    )
+    heads = {"GPU": "", "usable GB": ".1f", "needs GB": ".2f", "fits": ""}
+    heads |= {"largest batch": ",d", "longest context": ",d"}
+    columns = [Column(head, head, spec) for head, spec in heads.items()]
     rows = []
     for name, each in plans.items():
         sizes = (each.usable / GB, each.memory.peak / GB, "yes" if each.fits else "no")
-        values = (name, *sizes, each.most_rows, each.most_context)
-        rows.append({column.key: value for column, value in zip(columns, values, strict=True)})
+        rows.append(dict(zip(heads, (name, *sizes, each.most_rows, each.most_context), strict=True)))
     precision, context = made.train.precision, made.config.context_length
     others = (f"{p.train.precision} on {name}" for name, p in plans.items() if p.train.precision != precision)
     ranks = f"{made.ranks} GPUs, {made.strategy}" if made.ranks > 1 else "1 GPU"

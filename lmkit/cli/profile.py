@@ -9,13 +9,18 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from lmkit.cli.options import Commands
+from lmkit.cli.options import Commands, option
 from lmkit.errors import UsageError
 
 RECORDINGS = (".sqlite", ".nsys-rep", ".json", ".json.gz")
 
-Mode = Literal["forward", "fwd+bwd", "step"]
-Steps = Annotated[int, typer.Option(min=1, max=1000)]
+Mode = Annotated[
+    Literal["forward", "fwd+bwd", "step"],
+    typer.Option(help="What to record of a recipe: whole steps, or only forward (and backward) passes."),
+]
+Steps = Annotated[int, typer.Option(min=1, max=1000, help="Training steps to record.")]
+_OUTPUT = "Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]"
+Output = Annotated[Path | None, option(_OUTPUT)]
 
 app = Commands("Find out where time and memory go.", example="lmkit profile kineto quickstart")
 
@@ -41,7 +46,7 @@ def nsys(
     engine: Literal["auto", "nsys", "kineto"] = "auto",
     mode: Mode = "step",
     steps: Steps = 5,
-    output: Path | None = None,
+    output: Output = None,
     force: bool = False,
 ) -> Any:
     """Time of training steps, or of any command, with Nsight Systems.
@@ -51,9 +56,6 @@ def nsys(
     Args:
         target: A recipe, a .sqlite or .nsys-rep file, or `--` and a command with its arguments.
         engine: auto: a recipe is profiled with kineto where nsys is missing.
-        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
-        steps: Training steps to record.
-        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     arguments = context.meta[__name__]
     if len(target) > 1 and target != arguments:
@@ -74,7 +76,7 @@ def kineto(
     set_: list[str] | None = None,
     mode: Mode = "step",
     steps: Steps = 5,
-    output: Path | None = None,
+    output: Output = None,
     force: bool = False,
 ) -> Any:
     """Time of training steps with torch.profiler, on a CPU too.
@@ -83,9 +85,6 @@ def kineto(
 
     Args:
         target: A recipe, or a .json[.gz] trace of torch.profiler.
-        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
-        steps: Training steps to record.
-        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "kineto", force=force)
     return _profile(target, set_, folder, engine="kineto", mode=mode, steps=steps)
@@ -103,7 +102,7 @@ def memory(
     precisions: str | None = None,
     kernels: str | None = None,
     steps: Steps = 2,
-    output: Path | None = None,
+    output: Output = None,
     force: bool = False,
 ) -> Any:
     """Peak memory of training steps by phase, category and source line.
@@ -115,9 +114,6 @@ def memory(
         contexts: Table: context lengths, 128,512,2048.
         precisions: Table: precisions of [train], fp32,bf16.
         kernels: Table: attention kernels, reference,flash_torch.
-        mode: What to record of a recipe: whole steps, or only forward (and backward) passes.
-        steps: Training steps to record.
-        output: Folder for the recording and its summary. [default: artifacts/profiles/<command>, overwritten]
     """
     folder = _folder(output, "memory", force=force)
     from lmkit.recipe.load import load_recipe
@@ -143,11 +139,7 @@ def _words(text: str) -> list[int | str]:
 
 
 def _folder(output: Path | None, command: str, *, force: bool) -> Path:
-    """Return the output folder.
-
-    Raises:
-        UsageError: the folder is not writable, or it was named and holds results.
-    """
+    """Return the output folder."""
     from lmkit.recipe.run_folder import refuse_results
     from lmkit.storage.outputs import refuse_unwritable
 

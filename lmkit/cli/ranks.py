@@ -60,11 +60,7 @@ def leading() -> Iterator[Callable[[str], None]]:
 
 
 def follow() -> str:
-    """On ranks other than 0: wait, however long it takes, for the word of rank 0 and return it.
-
-    Raises:
-        RankLost: rank 0 failed.
-    """
+    """On ranks other than 0: wait, however long it takes, for the word of rank 0 and return it."""
     from lmkit.parallel.ranks import RankLost
 
     store = _shared_store()

@@ -11,8 +11,7 @@ import typer
 from lmkit.cli.console import Result, progress_on_stderr
 from lmkit.cli.options import MOST_RANKS, Commands
 from lmkit.errors import UsageError
-from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, placed_in
-from lmkit.storage.inputs import read_object
+from lmkit.recipe.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, is_run, object_in, placed_in
 
 if TYPE_CHECKING:
     from lmkit.recipe.recipe import Recipe
@@ -129,10 +128,10 @@ def rerun(
     new = output or place.parent / f"{place.name}-rerun"
     if new.exists():
         raise UsageError("output.exists", f"{new}: exists", hint="name another folder: --output FOLDER")
-    recipe, before = load_recipe(recipe_file, benches=not is_run(folder)), _environment(folder)
+    recipe, before = load_recipe(recipe_file, benches=not is_run(folder)), object_in(folder / ENVIRONMENT)
     made_again = _train_again if is_run(folder) else _measure_again
     made = made_again(folder, recipe, new, nproc)
-    changes = differences(before, _environment(new), ignore=OF_THE_MOMENT)
+    changes = differences(before, object_in(new / ENVIRONMENT), ignore=OF_THE_MOMENT)
     trained = [
         _trained_recipe(path, state) for path in (folder, new) if (state := _newest_state(path)) is not None
     ]
@@ -142,14 +141,6 @@ def rerun(
     lines += [] if changes else ["versions, machine and recipe are the same"]
     fields = {"folder": new, "drift": changes, **made.fields}
     return Result("\n".join([*lines, made.text]), fields, made.is_fine)
-
-
-def _environment(folder: Path) -> dict[str, Any]:
-    """Return what `environment.json` says; {} if it is missing or damaged."""
-    try:
-        return read_object(folder / ENVIRONMENT)
-    except (OSError, ValueError):
-        return {}
 
 
 def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -> Result:
@@ -162,7 +153,7 @@ def _measure_again(folder: Path, recipe: Recipe, new: Path, nproc: int | None) -
     if len(found) != 1:
         message = f"{folder}: holds {METRICS} of no run, nor one bench's rows"
         raise UsageError("rerun.no_results", message, hint="name the folder of one bench's results")
-    ranks = nproc or _environment(folder).get("world_size", 1)
+    ranks = nproc or object_in(folder / ENVIRONMENT).get("world_size", 1)
     with progress_on_stderr() as progress:
         made = run_bench(files[found[0]], recipe, new, nproc=ranks, progress=progress)
     compared = compare_files(folder / found[0], new / found[0], threshold=SMALLEST_DIFFERENCE)

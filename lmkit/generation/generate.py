@@ -129,8 +129,8 @@ def generate(
 
     finished: dict[int, Generation] = {}
     try:
-        settings: dict[str, Any] = {"encode": encode, "kernels": kernels, **limits}
-        for number, token, logprob in generate_tokens(model, prompts, options, **settings):
+        drawn = generate_tokens(model, prompts, options, encode=encode, kernels=kernels, **limits)
+        for number, token, logprob in drawn:
             if token in stops:
                 ended.add(number)
             else:
@@ -181,13 +181,7 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _Seat:
-    """A prompt in a row of the decoder. The host does not know yet whether the model has ended the text.
-
-    Attributes:
-        length: tokens in the row's text.
-        drawn: tokens drawn so far.
-        read: those of them that the host has read.
-    """
+    """A prompt in a row of the decoder. The host does not know yet whether the model has ended the text."""
 
     number: int
     length: int

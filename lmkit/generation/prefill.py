@@ -61,11 +61,7 @@ class PromptCache(KVCache):
         return torch.arange(seq, device=self.keys.device).unsqueeze(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (texts, kv_heads, seq, head_dim); return causal attention of q (texts, heads, seq, head_dim).
-
-        Raises:
-            AllStored: in the last layer.
-        """
+        """Store k, v (texts, kv_heads, seq, head_dim); return causal attention of q (texts, heads, seq, head_dim)."""
         seq = k.shape[2]
         keys, values = self.keys[layer], self.values[layer]
         if self.store is not None:

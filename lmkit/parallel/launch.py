@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lmkit.errors import LmkitError, UsageError, first_line
+from lmkit.errors import LmkitError, UsageError, first_line, system_error
 from lmkit.parallel.ranks import RankLost, hosted_store, shutdown
 from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import Progress, secure_streams
@@ -210,9 +210,11 @@ def _run_rank(
     except KeyboardInterrupt:
         code = 130
     except BaseException as caught:  # noqa: BLE001 (the border of a process: the traceback travels to the parent as text)
-        error, code = plugin_error(caught) or RankFailed("parallel.rank_failed", first_line(caught)), 1
-        error.hint = "look above for its traceback"
-        text = traceback.format_exc()
+        error, code = system_error(caught), 1
+        if error is None:
+            error = plugin_error(caught) or RankFailed("parallel.rank_failed", first_line(caught))
+            error.hint = "look above for its traceback"
+            text = traceback.format_exc()
     reports.send((result if environment["RANK"] == "0" else None, error, text))
     shutdown(code)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +22,6 @@ from lmkit.errors import UsageError, did_you_mean, reason
 from lmkit.recipe.recipe import TABLES, Recipe, conflicts, table_type
 from lmkit.recipe.run_folder import RECIPE, placed_in, run_folder_of
 from lmkit.recipe.tables import PRESETS, SIZES, Table, from_depth
-from lmkit.recipe.values import Only, flat
 from lmkit.registry import BENCHES
 from lmkit.storage.inputs import open_input
 
@@ -34,8 +31,6 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-_warn_once = cache(logging.getLogger("lmkit").warning)
-
 _MOST_BYTES = 1 << 20
 
 
@@ -63,13 +58,12 @@ def load_recipe(
         UsageError: unreadable file, bad TOML, or mistakes in the content (all of them in one message).
     """
     raw: dict[str, Any] = {}
-    folder = None
     if source is not None:
         path = find_recipe(source)
         raw = with_our_names(read_toml(path))
         if (folder := run_folder_of(path)) is not None:
             raw = placed_in(folder, raw)
-    typed: dict[str, Any] = {}
+    is_changed = False
     for given in (map(_parse_override, overrides), (flags or {}).items()):
         tables: dict[str, Any] = {}
         for dotted, value in given:
@@ -79,15 +73,12 @@ def load_recipe(
                 _merge(tables, with_our_names(value))
         _drop_replaced(raw, tables)
         _merge(raw, tables)
-        _merge(typed, tables)
+        is_changed |= bool(tables)
     origin = [str(source)] if source is not None else []
-    origin += ["the command line"] if typed else []
+    origin += ["the command line"] if is_changed else []
     recipe = validate(raw, origin=" and ".join(origin) or "recipe", benches=benches)
     if source is not None:
         recipe._source = str(source)
-    if os.environ.get("RANK", "0") == "0":
-        for line in _set_in_vain(recipe, raw if folder is None else typed, typed):
-            _warn_once(f"{recipe.origin}: {line}")
     return recipe
 
 
@@ -113,11 +104,7 @@ def _drop_replaced(raw: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
 
 
 def required(table: T | None, name: str, recipe: Recipe, *, command: str) -> T:
-    """Return the table `name` of a recipe.
-
-    Raises:
-        UsageError: the recipe does not have it, and `lmkit COMMAND` needs it.
-    """
+    """Return the table `name` of a recipe."""
     if table is None:
         message = f"{recipe.origin}: has no [{name}] table, which `lmkit {command}` needs"
         hint = f"add [{name}], or use a shipped recipe that has it: {', '.join(shipped_with(name))}"
@@ -146,11 +133,7 @@ def shipped_with(table: str) -> list[str]:
 
 
 def find_recipe(source: str | Path) -> Path:
-    """Return the file of a recipe: a path as it is, else the shipped recipe of that name.
-
-    Raises:
-        UsageError: there is neither.
-    """
+    """Return the file of a recipe: a path as it is, else the shipped recipe of that name."""
     path, shipped = Path(source), shipped_recipes()
     if os.path.lexists(path) and not path.is_dir():  # the reader says what is wrong with a link
         return path
@@ -164,11 +147,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: not readable, not UTF-8, or not TOML (with line and column).
-    """
+    """Read a TOML file."""
     code, hint = "unreadable", "check the path and its permissions"
     try:
         with open_input(path) as file:
@@ -268,10 +247,6 @@ def validate(raw: Mapping[str, Any], *, origin: str, resolved: bool = False, ben
         resolved: a checkpoint keeps the recipe: its `model.vocab_size` is what the tokenizer reached, which is less
             than was asked for if the corpus had no more pairs to merge.
         benches: validate the tables of benches, too, and fill in their defaults; imports these benches.
-
-    Raises:
-        UsageError: names every mistake. Its code is that of the mistakes if they have the same, else
-            "recipe.mistakes".
     """
     raw = with_our_names(raw)
     model = raw.get("model")
@@ -375,23 +350,3 @@ def _shown(value: object) -> str:
     """Return a value as the user wrote it, cut to a readable length."""
     text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _set_in_vain(recipe: Recipe, given: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every given key that has no effect because of another key, see `Only`.
-
-    Not for defaults, which a resolved recipe holds, nor for a key of the file if the command line has the other key.
-    """
-    on_command_line = flat(typed)
-    for dotted in flat(given):
-        name, _, key = dotted.partition(".")
-        table = getattr(recipe, name)
-        field = None if name == "bench" else type(table).model_fields.get(key)
-        if field is None or getattr(table, key) == field.default:
-            continue
-        for only in field.metadata:
-            if not isinstance(only, Only):
-                continue
-            is_meant = dotted in on_command_line or only.switch not in on_command_line
-            if is_meant and (condition := only.condition(key, recipe)):
-                yield f"{dotted} has no effect; it is used only {condition}"

@@ -165,12 +165,7 @@ NEED_STEPS = ("optimizer", "train.grad_clip", "train.accumulation")
 def differences(
     old: Recipe | Mapping[str, Any], new: Recipe | Mapping[str, Any], *, ignore: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema.
-
-    Args:
-        old, new: recipes, or what `read_toml` returned.
-        ignore: tables (`generate`) and keys (`checkpoint.resume`) that may differ.
-    """
+    """Return lines such as `train.steps: 100 -> 200`, in the order of the schema."""
     dumps = (it if isinstance(it, Mapping) else it.model_dump(mode="json") for it in (old, new))
     before, after = map(flat, dumps)
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]

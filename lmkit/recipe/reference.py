@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from lmkit.recipe import keys
 from lmkit.recipe.recipe import TABLES, Recipe
 from lmkit.recipe.tables import Table
-from lmkit.recipe.values import Only, RegisteredName
+from lmkit.recipe.values import RegisteredName
 from lmkit.registry import BENCHES
 
 _WIDTH = 100
@@ -52,7 +52,6 @@ def _keys(table: Table) -> Iterator[str]:
             "not set" if values[key] is None else "",
             f"{', '.join(choices[:-1])} or {choices[-1]}" if choices else "",
             known[key].text.rstrip("."),
-            *(f"Only {only.condition(key)}" for only in field.metadata if isinstance(only, Only)),
         ]
         assignment = f"# {key} =" if values[key] is None else _assignment(key, values[key])
         yield from _with_comment(assignment, ". ".join(filter(None, remarks)))

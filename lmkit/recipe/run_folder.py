@@ -73,7 +73,7 @@ def tokenizer_in(path: Path) -> Path:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the record `stages.json` of a run folder; {} if there is none, or it is not lmkit's."""
-    record = _object(folder / RECORD)
+    record = object_in(folder / RECORD)
     return record if isinstance(record.get(_MARK), dict) else {}
 
 
@@ -102,16 +102,12 @@ def is_run(folder: Path) -> bool:
     that `lmkit import` writes."""
     return bool(read_record(folder)) or any(
         {"format", "checksum"} <= manifest.keys() and "state.json" in (manifest.get("files") or ())
-        for manifest in map(_object, folder.glob(f"{CHECKPOINTS}/step-*/manifest.json"))
+        for manifest in map(object_in, folder.glob(f"{CHECKPOINTS}/step-*/manifest.json"))
     )
 
 
 def refuse_foreign_files(folder: Path, names: Iterable[str] = TRAINED_FILES) -> None:
-    """Refuse a folder that is no run and has files under names that lmkit would write.
-
-    Raises:
-        UsageError: names the first such file ("run.not_a_run_folder").
-    """
+    """Refuse a folder that is no run and has files under names that lmkit would write."""
     for name in names:
         if os.path.lexists(folder / name):
             if is_run(folder):
@@ -126,11 +122,8 @@ def refuse_results(folder: Path, *, force: bool) -> None:
 
     Args:
         force: files may be replaced, but not the recipe and the environment of a run or of somebody else.
-
-    Raises:
-        UsageError: names such a file ("output.exists").
     """
-    environment = _object(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
+    environment = object_in(folder / ENVIRONMENT)  # lmkit's own: that of a run, a bench or a profile
     is_ours = isinstance(environment.get(_MARK), str) and "packages" in environment and not is_run(folder)
     patterns = _RESULTS if not force else () if is_ours else (RECIPE, ENVIRONMENT)
     for found in (path for pattern in patterns for path in folder.glob(pattern)):
@@ -140,8 +133,8 @@ def refuse_results(folder: Path, *, force: bool) -> None:
         raise UsageError("output.exists", f"{folder}: {what}: {found.name}", hint=hint)
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if there is none."""
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file is missing or damaged."""
     try:
         return read_object(path)
     except (OSError, ValueError):

@@ -19,7 +19,6 @@ from lmkit.recipe.values import (
     Count,
     Int64,
     NonNegativeFloat,
-    Only,
     OperationsName,
     OptimizerName,
     PositiveFloat,
@@ -29,7 +28,7 @@ from lmkit.recipe.values import (
     Table,
     Workers,
 )
-from lmkit.registry import ATTENTION, SCHEDULES
+from lmkit.registry import ATTENTION
 from lmkit.storage.inputs import in_home
 
 TOKENS_PER_PARAMETER = 20.0
@@ -37,7 +36,6 @@ TOKENS_PER_PARAMETER = 20.0
 OWN = "own"
 """Marks a key of [model] that, unless it has its default, makes another function than Llama's; see
 `ModelConfig.switches`."""
-OF_LLAMA3 = Only("model.rope_scaling", among=("llama3",))
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 192, "d_ff": 512, "num_layers": 4, "num_heads": 6},
@@ -77,25 +75,26 @@ class ModelConfig(Table):
     """Fewer than `num_heads`: grouped-query attention (Ainslie et al. 2023). Default: `num_heads`."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the wavelengths of rotary position embeddings (Su et al. 2021)."""
-    rope_scaling: Annotated[Literal["none", "linear", "llama3"], Only("model.rope_factor", but=(1,))] = "none"
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """Slower rotations for longer contexts: all of them (`linear`, Chen et al. 2023), or those of long wavelengths
     (`llama3`, as in Llama 3.1)."""
-    rope_factor: Annotated[PositiveFloat, Only("model.rope_scaling", but=("none",))] = 1.0
-    """How much slower."""
-    rope_low_freq_factor: Annotated[PositiveFloat, OF_LLAMA3] = 1.0
-    """Wavelengths of more than `rope_original_context` / this are scaled in full."""
-    rope_high_freq_factor: Annotated[PositiveFloat, OF_LLAMA3] = 4.0
-    """Wavelengths of less than `rope_original_context` / this are not scaled."""
-    rope_original_context: Annotated[PositiveInt, OF_LLAMA3] = 8192
-    """Tokens that the model saw at once before its wavelengths were scaled."""
+    rope_factor: PositiveFloat = 1.0
+    """How much slower, with `rope_scaling`."""
+    rope_low_freq_factor: PositiveFloat = 1.0
+    """`llama3`: wavelengths of more than `rope_original_context` / this are scaled in full."""
+    rope_high_freq_factor: PositiveFloat = 4.0
+    """`llama3`: wavelengths of less than `rope_original_context` / this are not scaled."""
+    rope_original_context: PositiveInt = 8192
+    """`llama3`: tokens that the model saw at once before its wavelengths were scaled."""
     qkv_bias: Annotated[bool, OWN] = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     qk_norm: Annotated[bool, OWN] = False
     """RMSNorm of each head's query and key, in front of RoPE, with one gain for all heads (as Qwen3)."""
     attention_window: Annotated[PositiveInt | None, OWN] = None
     """Tokens that a short layer sees, itself among them; see `attention_pattern`."""
-    attention_pattern: Annotated[str, Field(pattern="^[SL]+$"), Only("model.attention_window")] = "SSSL"
-    """Short and long layers, repeated from the first; a long layer sees all earlier tokens, and the last is long."""
+    attention_pattern: Annotated[str, Field(pattern="^[SL]+$")] = "SSSL"
+    """`attention_window`: short and long layers, repeated from the first. A long layer sees all earlier tokens; the
+    last is long."""
     separate_documents: bool = False
     """In training and evaluation a token sees its own document only; generation reads whole prompts nevertheless.
     `data.sampling = "packed"` sets it."""
@@ -223,28 +222,23 @@ class CorpusConfig(Table):
     source: CorpusSource = "synth"
     """`synth`: generated stories, offline. `files`: your own text. `chat`: conversations, JSON lines of messages, of
     which the assistant's words are learned. A dataset (`tinystories`, `owt`) is downloaded."""
-    folder: Annotated[Path, Only("corpus.source", but=("synth", "files", "chat"))] = Path("artifacts/data")
+    folder: Path = Path("artifacts/data")
     """Downloads are kept here, shared by all runs."""
-    size_mb: Annotated[PositiveFloat, Only("corpus.source", among=("synth",))] = 20.0
-    """Size of the generated training text, in 10^6 bytes."""
-    seed: Annotated[Int64, Only("corpus.source", among=("synth",))] = 0
-    """Seed of the generator."""
+    size_mb: PositiveFloat = 20.0
+    """`synth`: size of the generated training text, in 10^6 bytes."""
+    seed: Int64 = 0
+    """`synth`: seed of the generator."""
     train: tuple[Path, ...] = ()
     """Text files, or JSON objects in files that end in `.jsonl`, `.ndjson` or `.json`; compressed (`.gz`) or a pipe,
     too (`files`, `chat`). A byte order mark at the beginning is left out. `weight` 0 or `train` false leaves a text
     out; a conversation or message with it is read and not learned."""
     valid: tuple[Path, ...] = ()
     """Held-out files (`files`, `chat`); if empty, about `valid_fraction` of the text, its last documents."""
-    valid_fraction: Annotated[
-        float,
-        Field(gt=0, lt=1),
-        Only("corpus.source", among=("synth", "files", "chat")),
-        Only("corpus.valid", among=((),)),
-    ] = 0.05
-    """The part of the text that is held out."""
-    field: Annotated[str, Only("corpus.source", among=("files",))] = "text"
-    """The key of a JSON object that holds the text."""
-    separator: Annotated[str | None, Field(min_length=1), Only("corpus.source", but=("chat",))] = None
+    valid_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """The part of the text that is held out, without `valid` (`synth`, `files`, `chat`)."""
+    field: str = "text"
+    """`files`: the key of a JSON object that holds the text."""
+    separator: Annotated[str | None, Field(min_length=1)] = None
     """What ends a document in text files; default: the tokenizer's end-of-text token, as its file writes it, or
     `<|endoftext|>` in downloads. The text of a JSON object is one document."""
     errors: Literal["strict", "replace"] = "strict"
@@ -260,19 +254,16 @@ class CorpusConfig(Table):
         return self
 
 
-TRAINED = Only("tokenizer.path", among=(None,))
-
-
 class TokenizerConfig(Table):
     """`[tokenizer]`: byte-level BPE, trained on the training part of the corpus or read from a file."""
 
     vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)] = 10_000
     """256 bytes + merges + special tokens."""
-    special_tokens: Annotated[tuple[str, ...], TRAINED] = (END_OF_TEXT,)
-    """Never split, never merged across."""
-    max_token_bytes: Annotated[PositiveInt, TRAINED] = MAX_TOKEN_BYTES
+    special_tokens: tuple[str, ...] = (END_OF_TEXT,)
+    """Never split, never merged across; of a tokenizer that is trained."""
+    max_token_bytes: PositiveInt = MAX_TOKEN_BYTES
     """No merge makes a longer token: one endless word would otherwise become tokens as long as the corpus."""
-    workers: Annotated[Workers, TRAINED] = 0
+    workers: Workers = 0
     """Threads for training; 0: one per CPU. The result does not depend on it."""
     path: Path | None = None
     """Use this tokenizer.json instead of training one."""
@@ -298,19 +289,16 @@ class TokenizerConfig(Table):
         return self
 
 
-OF_TOKENS = Only("data.source", among=("tokens",))
-
-
 class DataConfig(Table):
     """`[data]`: token files and how batches are drawn from them."""
 
-    train: Annotated[Path | None, OF_TOKENS] = None
+    train: Path | None = None
     """Token file (.npy); default: the file that `lmkit run` made in the run folder."""
-    valid: Annotated[Path | None, OF_TOKENS] = None
+    valid: Path | None = None
     """Held-out token file; default: the file that `lmkit run` made."""
     source: Literal["tokens", "random"] = "tokens"
     """`random` draws uniform token ids and needs no file (for benchmarks)."""
-    sampling: Annotated[Literal["windows", "shuffled", "documents", "packed"], OF_TOKENS] = "windows"
+    sampling: Literal["windows", "shuffled", "documents", "packed"] = "windows"
     """Sequences start anywhere in the file (`windows`), or at the beginning of a document (`documents`). An epoch has
     every token once if they are cut one after the other and come in random order (`shuffled`), or are filled with
     whole documents, which do not see one another (`packed`)."""
@@ -319,7 +307,6 @@ class DataConfig(Table):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-OF_MOMENTS = Only("optimizer.name", but=("sgd",))
 
 
 class OptimizerConfig(Table):
@@ -330,9 +317,9 @@ class OptimizerConfig(Table):
     `sgd`, or a registered optimizer of your own."""
     lr: Annotated[PositiveFloat, Field(le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
-    betas: Annotated[tuple[Beta, Beta], OF_MOMENTS] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient, per step."""
-    eps: Annotated[PositiveFloat, Field(le=1e6), OF_MOMENTS] = 1e-8
+    eps: Annotated[PositiveFloat, Field(le=1e6)] = 1e-8
     """Added to the root of the mean square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     """Applied to matrices only, not to norm gains."""
@@ -340,9 +327,9 @@ class OptimizerConfig(Table):
     """Shape of the decay after the warm-up."""
     warmup_steps: Count = 0
     """Steps in which the rate rises linearly from 0."""
-    cooldown_steps: Annotated[Count | None, Only("optimizer.schedule", among=SCHEDULES)] = None
-    """Steps in which the rate falls at the end; default: 40% of `train.steps`."""
-    min_lr: Annotated[NonNegativeFloat, Only("optimizer.schedule", but=("constant",))] = 0.0
+    cooldown_steps: Count | None = None
+    """`wsd`: steps in which the rate falls at the end; default: 40% of `train.steps`."""
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule, at `train.steps`."""
     options: dict[str, int | float | str | bool] = Field(default_factory=dict)
     """`[optimizer.options]`: the optimizer's own options, if it has any."""
@@ -359,10 +346,10 @@ class TrainConfig(Table):
 
     init_from: Path | None = None
     """Begin with the weights of this run, checkpoint or Hugging Face folder, and with a fresh optimizer."""
-    steps: Annotated[PositiveInt, Only("train.epochs", among=(None,))] = 1000
-    """Optimizer steps; the learning-rate schedule spans them."""
-    tokens_per_parameter: Annotated[PositiveFloat, Only("model.depth")] = TOKENS_PER_PARAMETER
-    """Tokens to train on for each parameter that multiplies; decides `steps`."""
+    steps: PositiveInt = 1000
+    """Optimizer steps, without `epochs`; the learning-rate schedule spans them."""
+    tokens_per_parameter: PositiveFloat = TOKENS_PER_PARAMETER
+    """`model.depth`: tokens to train on for each parameter that multiplies; decides `steps`."""
     epochs: Annotated[PositiveFloat, Field(le=1e6)] | None = None
     """Steps that see this many times as many tokens as the token file has."""
     max_minutes: PositiveFloat | None = None
@@ -396,8 +383,8 @@ class TrainConfig(Table):
     spike_sigmas: NonNegativeFloat = 0.0
     """> 0: treat a loss or gradient norm that is so many standard deviations above its running mean as not finite,
     from step 21 on."""
-    max_skips: Annotated[PositiveInt, Only("train.nonfinite", among=("skip",))] = 10
-    """Stop after this many consecutive skipped steps."""
+    max_skips: PositiveInt = 10
+    """`nonfinite = "skip"`: stop after this many consecutive skipped steps."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainConfig:
@@ -440,7 +427,7 @@ class CheckpointConfig(Table):
     """Also save when the last save is this many minutes ago, by the clock of rank 0; 0: no such saves."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
-    keep_best: Annotated[Count, Only("train.eval_interval", but=(0,))] = 0
+    keep_best: Count = 0
     """Also keep this many checkpoints with the lowest validation loss."""
     resume: str = "auto"
     """`auto`: the newest good checkpoint of the run folder, if any; `never`; or a checkpoint folder."""
@@ -449,9 +436,6 @@ class CheckpointConfig(Table):
     @classmethod
     def _may_be_a_folder(cls, resume: str) -> str:
         return str(in_home(Path(resume))) if resume.startswith("~") else resume
-
-
-SAMPLED = Only("generate.temperature", but=(0,))
 
 
 class GenerateConfig(Table):
@@ -465,11 +449,11 @@ class GenerateConfig(Table):
     """Largest number of tokens to generate per prompt."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[Count, SAMPLED] = 0
+    top_k: Count = 0
     """Sample from the k most likely tokens; 0: from all."""
-    top_p: Annotated[float, Field(gt=0, le=1), SAMPLED] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the smallest set of tokens whose probability reaches p (Holtzman et al. 2020)."""
-    min_p: Annotated[float, Field(ge=0, le=1), SAMPLED] = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drop tokens less likely than this times the likeliest (Nguyen et al. 2024); 0: none."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Above 1: make tokens that the text holds already less likely (Keskar et al. 2019)."""
@@ -484,13 +468,10 @@ class GenerateConfig(Table):
     """Dtype of the matrices in decode steps: `same`, that of `precision`; `fp8` (e4m3), rounded when the model is
     loaded, with a scale for each row: faster for large models on a GPU (from sm_89 on), with at most 16 texts at
     once. Prompts are read with the weights of `precision`, which stay in memory."""
-    seed: Annotated[Int64, SAMPLED] = 0
+    seed: Int64 = 0
     """Seed of the sampling."""
     stop_at_end: bool = True
     """Stop at the tokens that end a text; the tokenizer and the files beside it name them."""
-
-
-ENABLED = Only("wandb.enabled", among=(True,))
 
 
 class WandbConfig(Table):
@@ -498,9 +479,9 @@ class WandbConfig(Table):
 
     enabled: bool = False
     """Log to Weights & Biases, too; metrics.jsonl is always written."""
-    project: Annotated[str, ENABLED] = "lmkit"
+    project: str = "lmkit"
     """Project of the run."""
-    mode: Annotated[Literal["online", "offline"], ENABLED] = "online"
+    mode: Literal["online", "offline"] = "online"
     """`offline` writes files for `wandb sync`."""
 
 

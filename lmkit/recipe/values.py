@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,42 +73,6 @@ class RegisteredName:
             known = ", ".join(self.names) + did_you_mean(value, self.names)
             raise UnregisteredName(f'"{value}" is not one of {known}, and no --plugin FILE registers it')
         return self.registry.aliases[value]
-
-
-@dataclass(frozen=True)
-class Only:
-    """Marks a key that has an effect only with certain values of another key.
-
-    `lmkit recipe show` says so, and `load_recipe` warns if the key is set in vain.
-
-    Attributes:
-        switch: the other key, `table.key`.
-        among: its values; of a registry, the names whose fact `uses` lists the marked key.
-        but: if `among` is empty: the values with which the marked key has no effect.
-    """
-
-    switch: str
-    among: tuple[Any, ...] | Registry[Any] = ()
-    but: tuple[Any, ...] = (None,)
-
-    def condition(self, key: str, recipe: Any = None) -> str:
-        """Return when the key has an effect, `with model.rope_scaling = "linear" or "llama3"`; "" if it has one in
-        `recipe`."""
-        among = self.among
-        if isinstance(among, Registry):
-            registry = among
-            among = tuple(name for name in registry.names if key in registry.facts(name).uses)
-        if recipe is not None:
-            table, _, switch = self.switch.partition(".")
-            value = getattr(getattr(recipe, table), switch, None)
-            if value in among if among else value not in self.but:
-                return ""
-        values = " or ".join(json.dumps(value) for value in among or self.but)
-        if among in ((None,), ((),)):
-            return f"without {self.switch}"
-        if among:
-            return f"with {self.switch} = {values}"
-        return f"with {self.switch}" + ("" if self.but == (None,) else f" other than {values}")
 
 
 AttentionName = Annotated[str, AfterValidator(RegisteredName(ATTENTION))]

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lmkit.errors import PARTIAL_SUFFIX as PARTIAL_SUFFIX
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.storage.inputs import open_input
 
-PARTIAL_SUFFIX = ".lmkit-partial"  # only lmkit gives names with this ending
 _SCRATCH_SUFFIX = ".scratch" + PARTIAL_SUFFIX
 DAMAGED_SUFFIX = ".damaged"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -10,10 +10,7 @@ A checkpoint is a folder `checkpoints/step-00000100/`:
 
 It is atomic: whole or absent. All files are written and fsynced in `step-00000100.lmkit-partial/`, the manifest last;
 then one rename gives the folder its name (`publish`). A kill at any moment leaves the older checkpoints intact and at
-most
-
-- `step-00000100.lmkit-partial`: being written or deleted; never read, removed at the next start (`clean_leftovers`);
-- `step-00000100.replaced`: the older of two checkpoints of one step, between two renames.
+most `step-00000100.lmkit-partial`, which is never read, and removed at the next start (`clean_leftovers`).
 
 `resume.py` saves trainings and resumes them, `weights.py` opens weights from anywhere. No file is a pickle.
 """
@@ -51,9 +48,8 @@ from lmkit.recipe.tables import (
     Table,
 )
 from lmkit.recipe.values import UnregisteredName
-from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, sha256_file
+from lmkit.storage.atomic import PARTIAL_SUFFIX, fsync, keep_damaged, sha256_file
 from lmkit.storage.inputs import open_input, read_input, read_object
-from lmkit.tokenizer import Tokenizer
 
 log = logging.getLogger("lmkit")
 
@@ -61,7 +57,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
-REPLACED_SUFFIX = ".replaced"
 _MODEL_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -152,21 +147,9 @@ def shard_name(rank: int, shards: int) -> str:
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
-    """List the folders with a checkpoint's name, lowest step first; [] where nothing has the name of `folder`.
-
-    Raises:
-        LmkitError: it cannot be read, as a link to a disk that is not there: its run must not begin anew.
-    """
-    try:
-        paths = [*folder.iterdir()]
-    except OSError as error:
-        if not os.path.lexists(folder):
-            return []
-        what = "is a link to nothing" if isinstance(error, FileNotFoundError) else reason(error)
-        hint = "bring back the disk that it lies on; if there are no checkpoints, delete it"
-        raise LmkitError("checkpoint.no_folder", f"{folder}: {what}", hint=hint) from error
+    """List the folders with a checkpoint's name, lowest step first; [] where nothing has the name of `folder`."""
     found = []
-    for path in paths:
+    for path in folder.iterdir() if os.path.lexists(folder) else ():
         if match := _STEP_NAME.fullmatch(path.name):
             found.append(SavedStep(int(match[1]), path))
     return sorted(found)
@@ -247,17 +230,10 @@ def capture_rng(device: torch.device) -> RngState:
 
 def restore_rng(state: RngState, device: torch.device) -> None:
     """Set this rank's generators to a saved state."""
-    try:
-        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.cpu)), dtype=torch.uint8))
-        if state.cuda is not None and device.type == "cuda":
-            bits = torch.frombuffer(bytearray(base64.b64decode(state.cuda)), dtype=torch.uint8)
-            torch.cuda.set_rng_state(bits, device)
-    except (ValueError, RuntimeError) as error:
-        raise LmkitError(
-            "checkpoint.bad_rng",
-            "the checkpoint's random generators cannot be restored",
-            hint="it was saved by another version of PyTorch, or changed; use another checkpoint",
-        ) from error
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.cpu)), dtype=torch.uint8))
+    if state.cuda is not None and device.type == "cuda":
+        bits = torch.frombuffer(bytearray(base64.b64decode(state.cuda)), dtype=torch.uint8)
+        torch.cuda.set_rng_state(bits, device)
 
 
 # Write
@@ -272,8 +248,7 @@ def write_tensors(
 ) -> FileEntry:
     """Write contiguous CPU tensors to a safetensors file, fsync it, and return its hash and size.
 
-    The safetensors library only reads: this writer hashes while it writes, releases the GIL, and reports a full disk
-    as an OSError.
+    Unlike the library's writer, it hashes while it writes, releases the GIL, and reports a full disk as an OSError.
 
     Args:
         read: returns a tensor when its turn has come; `tensors` then give shapes and dtypes only, on "meta" too.
@@ -311,6 +286,7 @@ def write_file(path: Path, head: bytes, tensors: Iterable[torch.Tensor] = ()) ->
                 written = os.write(file.fileno(), data[position : position + _BLOCK])
                 digest.update(data[position : position + written])
                 position += written
+            del part, data  # before the next tensor is read
         os.fsync(file.fileno())
         return FileEntry(sha256=digest.hexdigest(), bytes=os.fstat(file.fileno()).st_size)
 
@@ -330,16 +306,12 @@ def manifest_checksum(content: Mapping[str, Any]) -> str:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name. An older checkpoint of the same step is deleted afterwards."""
+    """Give a complete folder its final name. What has the name already is moved aside."""
     fsync(partial)
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
     if os.path.lexists(final):
-        _delete(replaced)
-        os.replace(final, replaced)
+        keep_damaged(final)
     os.replace(partial, final)
     fsync(final.parent)
-    if os.path.lexists(replaced):
-        remove_folder(replaced)
 
 
 def remove_folder(path: Path) -> None:
@@ -359,19 +331,10 @@ def _delete(path: Path) -> None:
 
 
 def clean_leftovers(folder: Path) -> list[Path]:
-    """Repair what a killed process left; return what was removed. The caller holds the run folder's lock."""
-    removed = []
-    for path in sorted(folder.glob(f"step-*{REPLACED_SUFFIX}")):
-        final = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
-        if final.exists():
-            remove_folder(path)
-            removed.append(path)
-        else:
-            os.replace(path, final)
-            fsync(folder)
-    for path in sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}")):
+    """Delete what a killed process left, and return it. The caller holds the run folder's lock."""
+    removed = sorted(folder.glob(f"step-*{PARTIAL_SUFFIX}"))
+    for path in removed:
         _delete(path)
-        removed.append(path)
     return removed
 
 
@@ -383,10 +346,6 @@ class TensorFile:
 
     Attributes:
         tensors: name -> a tensor on "meta" with the shape and dtype of the stored one.
-
-    Raises:
-        LmkitError: there is no such file, or its header does not describe exactly its bytes.
-        UsageError: a tensor has a dtype that lmkit does not read ("import.unsupported").
     """
 
     def __init__(self, path: Path) -> None:
@@ -467,13 +426,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def verify(folder: Path) -> None:
-    """Read every file of a checkpoint and compare it with the manifest, in constant memory.
-
-    Raises:
-        DamagedCheckpoint: naming the first file that is missing, cut or changed.
-        NewerFormat: written by a later lmkit.
-        LmkitError: a file cannot be read now ("checkpoint.unreadable").
-    """
+    """Read every file of a checkpoint and compare it with the manifest, in constant memory."""
     for name, entry in read_manifest(folder).items():
         verify_file(folder / name, entry)
 
@@ -573,12 +526,7 @@ class Choice(NamedTuple):
 
 
 def newest_valid(folder: Path) -> Choice:
-    """Return the checkpoint with the highest step (clocks may go back) that verifies.
-
-    Raises:
-        LmkitError: there are checkpoints, but none is good; the message names each. Or the newest cannot be read now.
-        NewerFormat: the newest was written by a later lmkit; an older one would silently lose its steps.
-    """
+    """Return the checkpoint with the highest step (clocks may go back) that verifies."""
     skipped: list[str] = []
     for saved in reversed(saved_steps(folder)):
         try:
@@ -625,23 +573,3 @@ def hint_at_run(path: Path, *, otherwise: str) -> str:
     """Return a hint at the run of that name in the default folder, if there is one."""
     run = RunConfig().folder / path
     return f"did you mean {run}?" if run.is_dir() else otherwise
-
-
-def load_tokenizer(path: Path, trained_with: str | None) -> Tokenizer:
-    """Load the tokenizer of a model.
-
-    Args:
-        trained_with: the SHA-256 of the tokenizer that made its token files; None: not known.
-
-    Raises:
-        UsageError: it is another one.
-        LmkitError: the file is damaged.
-    """
-    tokenizer = Tokenizer.load(path)
-    if trained_with not in (None, tokenizer.sha256):
-        raise UsageError(
-            "checkpoint.wrong_tokenizer",
-            f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
-            hint="use the tokenizer that encoded its token files",
-        )
-    return tokenizer

@@ -140,12 +140,7 @@ def summarise(loss: float, tokens: int, bytes_per_token: float | None) -> Evalua
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Result of evaluating a model on a whole token file; loss in nats per token.
-
-    Attributes:
-        checkpoint: the model's folder.
-        step: of the checkpoint; None: a Hugging Face folder.
-    """
+    """Result of evaluating a model on a whole token file; loss in nats per token."""
 
     checkpoint: str
     step: int | None

@@ -19,19 +19,10 @@ from lmkit.measure.environment import describe_environment
 from lmkit.measure.tables import size_of
 from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import config_json, output_biases, reordered, weight_names
+from lmkit.recipe import run_folder
 from lmkit.recipe.load import recipe_to_toml, validate
-from lmkit.recipe.run_folder import (
-    CHAT_TEMPLATE,
-    CHECKPOINTS,
-    ENVIRONMENT,
-    GENERATION_CONFIG,
-    METRICS,
-    RECIPE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-)
 from lmkit.storage import atomic_folder
-from lmkit.storage.inputs import read_input, read_object
+from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template
 from lmkit.tokenizer.marks import CONFIG
@@ -46,7 +37,6 @@ from lmkit.training.checkpoint import (
 )
 from lmkit.training.setup import initial_state
 from lmkit.training.weights import (
-    INDEX,
     ONE_FILE,
     GivenWeights,
     cast_weight,
@@ -56,7 +46,6 @@ from lmkit.training.weights import (
 
 log = logging.getLogger("lmkit")
 
-SHARD_BYTES = 5 * 10**9
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PADS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>")
 """Special tokens that serve as the pad token, the first that is there: Qwen2's is the last where it ends no text."""
@@ -117,7 +106,7 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     if weights.tokenizer is not None:
         tokenizer = weights.open_tokenizer()
     if tokenizer is None:
-        log.warning("%s: has no %s: exporting the weights alone", source, TOKENIZER)
+        log.warning("%s: has no %s: exporting the weights alone", source, run_folder.TOKENIZER)
     kept = next(spec.dtype for spec in weights.specs.values() if spec.dim() == 2)
     biased_llama = weights.config.qkv_bias and tokenizer is not None and not _is_qwen2(tokenizer)
     content = config_json(
@@ -129,10 +118,10 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     )
     with atomic_folder(output) as partial:
         zeros = output_biases(weights.config) if biased_llama else []
-        num_bytes = _write_shards(partial, weights, _DTYPES[dtype] if dtype else None, zeros)
+        num_bytes = _write_weights(partial / ONE_FILE, weights, _DTYPES[dtype] if dtype else None, zeros)
         _write_json(partial / CONFIG, content)
         if tokenizer is not None:
-            tokenizer.save(partial / TOKENIZER)
+            tokenizer.save(partial / run_folder.TOKENIZER)
             _describe_tokenizer(partial, tokenizer, beside(weights.tokenizer), weights.config.context_length)
         files = tuple(sorted(path.name for path in partial.iterdir() if not path.name.startswith(".")))
     return ExportResult(
@@ -146,12 +135,8 @@ def export_model(source: Path, output: Path, *, dtype: str | None = None) -> Exp
     )
 
 
-def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None, zeros: list[str]) -> int:
-    """Write the weights, and their index if there are several files; return the bytes of all tensors.
-
-    Args:
-        zeros: names of biases (d_model) of 0 that are written, too.
-    """
+def _write_weights(path: Path, weights: GivenWeights, dtype: torch.dtype | None, zeros: list[str]) -> int:
+    """Write the weights under the names of transformers; return the bytes of all tensors."""
     names = {theirs: ours for ours, theirs in weight_names(weights.config)}
     specs: dict[str, torch.Tensor] = {}
     for theirs in (*names, *zeros):
@@ -164,22 +149,8 @@ def _write_shards(folder: Path, weights: GivenWeights, dtype: torch.dtype | None
         weight = reordered(names[theirs], weights[names[theirs]], weights.config, pairs=False)
         return cast_weight(weight, specs[theirs].dtype, name=theirs, origin=weights.path)
 
-    shards: list[dict[str, torch.Tensor]] = [{}]  # of at most `SHARD_BYTES`, or of one tensor
-    held = 0
-    for name, spec in specs.items():
-        if shards[-1] and held + spec.nbytes > SHARD_BYTES:
-            shards.append({})
-            held = 0
-        shards[-1][name] = spec
-        held += spec.nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(files if len(files) > 1 else [ONE_FILE], shards, strict=True):
-        write_tensors(folder / file, shard, read=read, metadata=_FOR_OTHERS)
-    total = sum(spec.nbytes for spec in specs.values())
-    if len(files) > 1:
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    return total
+    write_tensors(path, specs, read=read, metadata=_FOR_OTHERS)
+    return sum(spec.nbytes for spec in specs.values())
 
 
 def _describe_tokenizer(
@@ -203,11 +174,11 @@ def _describe_tokenizer(
     }
     if template is not None:
         described["chat_template"] = template.to_jinja()
-    _write_json(folder / TOKENIZER_CONFIG, described)
+    _write_json(folder / run_folder.TOKENIZER_CONFIG, described)
     # No pad token in config.json: transformers would never train its embedding, and it may be end-of-text.
     numbers: dict[str, Any] = {f"{key}_token_id": i for key, i in ids.items()}
     numbers["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
-    _write_json(folder / GENERATION_CONFIG, numbers)
+    _write_json(folder / run_folder.GENERATION_CONFIG, numbers)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -265,14 +236,14 @@ def import_model(
     if with_tokenizer:
         alone = "--without-tokenizer imports the weights alone"
         if weights.tokenizer is None:
-            raise UsageError("import.no_tokenizer", f"{folder}: holds no {TOKENIZER}", hint=alone)
+            raise UsageError("import.no_tokenizer", f"{folder}: holds no {run_folder.TOKENIZER}", hint=alone)
         try:
             tokenizer = weights.open_tokenizer()
         except UsageError as error:
             raise UsageError("import.tokenizer", error.message, hint=alone) from error
         template = named_template(chat_template, tokenizer) if chat_template else their_template(folder)
         if template is not None:
-            template.check(tokenizer, folder / TOKENIZER)
+            template.check(tokenizer, folder / run_folder.TOKENIZER)
     dtypes = {spec.dtype for spec in weights.specs.values() if spec.dim() == 2}
     tables = {
         "run": {"folder": str(output.parent), "name": output.name},
@@ -283,7 +254,7 @@ def import_model(
     # Nothing has been trained, so that the state's recipe has no [train].
     state = initial_state(recipe.changed(train=None))
     with atomic_folder(output) as partial:
-        step = partial / CHECKPOINTS / step_name(0)
+        step = partial / run_folder.CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         entries = {
             MODEL: write_tensors(step / MODEL, weights.specs, read=weights.__getitem__),
@@ -291,17 +262,17 @@ def import_model(
             STATE: write_file(step / STATE, f"{state.model_dump_json(indent=1)}\n".encode()),
         }
         write_manifest(step, entries)
-        write_file(partial / RECIPE, recipe_to_toml(recipe).encode())
-        _write_json(partial / ENVIRONMENT, describe_environment())
-        write_file(partial / METRICS, b"")
+        write_file(partial / run_folder.RECIPE, recipe_to_toml(recipe).encode())
+        _write_json(partial / run_folder.ENVIRONMENT, describe_environment())
+        write_file(partial / run_folder.METRICS, b"")
         if tokenizer is not None:
-            tokenizer.save(partial / TOKENIZER)
+            tokenizer.save(partial / run_folder.TOKENIZER)
         if template is not None:
-            template.save(partial / CHAT_TEMPLATE)
+            template.save(partial / run_folder.CHAT_TEMPLATE)
     return ImportResult(
         str(folder),
         str(output),
-        str(output / CHECKPOINTS / step_name(0)),
+        str(output / run_folder.CHECKPOINTS / step_name(0)),
         count_parameters(weights.config).total,
         " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         None if tokenizer is None else f"vocabulary {tokenizer.vocab_size:,}",
@@ -313,9 +284,7 @@ def their_template(folder: Path) -> ChatTemplate | None:
 
     Any other template is a program: it is left out, with a warning.
     """
-    found: Any = None
-    with suppress(OSError, ValueError):  # a damaged file has no effect on anything else
-        found = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
+    found = run_folder.object_in(folder / run_folder.TOKENIZER_CONFIG).get("chat_template")
     with suppress(OSError, ValueError):
         found = read_input(folder / _JINJA).decode()
     template = from_jinja(found) if isinstance(found, str) else None

@@ -118,11 +118,7 @@ def _opened_text(
 
 
 def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
-    """Refuse log-likelihoods or losses that are no numbers, before anything is concluded from them.
-
-    Raises:
-        LmkitError: names the model and the text ("evaluate.not_finite").
-    """
+    """Refuse log-likelihoods or losses that are no numbers, before anything is concluded from them."""
     wrong = [value for value in nats if not math.isfinite(value)]
     if wrong:
         raise LmkitError(
@@ -134,13 +130,7 @@ def refuse_not_finite(nats: Sequence[float], model: Path, text: object) -> None:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model that is not yet loaded, and what is needed to judge it.
-
-    Attributes:
-        precision: in which it was trained.
-        rows: windows per batch.
-        held_out: its token file of held-out text, if it names one.
-    """
+    """A trained model that is not yet loaded, and what is needed to judge it."""
 
     weights: GivenWeights
     precision: str
@@ -163,12 +153,7 @@ class TrainedModel:
 
 
 def open_trained(path: Path) -> TrainedModel:
-    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder.
-
-    Raises:
-        UsageError: it is none of them.
-        LmkitError: a file is damaged.
-    """
+    """Open a run's newest good checkpoint, a checkpoint, or a Hugging Face folder."""
     weights = open_weights(path)
     state, rows = weights.state, max(1, TOKENS_AT_ONCE // weights.config.context_length)
     if state is None:
@@ -328,10 +313,6 @@ def windows_of(before: Sequence[int], ids: np.ndarray, context_length: int) -> I
     """Cut a document into windows that score each of its ids once, as lm-eval's `loglikelihood_rolling` does.
 
     Windows do not overlap, but the last one sees a whole context.
-
-    Args:
-        before: ids before the document, at least one.
-        ids: (tokens) of the document.
     """
     whole = np.concatenate((before, ids)).astype(np.int64)
     for first in range(0, len(ids), context_length):
@@ -348,9 +329,6 @@ def log_likelihoods(
 
     Every rank calls it and gets all results. Texts of similar length share a batch; the logits of ids that are not
     scored are not computed.
-
-    Args:
-        model: the plain model, in eval mode.
     """
     ranks = ranks or Ranks.current()
     found: dict[int, float] = {}
@@ -528,12 +506,7 @@ def _pair(tokenizer: Tokenizer, context: str, continuation: str, path: Path) -> 
 
 
 def read_questions(file: Path) -> Iterator[Question]:
-    """Yield the questions of a JSON lines file, which may be compressed.
-
-    Raises:
-        UsageError: there is none, or a line is not a question.
-        LmkitError: a line is not JSON, or not UTF-8.
-    """
+    """Yield the questions of a JSON lines file, which may be compressed."""
     where = ""
     with opened(file) as (_, stream):
         for where, record in json_records(stream, file):
@@ -588,10 +561,6 @@ def run_harness(path: Path, tasks: Sequence[str], *, device: str = "auto") -> Ha
     Args:
         path: a Hugging Face folder; or a run or a checkpoint, which is exported to a temporary folder.
         tasks: names of lm-eval's tasks, or .yaml files of tasks. lm-eval downloads what they need.
-
-    Raises:
-        UsageError: lm_eval is not installed; or as `export_model`.
-        LmkitError: lm-eval failed, or a figure is not finite.
     """
     try:
         import lm_eval

@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lmkit.errors import LmkitError, reason, some_of
+from lmkit.errors import some_of
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.tables import json_lines
 from lmkit.recipe.run_folder import METRICS
 from lmkit.storage import write_atomic
+from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.streams import harmless, wants_plain_text
 
@@ -85,15 +86,9 @@ class MetricsFile(Sink):
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def record(self, record: Record) -> None:
-        try:
+        with naming(self._path):
             self._file.write(json_lines([record]))
             self._file.flush()
-        except OSError as error:
-            raise LmkitError(
-                "train.io",
-                f"{self._path}: {reason(error)}",
-                hint="make room, then train again to resume from the newest checkpoint",
-            ) from error
         for sink in self._others:
             sink.record(record)
 
@@ -102,7 +97,8 @@ class MetricsFile(Sink):
             sink.note(text)
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):  # it writes what a full disk did not take
+            self._file.close()
         for sink in self._others:
             sink.close()
 
@@ -174,9 +170,6 @@ def draw_losses(folder: Path, *, title: str) -> None:
 class Console(Sink):
     """Show a run on stderr. On a terminal, a bar has the newest numbers, and notes and evaluations scroll above it.
     Elsewhere, a record is a line; of training steps at most one a second is shown, but always the first and the last.
-
-    Args:
-        first_step: the step from which the session goes on.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0) -> None:

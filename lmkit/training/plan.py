@@ -81,11 +81,7 @@ class Plan:
 
 
 def plan(recipe: Recipe, card: Card, *, ranks: int = 1) -> Plan:
-    """Count what the recipe needs on each of `ranks` cards.
-
-    Raises:
-        UsageError: a table or the vocabulary is missing, or the ranks do not divide the batch.
-    """
+    """Count what the recipe needs on each of `ranks` cards."""
     config = required_model(recipe, command="plan")
     recipe = with_precision(recipe, has_bf16=known_peak(card.name, "bf16") is not None)
     train = required(recipe.train, "train", recipe, command="plan")
@@ -192,11 +188,7 @@ class Measured:
 
 
 def check(recipe: Recipe, *, ranks: int = 1) -> Measured:
-    """Make a few steps of a recipe on this machine's GPUs.
-
-    Raises:
-        UsageError: as `plan`, or there is no GPU, or there are fewer than ranks.
-    """
+    """Make a few steps of a recipe on this machine's GPUs."""
     from lmkit.parallel.launch import spawn_ranks
 
     if not torch.cuda.is_available():

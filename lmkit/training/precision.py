@@ -44,10 +44,6 @@ def with_precision(recipe: Recipe, *, has_bf16: bool, saved: str | None = None) 
     """Return the recipe with the precision that "auto" stands for: that of a checkpoint, or what suits the device.
 
     Without instructions for bf16 it is "fp32"; else "bf16", or "bf16-autocast" if the optimizer keeps no masters.
-
-    Args:
-        has_bf16: whether the device has such instructions.
-        saved: the precision of the checkpoint to resume from, if there is one.
     """
     if recipe.train is None or recipe.train.precision != "auto":
         return recipe
@@ -109,13 +105,9 @@ class GradientSums:
 class LossScale:
     """Scale the loss dynamically for fp16 (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
 
-    Gradients below 6e-8 vanish in fp16, so the loss is multiplied by a factor and the gradients are divided by it
-    before anything reads them. The factor is halved when a gradient overflows (that step is skipped) and doubled
-    after `GROWTH_INTERVAL` good steps. Unlike torch's GradScaler it does not decide itself, so that all ranks share
-    one decision. The host reads nothing but the `state` of a checkpoint.
-
-    Attributes:
-        scale: the factor; a float32 scalar on the device.
+    Gradients below 6e-8 vanish in fp16, so the loss is multiplied by a factor, and the gradients are divided by it.
+    The factor, a float32 scalar on the device, is halved when a gradient overflows (that step is skipped) and doubled
+    after `GROWTH_INTERVAL` good steps. Unlike torch's GradScaler it lets all ranks share one decision.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -129,14 +121,8 @@ class LossScale:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def judge(self, bad: torch.Tensor) -> torch.Tensor:
-        """Count a good step, or halve the factor after an overflow.
-
-        Args:
-            bad: whether the loss or gradient is not finite; a bool scalar on the device.
-
-        Returns:
-            Whether the step is bad although the factor is at its minimum; a bool scalar on the device.
-        """
+        """Count a good step, or halve the factor after a `bad` one, whose loss or gradient is not finite; return
+        whether it is bad although the factor is at its minimum. Bool scalars on the device."""
         can_shrink = self.scale > SMALLEST_SCALE
         good_steps = (self._good_steps + 1) * ~bad
         grows = good_steps >= GROWTH_INTERVAL

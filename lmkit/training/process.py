@@ -35,9 +35,6 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     """Join the ranks with the device of [run], the backend and the timeout of [parallel].
 
     Training on GPUs gets expandable segments.
-
-    Raises:
-        UsageError: as `process_group`, or NCCL is asked for between CPUs.
     """
     table, device = recipe.parallel, recipe.run.device
     if table.backend == "nccl" and local_device(device, local_rank=0).type != "cuda":
@@ -147,11 +144,7 @@ def _leave_at_the_second(reading: int, speaks: bool) -> None:
 
 
 def end_as_stopped(received: Sequence[int]) -> None:
-    """Raise KeyboardInterrupt (exit code 130) after SIGINT, else SystemExit(143).
-
-    Args:
-        received: of `stop_signals`; empty if another rank received one.
-    """
+    """Raise KeyboardInterrupt (exit code 130) after SIGINT, else SystemExit(143)."""
     if received and received[0] == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + signal.SIGTERM)

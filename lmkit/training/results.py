@@ -84,13 +84,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunsCompared:
-    """How the runs of one recipe compare with those of another.
-
-    Attributes:
-        metric: "bits_per_byte" where all runs have it, else "loss".
-        runs: how many, before and after.
-        changes: lines of what differs between the recipes, besides names and seeds, and between the texts.
-    """
+    """How the runs of one recipe compare with those of another."""
 
     metric: str
     runs: tuple[int, int]
@@ -132,14 +126,6 @@ def compare_training(before: Path, after: Path, *, threshold: float = SMALLEST_D
 
     Places are the largest that all runs have reached. The interval takes the runs as drawn from two normal
     distributions of equal width.
-
-    Args:
-        threshold: the smallest difference that counts, as a share of the loss before.
-
-    Raises:
-        UsageError: a folder holds no runs, or no run was evaluated; the runs of a folder differ in more than their
-            seeds, or in less; only losses per token are known, of several tokenizers.
-        LmkitError: a held-out loss is not finite.
     """
     folders = [run_folders(path) for path in (before, after)]
     for path, found in zip((before, after), folders, strict=True):
@@ -314,15 +300,7 @@ class Page:
 def write_page(
     folder: Path, others: Sequence[Path] = (), *, output: Path | None = None, force: bool = False
 ) -> Page:
-    """Write a page about a run, beside other runs; a browser opens it without a network.
-
-    Args:
-        output: the file; None: `report.html` in the run folder, where an older page is replaced.
-        force: replace a file that exists.
-
-    Raises:
-        UsageError: a folder has no metrics; the output exists, is a folder, or is read for the page.
-    """
+    """Write a page about a run, beside other runs; a browser opens it without a network."""
     path = output or folder / PAGE
     is_page = path.is_file() and _LOADS_NOTHING.encode() in read_input(path)[:_HEAD]
     refuse_existing(path, force=force or (output is None and is_page), such_as=PAGE)

@@ -5,10 +5,9 @@ Nothing here restores the order of the data: the batch of a step is a pure funct
 
 `CheckpointWriter.save` returns at once. A thread copies the tensors to host memory during the next forward and
 backward passes, which only read weights, and writes the files from that copy. Before the optimizer changes anything,
-the trainer calls `release_weights`, which waits for the copy; usually it is long done. Every rank has a writer. Rank
-0 writes `state.json`, the manifest and the model; if the weights are sharded, each rank writes a part of the model.
-Each rank writes its optimizer shard, if the state is sharded. The threads exchange messages through the process
-group's key-value store. They use no collectives, so nothing can get out of order with those of training.
+the trainer calls `release_weights`, which waits for the copy. Each rank writes its shards of weights and optimizer
+state; rank 0 writes `state.json`, the manifest and what all ranks hold. The threads exchange messages through the
+process group's key-value store: collectives could get out of order with those of training.
 
 The optimizer's `exp_avg` of a parameter is called `layers.0.ffn.w1.weight.exp_avg`. In a sharded optimizer it is
 `3.exp_avg`, for bucket 3 of the layout that the checkpoint's state describes. State moves freely between whole and
@@ -112,10 +111,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def own_files(step: Step) -> Files:
-    """Return what a rank saves of a training: file name -> live tensors by name.
-
-    Rank 0 saves weights and optimizer state that all ranks hold; each saves the part that it alone holds.
-    """
+    """Return file name -> live tensors by name that a rank saves: its own, and on rank 0 those that all hold."""
     ranks, part, layout = step.ranks, step.sync.weights_to_save(), optimizer_layout(step.optimizer)
     weights = model_weights(step.model) if part is None else part
     state = optimizer_tensors(step.optimizer, step.model)
@@ -148,9 +144,6 @@ def load_optimizer_tensors(
         shards, layout: the state of all ranks that saved it, or one part without a layout.
         origin: names the checkpoint in errors.
         own: the rank whose shard is just what this rank holds; `shards` is then that one alone.
-
-    Raises:
-        LmkitError: the state belongs to other parameters.
     """
     if not any(shards):
         return  # of an imported model: the optimizer begins afresh
@@ -185,10 +178,7 @@ def load_optimizer_tensors(
 
 
 def load_masters(optimizer: Any, model: nn.Module, weights: Tensors) -> None:
-    """Load the masters of bf16 weights, if the optimizer keeps some, from whole weights of any dtype.
-
-    Call it after the model's weights were loaded, and before the state: that may hold masters of its own.
-    """
+    """Load the masters of bf16 weights from whole weights; call it before the state, which may hold masters, too."""
     if optimizer_layout(optimizer) is not None:
         optimizer.load_masters(weights)
         return
@@ -322,10 +312,7 @@ class CheckpointWriter:
             ) from error
 
     def wait_for_all(self) -> None:
-        """Return once no rank writes any more. Every rank calls it at the same step.
-
-        The ranks poll one another with a collective meanwhile. A dead rank breaks it at once; otherwise its missing
-        shard would surface only at the timeout.
+        """Return once no rank writes any more. Collective: a dead rank breaks it at once, not at the timeout.
 
         Raises:
             RankLost: another rank cannot save; that rank's own error says why.
@@ -490,28 +477,17 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
             continue
         try:
             verify(path)
+            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
         except DamagedCheckpoint:
             continue
-        except LmkitError:  # not read, or of a newer format: it may be whole
+        except LmkitError:  # not read, or of another version: it may be whole
             kept.add(step)
-            continue
-        try:
-            losses[step] = open_checkpoint(path, is_verified=True).state.valid_loss
-        except LmkitError:  # the checksums are right: another version wrote it
-            kept.add(step)
-    good, rated, doomed = [], [], []
-    for step, _ in saved:
-        if step in losses:
-            good.append(step)
-            if (loss := losses[step]) is not None:
-                rated.append((loss, step))
-    kept.update(good[-keep_last:])
-    for _, step in sorted(rated)[:keep_best]:
-        kept.add(step)
-    for step, path in saved:
-        if step not in kept and good and step < good[-keep_last:][0]:
-            remove_folder(path)
-            doomed.append(path)
+    good = [step for step, _ in saved if step in losses]
+    rated = [(loss, step) for step in good if (loss := losses[step]) is not None]
+    kept.update(good[-keep_last:], (step for _, step in sorted(rated)[:keep_best]))
+    doomed = [path for step, path in saved if step not in kept and good and step < good[-keep_last:][0]]
+    for path in doomed:
+        remove_folder(path)
     return doomed
 
 
@@ -520,11 +496,7 @@ def prune(folder: Path, losses: dict[int, float | None], *, keep_last: int, keep
 
 @dataclass
 class Counters:
-    """The counters of a run that a checkpoint saves. The fields are fields of `TrainingState`.
-
-    Attributes:
-        seconds: trained so far, as of the last checkpoint.
-    """
+    """The counters of a run that a checkpoint saves. The fields are fields of `TrainingState`."""
 
     step: int = 0
     tokens: int = 0
@@ -535,11 +507,7 @@ class Counters:
 
 
 def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None, list[str]]:
-    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint.
-
-    Returns:
-        The checkpoint, None from scratch; and lines for people.
-    """
+    """On rank 0: lock the run folder, remove leftovers of a killed session, choose the checkpoint."""
     folder, checkpoints = recipe.run.path, recipe.run.path / CHECKPOINTS
     refuse_unwritable(folder, option="--set run.folder=...")
     refuse_foreign_files(folder)
@@ -561,13 +529,7 @@ def open_folder(recipe: Recipe, hold: Callable[[], object]) -> tuple[Path | None
 
 
 def choose_start(recipe: Recipe) -> Choice:
-    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full. `path` is None from scratch.
-
-    Raises:
-        UsageError: `never` in a folder with checkpoints, a path without checkpoint, or a checkpoint that is older
-            than others of this run.
-        LmkitError: there are checkpoints, but none is good.
-    """
+    """Find the checkpoint that `checkpoint.resume` asks for; reads it in full. `path` is None from scratch."""
     folder = recipe.run.path / CHECKPOINTS
     wish = recipe.checkpoint.resume
     if wish == "auto":
@@ -597,7 +559,7 @@ def choose_start(recipe: Recipe) -> Choice:
 def check_agreement(
     checkpoint: Checkpoint, recipe: Recipe, data: DataIdentity | None, world_size: int
 ) -> list[str]:
-    """Refuse to continue with another model or other batches; return lines for people about other changes."""
+    """Refuse to continue with another model or other batches; return lines about other changes."""
     path = checkpoint.path / STATE
     old = validate(checkpoint.state.recipe, origin=str(path), resolved=True)
     changes = differences(old, recipe)

@@ -40,12 +40,7 @@ class Data:
 
 
 def open_data(recipe: Recipe) -> Data:
-    """Open the token files that the recipe names, or those in the run folder.
-
-    Raises:
-        UsageError: a file is missing, or was made with another tokenizer than the run's.
-        LmkitError: a file is damaged.
-    """
+    """Open the token files that the recipe names, or those in the run folder."""
     if recipe.data.source == "random":
         return Data()
     train_path, valid_path = token_paths(recipe)
@@ -71,14 +66,8 @@ def open_data(recipe: Recipe) -> Data:
                 f"{train_path}: made with tokenizer {ours}, but {path} is {theirs}",
                 hint=hint,
             )
-    meta = train.meta
-    identity = DataIdentity(
-        num_tokens=meta.num_tokens,
-        vocab_size=meta.vocab_size,
-        source_sha256=meta.source_sha256,
-        tokenizer_sha256=meta.tokenizer_sha256,
-    )
-    return Data(train, valid, identity)
+    identity = {key: getattr(train.meta, key) for key in DataIdentity.model_fields}
+    return Data(train, valid, DataIdentity(**identity))
 
 
 def keep_tokenizer(recipe: Recipe) -> None:
@@ -99,23 +88,12 @@ def keep_tokenizer(recipe: Recipe) -> None:
 def check_recipe(recipe: Recipe) -> None:
     """Refuse a recipe without its tables or its token files; reads none of these."""
     required(recipe.model, "model", recipe, command="train")
-    table = required(recipe.train, "train", recipe, command="train")
-    tokenizer = tokenizer_path(recipe)
-    if table.sample_interval and not tokenizer.exists():
-        raise UsageError(
-            "train.no_tokenizer",
-            f"{tokenizer}: no such tokenizer, which train.sample_interval writes with",
-            hint="name it with --set tokenizer.path=FILE, or leave train.sample_interval out",
-        )
+    required(recipe.train, "train", recipe, command="train")
     check_token_files(recipe)
 
 
 def check_token_files(recipe: Recipe, *, are_made: bool = True) -> None:
-    """Refuse a recipe without its token files; reads none.
-
-    Args:
-        are_made: whether the files in the run folder have to be there, too.
-    """
+    """Refuse a recipe without its token files; reads none."""
     if recipe.data.source == "random":
         return
     train, valid = token_paths(recipe)
@@ -152,9 +130,6 @@ def refuse_changed_file(tokens: Path, *, other: str) -> None:
 
     Args:
         other: the option that names another file, for the hint.
-
-    Raises:
-        UsageError: names the file ("data.changed").
     """
     if not tokens.name:  # "/", or "": what opens it says that it is a folder
         return
@@ -199,11 +174,7 @@ def tokenizer_path(recipe: Recipe) -> Path:
 
 
 def resolve(recipe: Recipe, data: Data) -> Recipe:
-    """Fill in the vocabulary size and the steps of `train.epochs` from the token file.
-
-    Raises:
-        UsageError: the vocabulary is too small, or there are too few held-out tokens, or no file to count epochs of.
-    """
+    """Fill in the vocabulary size and the steps of `train.epochs` from the token file."""
     assert recipe.model is not None
     model = recipe.model
     if data.valid is not None:  # refused now, not at the first evaluation

@@ -8,14 +8,12 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.run_folder import WANDB
+from lmkit.recipe.run_folder import WANDB, object_in
 from lmkit.storage import write_atomic
-from lmkit.storage.inputs import read_object
 from lmkit.training.metrics import Record, Sink
 
 log = logging.getLogger("lmkit")
@@ -46,9 +44,7 @@ def wandb_sink(recipe: Recipe, folder: Path, *, after_step: int = 0) -> ServiceS
         import wandb
 
         ours = {"project": recipe.wandb.project, "name": recipe.run.name}
-        noted: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            noted = read_object(folder / WANDB)
+        noted = object_in(folder / WANDB)
         goes_on = after_step > 0 and noted == ours | {"id": noted.get("id")} and isinstance(noted["id"], str)
         ours["id"] = noted["id"] if goes_on else secrets.token_hex(8)
         write_atomic(folder / WANDB, json.dumps(ours) + "\n")

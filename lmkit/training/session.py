@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,23 +16,16 @@ import torch
 import torch.distributed as dist
 
 from lmkit.core.batches import BatchSource
-from lmkit.errors import LmkitError, UsageError, limit_reached, reason
+from lmkit.errors import UsageError
 from lmkit.measure.environment import card_here, describe_environment, has_bf16
 from lmkit.measure.plots import decorate
 from lmkit.measure.ranges import enable_ranges_from_environment
 from lmkit.model.accounting import count_parameters
 from lmkit.parallel.collectives import decided_by_first
 from lmkit.parallel.ranks import Ranks, local_device, losses_named
+from lmkit.recipe import run_folder
 from lmkit.recipe.load import save_recipe
 from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.run_folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
-    METRICS,
-    is_run,
-    refuse_foreign_files,
-    save_record,
-)
 from lmkit.storage import FolderLock, write_atomic
 from lmkit.storage.atomic import PARTIAL_SUFFIX
 from lmkit.storage.outputs import refuse_unwritable
@@ -137,6 +130,7 @@ def train(
         ValueError: `train.sample_interval` without `write_samples`.
         UsageError: the recipe lacks a table, or does not fit its data, its run folder or the number of ranks.
         LmkitError: the loss is not finite, a checkpoint cannot be written, a rank is lost...
+        OSError: another file cannot be written; saved checkpoints are intact.
         SystemExit, KeyboardInterrupt: SIGTERM or SIGINT; the state is saved.
     """
     check_recipe(recipe)  # before ranks start, which takes seconds
@@ -163,7 +157,6 @@ def _run_rank(
     """Train as one of the ranks; return the result on rank 0."""
     enable_ranges_from_environment()
     with (
-        _errors_for_users(recipe),
         ranks_of(recipe) as ranks,
         losses_named(ranks, "between steps"),
         numerics(recipe.run, ranks),
@@ -179,11 +172,13 @@ def _run_rank(
         resumed_from = None if checkpoint is None else checkpoint.state.step
         sink = Sink()
         if ranks.is_first:
-            if not is_run(recipe.run.path):
-                save_record(recipe.run.path, {})
+            if not run_folder.is_run(recipe.run.path):
+                run_folder.save_record(recipe.run.path, {})
             keep_tokenizer(recipe)
             save_recipe(recipe)
-            write_atomic(recipe.run.path / ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n")
+            write_atomic(
+                recipe.run.path / run_folder.ENVIRONMENT, json.dumps(describe_environment(), indent=1) + "\n"
+            )
             sink = _open_sink(resolved, after_step=resumed_from or 0)
         try:
             for note in (*start.notes, start.begin):
@@ -222,24 +217,6 @@ def _run_rank(
         )
 
 
-@contextmanager
-def _errors_for_users(recipe: Recipe) -> Iterator[None]:
-    """Turn a full disk, a lost file or too little memory into an error for the user."""
-    try:
-        yield
-    except (OSError, MemoryError, RuntimeError) as error:
-        explained = limit_reached(error)
-        if explained is None and isinstance(error, OSError):
-            explained = LmkitError(
-                "train.io",
-                f"{error.filename or recipe.run.path}: {reason(error)}",
-                hint="check it and the disk; saved checkpoints are intact, and training again goes on from them",
-            )
-        if explained is None:
-            raise
-        raise explained from error
-
-
 @dataclass(frozen=True)
 class _Start:
     """A session that has passed all checks.
@@ -248,7 +225,7 @@ class _Start:
         recipe: resolved.
         checkpoint: to resume from; None: from scratch, or with the weights `given`.
         begin: a line for people that says so.
-        notes: further lines: on the choice of the checkpoint, on what changed since, and warnings.
+        notes: further lines: on the choice of the checkpoint, on what changed since.
         done: the result if nothing is left to do, not even an evaluation.
     """
 
@@ -281,12 +258,10 @@ def _prepare(
         path, notes = decided_by_first(ranks, partial(open_folder, recipe, hold))
         if ranks.world_size > 1:
             _refuse_private_folder(recipe.run.path, ranks)
-    no_fit = misfit(resolved, ranks=ranks.world_size)
-    warnings = [] if no_fit is None else [no_fit]
     if path is None:
         given = None if recipe.train is None or recipe.train.init_from is None else open_given(resolved, data)
         begin = "no checkpoint yet: starting from scratch" if given is None else f"starting from {given.path}"
-        return _Start(resolved, data, batches, None, given, begin, (*notes, *warnings))
+        return _Start(resolved, data, batches, None, given, begin, tuple(notes))
     checkpoint = open_checkpoint(path)
     before = checkpoint.state.recipe.get("train") or {}  # an imported model has no [train]
     resolved = with_precision(
@@ -298,7 +273,7 @@ def _prepare(
         done = _finished_before(resolved, checkpoint, data)
         what = "only the last evaluation is left" if done is None else "nothing to do"
         begin = f"{what}: already at step {checkpoint.state.step}"
-    return _Start(resolved, data, batches, checkpoint, None, begin, (*notes, *warnings), done)
+    return _Start(resolved, data, batches, checkpoint, None, begin, tuple(notes), done)
 
 
 def misfit(recipe: Recipe, *, ranks: int) -> str | None:
@@ -317,26 +292,18 @@ def misfit(recipe: Recipe, *, ranks: int) -> str | None:
 
 
 def _open_sink(recipe: Recipe, *, after_step: int) -> Sink:
-    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard.
-
-    Args:
-        after_step: the step from which the session goes on.
-    """
+    """Open metrics.jsonl, the console and, where the recipe says so, W&B and TensorBoard."""
     assert recipe.train is not None
     others: list[Sink] = [Console(recipe.train.steps, first_step=after_step)]
     if recipe.wandb.enabled or recipe.train.tensorboard:
         from lmkit.training.services import open_services
 
         others += open_services(recipe, after_step=after_step)
-    return MetricsFile(recipe.run.path / METRICS, after_step=after_step, others=others)
+    return MetricsFile(recipe.run.path / run_folder.METRICS, after_step=after_step, others=others)
 
 
 def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
-    """Refuse a run folder that some rank, on another machine perhaps, does not share with rank 0. Collective.
-
-    Raises:
-        UsageError: on every rank.
-    """
+    """Refuse a run folder that some rank, on another machine perhaps, does not share with rank 0. Collective."""
 
     def leave_sign() -> str:
         name = f"seen-{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
@@ -360,7 +327,7 @@ def _refuse_private_folder(folder: Path, ranks: Ranks) -> None:
 def _finished_before(recipe: Recipe, checkpoint: Checkpoint, data: Data) -> TrainResult | None:
     """Return the result of a finished run; None if its last evaluation is missing."""
     state = checkpoint.state
-    records = read_metrics(recipe.run.path / METRICS)
+    records = read_metrics(recipe.run.path / run_folder.METRICS)
     finals = [
         summarise(r["loss"], r["tokens"], r.get("bytes_per_token"))
         for r in records
@@ -391,7 +358,7 @@ def _result(
 ) -> TrainResult:
     model, train = resolved_tables(recipe)
     checkpoint = reported = None
-    for step, path in saved_steps(recipe.run.path / CHECKPOINTS):
+    for step, path in saved_steps(recipe.run.path / run_folder.CHECKPOINTS):
         if step <= position.step:  # later ones were damaged: the run was resumed from an earlier one
             checkpoint = str(path)
     if evaluation is not None and checkpoint is not None:
@@ -414,17 +381,10 @@ def _result(
 
 
 def plan(recipe: Recipe, *, stop_at_step: int | None = None, nproc: int = 1) -> TrainResult:
-    """Check what `train` would check, and return what there is before its first step; writes nothing.
-
-    Args:
-        stop_at_step, nproc: as of `train`.
-
-    Raises:
-        UsageError: as `train`.
-    """
+    """Check what `train` would check, and return what there is before its first step; writes nothing."""
     check_recipe(recipe)
     refuse_changed(recipe)
-    refuse_foreign_files(recipe.run.path)
+    run_folder.refuse_foreign_files(recipe.run.path)
     ranks = Ranks(world_size=nproc, device=local_device(recipe.run.device, local_rank=nproc - 1))
     start = _prepare(recipe, ranks, stop_at_step, None)
     refuse_unwritable(recipe.run.path, option="--set run.folder=...")

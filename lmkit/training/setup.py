@@ -158,12 +158,7 @@ def step_of(
     parallel: ParallelConfig | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> Step:
-    """Build the step of a resolved recipe; refuse ranks with different recipes or data.
-
-    Args:
-        parallel: None: that of the recipe; with one rank every strategy is `none`.
-        make_optimizer: as in `build_step`.
-    """
+    """Build the step of a resolved recipe; refuse ranks with different recipes or data."""
     model, train = resolved_tables(recipe)
     return build_step(
         model,
@@ -307,12 +302,7 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make the optimizer that the table names.
-
-    Raises:
-        UsageError: it refuses one of its options.
-        LmkitError: it makes no optimizer.
-    """
+    """Make the optimizer that the table names."""
     try:
         made = OPTIMIZERS.load(table.name)(groups, table)
     except ValueError as error:
@@ -324,16 +314,7 @@ def _make_optimizer(table: OptimizerConfig, groups: list[dict[str, Any]]) -> tor
 
 
 def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
-    """Refuse what `train` would refuse whatever the data are, before hours go into making them.
-
-    Args:
-        nproc: ranks to start on this machine.
-
-    Raises:
-        UsageError: the device is not there, something does not run on it, the optimizer refuses an option, ranks do
-            not divide the batch, or there is no such checkpoint or token file.
-        LmkitError: a checkpoint that the recipe names is damaged.
-    """
+    """Refuse what `train` would refuse whatever the data are, before hours go into making them."""
     device = local_device(recipe.run.device, local_rank=nproc - 1)
     check_device(with_precision(recipe, has_bf16=has_bf16(device)), device)
     ranks = max(nproc, read_place().world_size)
@@ -347,11 +328,7 @@ def check_before_data(recipe: Recipe, *, nproc: int = 1) -> None:
 
 
 def initial_state(recipe: Recipe, step: Step | None = None, data: Data = RANDOM) -> TrainingState:
-    """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data.
-
-    Args:
-        step: None: an imported model, which no optimizer has trained.
-    """
+    """Return the state before the first step, from which checkpoints copy what never changes: recipe, model, data."""
     assert recipe.model is not None
     layout = None if step is None else optimizer_layout(step.optimizer)
     return TrainingState(
@@ -373,10 +350,6 @@ def initial_state(recipe: Recipe, step: Step | None = None, data: Data = RANDOM)
 
 def learning_rate(table: OptimizerConfig, steps: int) -> Callable[[int, float | None], float]:
     """Return the function (step, used fraction of `train.max_minutes` or None) -> learning rate.
-
-    Args:
-        table: [optimizer] of the recipe: `lr`, `schedule`, ...
-        steps: `train.steps`.
 
     Warm-up counts steps. Afterwards the schedule follows steps or time, whichever has advanced further, so that it
     always reaches its end.

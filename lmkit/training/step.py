@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,18 +36,6 @@ def load_batch(batches: BatchSource, step: int, device: torch.device) -> Batch:
 APPLIED = 3
 NUM_FLAGS = 4
 """Int32 flags at the beginning of a report, see `Outcome`; floats follow."""
-
-
-class Flags(NamedTuple):
-    """Requests of a rank to all ranks, sent with a step; a flag that is set on one rank is set on all.
-
-    Attributes:
-        stop: the step shall be the last.
-        save: a checkpoint shall be made of it.
-    """
-
-    stop: bool = False
-    save: bool = False
 
 
 class Outcome:
@@ -95,34 +83,25 @@ class Outcome:
 
 
 class Step(core.Step):
-    """`lmkit.core.step.Step` for long trainings. `lmkit.training.build_step` makes one.
-
-    The device itself decides whether an update is made: with our AdamW on a GPU, nothing in a step waits for it, and
-    the host may launch further steps before it reads the `Outcome` of one.
+    """`lmkit.core.step.Step` for long trainings; `build_step` makes one. The device decides whether it updates: with
+    our AdamW on a GPU the host may launch further steps before it reads the `Outcome` of one.
 
     Args:
         model: the plain model.
-        call: what `Strategy.attach` returned for it: `call.loss(ids, targets)` is the mean loss, in nats per token.
-        precision: how the model computes; see `lmkit.training.precision`.
+        call: of `Strategy.attach`: `call.loss(ids, targets)` is the mean loss, in nats per token.
         grad_clip: largest norm of the gradient; 0 does not clip.
-        masked: some targets do not count (they are below zero). Each that counts then has the same weight, in
-            whatever row of the global batch it stands.
+        masked: targets below zero do not count; all others of the global batch have the same weight.
         max_skips: after more steps in a row whose loss or gradient is not finite, no further step changes anything.
             None: every step is judged by itself.
-        spike_sigmas: > 0: a step is as if its loss were not finite where its loss or gradient norm is more than so
-            many standard deviations above the running mean; see `SpikeGuard`.
-        cuda_graph: "on": capture the step in a CUDA graph; "auto": on a GPU whose host would set the pace; see
-            `StepGraph`.
+        spike_sigmas: > 0: see `SpikeGuard`.
+        cuda_graph: "on": capture the step; "auto": on a GPU whose host would set the pace; see `StepGraph`.
 
     Attributes:
-        sync: the strategy.
         signals: read after the backward pass: if it is not empty, this rank asks to stop.
         save_at: from then on, as of `time.perf_counter`, this rank asks for a checkpoint.
         before_update: called before the weights change.
         decider: the optimizer that obeys its attribute `decision`; None if there is none.
         skipped: steps in a row, up to now, whose loss or gradient was not finite; an int32 scalar on the device.
-
-    Example: `outcome = step(inputs, targets, lr=1e-3)`.
     """
 
     sync: Strategy
@@ -153,8 +132,8 @@ class Step(core.Step):
         self.signals: Sequence[int] = ()
         self.save_at = math.inf
         self.before_update: Callable[[], object] | None = None
-        self._sent = Flags()
-        self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)
+        self._sent = (False, False)
+        self._flags = torch.zeros(2, dtype=torch.int32, device=ranks.device)  # stop, save
         self.precision = precision
         self._autocast = autocast(ranks.device, precision)
         self.loss_scale = LossScale(ranks.device) if precision == "fp16" else None
@@ -175,11 +154,7 @@ class Step(core.Step):
         *,
         lr: float,
     ) -> Outcome:
-        """Make one whole step: `accumulate`, then `update`.
-
-        Args:
-            inputs, targets: int64, (accumulation, rows, seq); moved to the device.
-        """
+        """Make one whole step on int64 (accumulation, rows, seq): `accumulate`, then `update`."""
         device = self.ranks.device
         inputs, targets = inputs.to(device), targets.to(device)
         if self.graph is None:
@@ -191,11 +166,7 @@ class Step(core.Step):
         return Outcome(self.graph.replay(inputs, targets, lr), self.ranks)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run forward and backward over the micro-batches; return the mean loss (a scalar on the device).
-
-        Args:
-            inputs, targets: int64, (accumulation, rows, seq), on the device.
-        """
+        """Run forward and backward over the micro-batches; return the mean loss (a scalar on the device)."""
         self._sums = GradientSums(self.model.parameters()) if len(inputs) > 2 else None
         self._shares: Tensor | None = None
         if self.masked:
@@ -242,7 +213,7 @@ class Step(core.Step):
 
     def _send(self) -> None:
         """Copy this rank's flags to the device; call `before_update`."""
-        flags = Flags(stop=bool(self.signals), save=time.perf_counter() >= self.save_at)
+        flags = (bool(self.signals), time.perf_counter() >= self.save_at)
         if flags != self._sent:
             for on_device, flag in zip(self._flags, flags, strict=True):
                 on_device.fill_(flag)
@@ -251,11 +222,7 @@ class Step(core.Step):
             self.before_update()
 
     def _update(self, loss: Tensor, norm: Tensor, lr: float | Tensor) -> Tensor:
-        """Step the optimizer if the ranks agree that the gradients are good. The host waits for nothing.
-
-        Returns:
-            The report that `Outcome` takes.
-        """
+        """Step the optimizer if the ranks agree that the gradients are good; return the report for `Outcome`."""
         ranks, loss, norm = self.ranks, loss.float(), norm.float()
         losses = torch.full((ranks.world_size,), _LEAST, dtype=torch.int32, device=loss.device)
         losses[ranks.rank] = loss.view(torch.int32)  # the largest of each is that rank's, bit for bit
@@ -307,12 +274,7 @@ class SpikeGuard:
         self.state = torch.zeros(5, dtype=torch.float64, device=device)
 
     def judge(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Tensor:
-        """Return whether the step is a spike, a bool scalar; learn from it if it is none.
-
-        Args:
-            loss: mean over all ranks; norm: of the gradient before it was clipped; scalars, equal on all ranks.
-            bad: whether the step is not applied anyway.
-        """
+        """Return whether the step is a spike, a bool scalar; learn from it if it is none."""
         values = torch.stack((loss, norm)).double()
         steps, means, variances = self.state[0], self.state[1::2], self.state[2::2]
         above = values - means
@@ -333,8 +295,6 @@ MEASURED = 2
 """Steps after these whose host time is measured."""
 HOST_SHARE = 0.7
 """A step whose host is busy for a larger share of it is captured: so near, the host sets the pace of some steps."""
-
-
 GRAPH_SHARE, GRAPH_BYTES = 1.25, 200_000_000
 """A graph takes at most so much of the memory that a step takes and gives back, and so many bytes: while a step is
 captured, what is freed on another stream is not used again. On two H200s it was 1.2 of it for `profile` under fsdp,
@@ -344,9 +304,8 @@ and 0.15 GB for quickstart."""
 class StepGraph:
     """Capture the step after a few that are made without a graph; replay it from then on.
 
-    A graph does the same operations in the same order on the same tensors: weights, optimizer state and losses are
-    bit for bit those without it (where the kernels themselves are deterministic). Batches, learning rate and flags
-    are copied to tensors that the graph reads. Batches of another shape are worked on without the graph.
+    Weights, optimizer state and losses are bit for bit those without it, where the kernels repeat. Batches,
+    learning rate and flags are copied to tensors that the graph reads. Batches of another shape need no graph.
 
     Args:
         always: capture any step; False: only one whose host is busy for more than `HOST_SHARE` of it, on any rank.
@@ -438,11 +397,7 @@ class StepGraph:
         return outcome
 
     def _has_room(self, device: torch.device) -> bool:
-        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow.
-
-        Args:
-            device: with its index, which that of the ranks may lack.
-        """
+        """Return whether a graph fits beside what outlives a step. A capture that fails leaves gaps and is slow."""
         held = torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - held
         total = torch.cuda.get_device_properties(device).total_memory
@@ -451,7 +406,7 @@ class StepGraph:
         return min(free, allowed) > needed
 
     def _measured(self, make: Callable[[], Outcome]) -> Outcome:
-        """Measure how long the host and the GPU are busy with a step; waits for the GPU."""
+        """Measure how long the host and the GPU are busy with a step."""
         torch.cuda.synchronize(self._step.ranks.device)
         started = time.perf_counter()
         outcome = make()

@@ -46,11 +46,7 @@ class Diverged(LmkitError):
 
 
 class Clock:
-    """Measure the wall-clock time of a run, with what earlier sessions used; and tokens per second of this session.
-
-    Attributes:
-        speed: the mean up to the last `read`, without the time of `excluded` blocks; None before the first.
-    """
+    """Measure the time of a run, with what earlier sessions used; and tokens per second of this session."""
 
     def __init__(self, *, used_seconds: float, max_minutes: float | None, ranks: Ranks) -> None:
         self._since = time.perf_counter()

@@ -35,7 +35,6 @@ from lmkit.tokenizer.marks import CONFIG
 from lmkit.training.checkpoint import (
     MANIFEST,
     MODEL,
-    REPLACED_SUFFIX,
     STATE,
     hint_at_run,
     open_checkpoint,
@@ -136,9 +135,8 @@ def _checks_of_run(folder: Path) -> Iterator[Check]:
         yield Check(str(folder / CHECKPOINTS), ok=False, found="no checkpoint")
     for saved in checkpoints:
         yield _check(saved.path, lambda path: _checkpoint(path, sha256))
-    for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
-        for left in sorted(folder.rglob(f"*{suffix}")):
-            yield Check(str(left), ok=False, found="half written, or being written")
+    for left in sorted(folder.rglob(f"*{PARTIAL_SUFFIX}")):
+        yield Check(str(left), ok=False, found="half written, or being written")
 
 
 def _check(path: Path, look: Callable[[Path], str], sha256: str | None = None) -> Check:

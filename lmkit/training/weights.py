@@ -35,7 +35,6 @@ from lmkit.training.checkpoint import (
     TrainingState,
     damaged_file,
     is_finite,
-    load_tokenizer,
     model_files,
     newest_checkpoint,
     unsupported_dtype,
@@ -93,11 +92,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, origi
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str, origin: Path) -> torch.Tensor:
-    """Return a weight in another dtype.
-
-    Raises:
-        LmkitError: a finite number of it would be infinite ("weights.not_finite").
-    """
+    """Return a weight in another dtype."""
     cast = weight.to(dtype)
     if cast.dtype != weight.dtype and not torch.equal(cast.isfinite(), weight.isfinite()):
         largest = f"{torch.finfo(dtype).max:.4g}"
@@ -176,11 +171,7 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         return len(self.specs)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a weight on the CPU, in memory of its own.
-
-        Raises:
-            LmkitError: its file has changed, or it is not finite: all such weights are named ("weights.not_finite").
-        """
+        """Return a weight on the CPU, in memory of its own."""
         file, stored_as = self.places[name]
         weight = file.read(stored_as)
         if not is_finite(weight):
@@ -197,17 +188,18 @@ class GivenWeights(Mapping[str, torch.Tensor]):
         return reordered(name, weight, self.config, pairs=True)
 
     def open_tokenizer(self, path: Path | None = None) -> Tokenizer:
-        """Return the tokenizer at `path`, or the model's own.
-
-        Raises:
-            UsageError: there is none, another one than it was trained with, or one with more ids than the model.
-            LmkitError: the file is damaged.
-        """
+        """Return the tokenizer at `path`, or the model's own; refuse another one than it was trained with."""
         path = path or self.tokenizer
         if path is None:
             hint = "encode the text with lmkit data encode, and name the token file: --tokens FILE.npy"
             raise UsageError("evaluate.no_tokenizer", f"{self.path}: has no {TOKENIZER}", hint=hint)
-        tokenizer = load_tokenizer(path, self.tokenizer_sha256)
+        tokenizer, trained_with = Tokenizer.load(path), self.tokenizer_sha256
+        if trained_with not in (None, tokenizer.sha256):
+            raise UsageError(
+                "checkpoint.wrong_tokenizer",
+                f"{path}: is tokenizer {tokenizer.sha256[:12]}, but the model was trained with {trained_with[:12]}",
+                hint="use the tokenizer that encoded its token files",
+            )
         self.refuse_more_ids(tokenizer.vocab_size, path)
         return tokenizer
 
@@ -267,9 +259,6 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
 
     Args:
         context_length: of the model; None: what the folder says. At most that.
-
-    Raises:
-        UsageError, LmkitError: as `open_weights`.
     """
     from lmkit.model.hugging_face import EMBEDDING, HEAD, read_config, weight_names
 
@@ -305,9 +294,6 @@ def open_hugging_face(folder: Path, *, context_length: int | None = None) -> Giv
 def _drop_copies(folder: Path, config: ModelConfig, theirs: dict[str, TensorFile]) -> ModelConfig:
     """Drop the tensors from `theirs` that say nothing new: a head that equals the embedding to which it is tied, the
     frequencies of RoPE, which older versions saved, and biases of attention's output that are 0.
-
-    Returns:
-        The configuration; not tied if the head differs.
     """
     from lmkit.model.hugging_face import EMBEDDING, HEAD, output_biases
 
@@ -407,12 +393,7 @@ def _specs(
 
 
 def open_given(recipe: Recipe, data: Data) -> GivenWeights:
-    """Open the weights that a resolved recipe names in `train.init_from`.
-
-    Raises:
-        UsageError: they are those of another model, all its differences named, or of another tokenizer.
-        LmkitError: a file is damaged.
-    """
+    """Open the weights that a resolved recipe names in `train.init_from`."""
     assert recipe.model is not None
     assert recipe.train is not None
     path = recipe.train.init_from

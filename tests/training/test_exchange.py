@@ -16,12 +16,11 @@ from lmkit.errors import LmkitError
 from lmkit.model import TransformerLM
 from lmkit.recipe.load import load_recipe
 from lmkit.tokenizer import Tokenizer
-from lmkit.training import exchange
 from lmkit.training.checkpoint import MODEL, TensorFile, newest_checkpoint
 from lmkit.training.exchange import export_model, import_model
 from lmkit.training.session import train
 from lmkit.training.verify import verify_path
-from lmkit.training.weights import INDEX, weights_of
+from lmkit.training.weights import weights_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,7 +92,7 @@ def test_an_imported_run_is_verified_evaluated_trained_and_resumed(settings, tmp
     assert again.evaluation is not None
 
 
-def test_shards_and_memory(tmp_path, monkeypatch):
+def test_shards_and_memory(tmp_path):
     """No more than a tensor and its turned copy are in memory at a time."""
     theirs = their_folder(tmp_path, "Llama", {"hidden_size": 64}, max_shard_size="100KB")
     assert len([*theirs.glob("model-*.safetensors")]) > 2
@@ -101,15 +100,10 @@ def test_shards_and_memory(tmp_path, monkeypatch):
         import_model(theirs, tmp_path / "run")
     largest = max(tensor.nbytes for tensor in tensors_of(theirs).values())
     assert largest <= seen.peak <= 2.1 * largest
-    monkeypatch.setattr(exchange, "SHARD_BYTES", 100_000)
     with Allocations() as seen:
         exported = export_model(tmp_path / "run", tmp_path / "exported")
     assert largest <= seen.peak <= 2.1 * largest
-    assert INDEX in exported.files
-    shards = [path.stat().st_size for path in (tmp_path / "exported").glob("*.safetensors")]
-    assert len(shards) > 2
-    assert sum(shards) > exported.bytes == sum(tensor.nbytes for tensor in tensors_of(theirs).values())
-    assert max(shards) < 110_000
+    assert exported.bytes == sum(tensor.nbytes for tensor in tensors_of(theirs).values())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     before = tensors_of(theirs)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
