@@ -44,25 +44,6 @@ class Firsts(NamedTuple):
 ALL_EARLIER = Firsts()
 
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """exp(x) / sum(exp(x)) along `dim`. The maximum is subtracted first, so that exp cannot overflow.
-
-    >>> softmax(torch.tensor([1000.0, 1000.0]))
-    tensor([0.5000, 0.5000])
-    """
-    exp = (x - x.amax(dim=dim, keepdim=True)).exp()
-    return exp / exp.sum(dim=dim, keepdim=True)
-
-
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), element by element (Elfwing et al. 2018).
-
-    >>> silu(torch.tensor([0.0, 1.0]))
-    tensor([0.0000, 0.7311])
-    """
-    return x * torch.sigmoid(x)
-
-
 class Linear(nn.Linear):
     """y = x W^T + b; W is `weight` (out_features, in_features), b is `bias` (out_features) if there is one.
 

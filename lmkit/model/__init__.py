@@ -20,8 +20,6 @@ __getattr__, __dir__, __all__ = exports(
         "Embedding": "lmkit.core.model",
         "Linear": "lmkit.core.model",
         "RMSNorm": "lmkit.core.model",
-        "silu": "lmkit.core.model",
-        "softmax": "lmkit.core.model",
         "Operations": "operations",
         "choose_operations": "operations",
         "RotaryEmbedding": "lmkit.core.model",
