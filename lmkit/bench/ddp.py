@@ -39,7 +39,7 @@ from lmkit.bench.ddp_variants import (
     variant_of,
 )
 from lmkit.bench.harness import add_figures, grouped
-from lmkit.bench.trainings import SPREAD, Samples, Variant, host_ms, speed_fields
+from lmkit.bench.trainings import SPREAD, Samples, Variant, host_fields, speed_fields
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import PeakMemory, claim_workspaces, release_memory, track_peak
 from lmkit.measure.statistics import median, paired_ratio
@@ -145,7 +145,6 @@ def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, 
         peak: of making the training.
     """
     ranks, sync = built.step.ranks, built.step.sync
-    on_gpu = ranks.device.type == "cuda"
     sync.traffic.reset()
     with track_peak(ranks.device) as of_step:
         loss = built.run()
@@ -158,9 +157,9 @@ def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, 
     }
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
-    if on_gpu:
+    if ranks.device.type == "cuda":
         facts["peak_bytes"] = max(peak.peak_bytes, of_step.peak_bytes) - peak.start_bytes
-        facts["host_ms"] = host_ms(built.run, ranks.device)
+    facts |= host_fields(built.run, ranks.device)
     return facts | {"communication_alone_ms": _communication_alone(name, built, ranks)}
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmkit.bench.trainings import Variant, release_freed
+from lmkit.bench.trainings import Variant
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure.memory import PeakMemory, track_peak
+from lmkit.measure.memory import PeakMemory
 from lmkit.recipe.recipe import Recipe, conflicts
 from lmkit.recipe.tables import (
     ModelConfig,
@@ -219,7 +219,7 @@ def reference_of(names: Sequence[str], case: Recipe, ranks: Ranks) -> Reference:
 def variant_of(
     name: str, row: dict[str, Any], case: Recipe, ranks: Ranks, seen: Reference, more: First
 ) -> Variant:
-    """Return a variant whose memory is measured while it is made; it is checked if its ranks synchronize.
+    """Return a variant; it is checked if its ranks synchronize.
 
     Args:
         seen: of `reference_of`.
@@ -227,15 +227,7 @@ def variant_of(
     """
     from lmkit.bench.training_gate import ROUNDED, STEPS, after_timing, budget_of, judge
 
-    peak = PeakMemory()
     budget = ROUNDED if is_rounded(name) else budget_of(tables_of(case)[1].precision)
-
-    def make() -> TrainingStep:
-        release_freed(ranks)
-        with track_peak(ranks.device) as of_making:
-            training = make_training(name, case, ranks)
-        vars(peak).update(vars(of_making))
-        return training
 
     def first_steps(training: TrainingStep) -> dict[str, Any]:
         if synchronizes(name):
@@ -246,9 +238,9 @@ def variant_of(
 
     return Variant(
         row=row,
-        make=make,
+        make=partial(make_training, name, case, ranks),
         judge=first_steps,
-        more=lambda training: more(name, training, peak),
+        more=partial(more, name),
         check=lambda training: after_timing(training, budget),
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from lmkit.bench.context import Context
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
-from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_ms, measure_figures
+from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_fields, measure_figures
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
@@ -104,7 +104,7 @@ class OwnWriter:
 def check(recipe: Any) -> None:
     """Refuse a cache that the timed steps would overflow, before anything is measured."""
     options = recipe.bench_table("generate")
-    # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
+    # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_fields`.
     steps = max(2 * options.steps_per_sample, FIRST_STEPS + 2 * FEW)
     if (room := max(options.contexts) + steps) > options.capacity:
         raise UsageError(
@@ -169,7 +169,7 @@ def _measure(
             writers[variant] = _build(variant, config, batch_size, filled, context)
         return writers[variant]
 
-    def more(writer: Writer) -> dict[str, Any]:
+    def more(writer: Writer, _: object) -> dict[str, Any]:
         writer.context = filled
         writer.refill()
         for _ in range(FIRST_STEPS):
@@ -177,8 +177,7 @@ def _measure(
         writer.first_token()
         clock = clock_for(device, "wall")
         first_ms = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
-        on_gpu = {"host_ms": host_ms(writer.step, device)} if device.type == "cuda" else {}
-        return {"first_ms": first_ms, **on_gpu}
+        return {"first_ms": first_ms, **host_fields(writer.step, device)}
 
     variants = {
         variant: Variant(

@@ -15,7 +15,7 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.harness import ratio_fields, time_fields, too_large_for_host, without_figures
 from lmkit.bench.summary import UNCHECKED, WRONG
-from lmkit.bench.trainings import SPREAD, Memory, Variant, measure_figures, speed_fields
+from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
@@ -179,25 +179,20 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
     options = context.options
     trainings: dict[str, TrainingStep] = {}
-    memory = Memory(context.device)
     check = cache(partial(after_timing, forward="forward" in options.modes))
 
     def make(precision: str) -> TrainingStep:
-        for training in trainings.values():
-            training.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
-        memory.begin(precision)
         if precision not in trainings:
             trainings[precision] = _build(config, precision, context)
         return trainings[precision]
 
-    def more(mode: Mode, precision: str, training: TrainingStep) -> dict[str, Any]:
-        run = getattr(training, METHODS[mode])
-        run()  # compiles and autotunes, which takes memory of its own
-        found = {"peak_gb": memory.peak_gb(precision, training, run)}
-        for _ in range(options.warmup):
-            run()
-        training.optimizer.zero_grad(set_to_none=True)
-        return found
+    def run(mode: Mode, times: int, training: TrainingStep, *_: object) -> dict[str, Any]:
+        try:
+            for _ in range(times):
+                getattr(training, METHODS[mode])()
+        finally:  # what does not fit leaves gradients
+            training.optimizer.zero_grad(set_to_none=True)
+        return {}
 
     def figures(name: str, samples_ms: list[float]) -> dict[str, Any]:
         mode, _, precision = name.rpartition(" ")
@@ -213,7 +208,10 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
             row=_row(config, context, "model", mode, precision) | judged[precision],
             make=partial(make, precision),
             check=partial(check, budget=budget_of(precision)),
-            more=partial(more, mode, precision),
+            judge=partial(run, mode, 1),  # compiles and autotunes, which takes memory of its own
+            fill=partial(run, mode, 1),
+            weights=precision,
+            more=partial(run, mode, options.warmup),
             run=methodcaller(METHODS[mode]),
         )
         for mode in METHODS  # cheap modes first

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from lmkit.bench.context import Context
 from lmkit.bench.failures import wrong_result
 from lmkit.bench.harness import grouped, too_large_for_host
-from lmkit.bench.trainings import COMPARISON, SPREAD, Memory, Variant, host_ms, measure_figures, speed_fields
+from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_fields, measure_figures, speed_fields
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import claim_workspaces, release_memory
 from lmkit.measure.tables import Column, Rows, markdown_table
@@ -122,11 +122,6 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     options, device = context.options, context.device
     torch.compiler.reset()
     references = _references(size, context)
-    memory = Memory(device)
-
-    def make(variant: str) -> Training:
-        memory.begin(variant)
-        return _build(size, variant, context)
 
     def first_steps(variant: str, training: Training) -> dict[str, Any]:
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in training.model.parameters())}
@@ -142,10 +137,8 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             return found | wrong_result(why)
         return found | {"first_loss": losses[0], "last_loss": losses[-1]}
 
-    def more(variant: str, training: Training) -> dict[str, Any]:
-        found: dict[str, Any] = {"peak_gb": memory.peak_gb(variant, training, training.run)}
-        if device.type == "cuda":
-            found["host_ms"] = host_ms(training.run, device)
+    def more(training: Training, _: object) -> dict[str, Any]:
+        found: dict[str, Any] = {**host_fields(training.run, device)}
         if steps := options.profiled_steps:
             how: dict[str, Any] = {"warmup": 0, "device": device, "source": "bench step", "ranges": False}
             trace, _ = profile_work(training.run, steps=steps, **how)
@@ -156,9 +149,10 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     variants = {
         variant: Variant(
             row=_row(size, variant, context) | too_large,
-            make=partial(make, variant),
+            make=partial(_build, size, variant, context),
             judge=partial(first_steps, variant),
-            more=partial(more, variant),
+            fill=lambda training: training.run(),
+            more=more,
             check=partial(wrong_by_now, budget=budget_of(_precision(variant, options))),
         )
         for variant in options.variants

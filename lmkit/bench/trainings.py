@@ -22,7 +22,7 @@ from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import add_figures, ratio_fields, time_fields, without_figures
 from lmkit.bench.summary import UNCHECKED
 from lmkit.measure.limits import Limits, model_flops_utilization
-from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
+from lmkit.measure.memory import GB, PeakMemory, memory_in_use, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column
 from lmkit.measure.timing import Clock, SteadyStateClock, time_variants, without_garbage_collection
@@ -45,7 +45,9 @@ class Variant:
         row: what identifies it; with a status other than "ok" it is not built.
         make: builds the training; without collectives.
         judge: makes its first steps; returns fields with a status.
-        more: returns what is measured of a right training before it is timed.
+        fill: makes the steps of a right training whose peak of memory is the row's `peak_gb`; None: not measured.
+        weights: the trainings of this name share their weights, and are one in `peak_gb`.
+        more: returns what else is measured before it is timed; of the training, and the memory of making it.
         prepare: called before each sample, untimed.
         run: makes one step, or the part of a step that is timed.
         check: returns status and detail if the training is wrong after it was timed, else {}.
@@ -54,7 +56,9 @@ class Variant:
     row: dict[str, Any]
     make: Callable[[], Any]
     judge: Callable[[Any], dict[str, Any]] = _nothing
-    more: Callable[[Any], dict[str, Any]] = _nothing
+    fill: Callable[[Any], object] | None = None
+    weights: str = ""
+    more: Callable[[Any, PeakMemory], dict[str, Any]] = lambda training, making: {}
     prepare: Callable[[Any], object] | None = None
     run: Callable[[Any], object] = lambda training: training.run()
     check: Callable[[Any], dict[str, Any]] = _nothing
@@ -108,12 +112,13 @@ def measure(
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
+    owned: Counter[str] = Counter()
     for number, (name, variant) in enumerate(variants.items()):
         if stage:
             context.progress(f"{stage}, building", number, len(variants))
         variant.row.setdefault("status", "ok")
         variant.row.setdefault("detail", "")
-        _begin(name, variant, context, built)
+        _begin(name, variant, context, built, owned)
 
     def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> dict[str, Any]:
         runs = {name: partial(variants[name].run, training) for name, training in left.items()}
@@ -144,25 +149,40 @@ def measure(
     return samples
 
 
-def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any]) -> None:
-    """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks."""
+def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any], owned: Counter[str]) -> None:
+    """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks.
+
+    Args:
+        owned: bytes of the trainings so far, by the name of their weights.
+    """
     import torch
     import torch.distributed as dist
 
-    row, training = variant.row, None
+    row, training, device = variant.row, None, context.device
     note = f", with {len(built)} other trainings in memory" if built else ""
     if row["status"] != "ok":
         return
     with failure_on_any_rank_is_a_row(row, context, note):
-        training = variant.make()
+        release_freed(context.ranks)
+        with track_peak(device) as making:
+            training = variant.make()
     if row["status"] == "ok":  # steps are collective: they begin where all ranks have built the variant
         with failure_on_any_rank_is_a_row(row, context, note):
             row |= variant.judge(training)
+            if row["status"] == "ok" and variant.fill is not None:
+                release_freed(context.ranks)
+                weights = variant.weights or name
+                others = making.start_bytes - owned[weights]
+                on_gpu = device.type == "cuda"
+                owned[weights] = memory_in_use(device) - others if on_gpu else _bytes_of(training)
+                with track_peak(device) as peak:
+                    variant.fill(training)
+                row["peak_gb"] = (owned[weights] + peak.extra_bytes) / GB
             if row["status"] == "ok":
-                row |= variant.more(training)
+                row |= variant.more(training, making)
     if row["status"] != "ok":
         del training
-        release_memory(context.device)
+        release_memory(device)
         return
     if context.ranks.world_size > 1:
         of_first: list[Any] = [row]
@@ -208,33 +228,8 @@ def time_what_fits(
     return {}
 
 
-class Memory:
-    """Measure the memory of trainings that are alive at once, some of which share their weights."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._own: Counter[str] = Counter()
-        self._others = 0
-
-    def begin(self, weights: str) -> None:
-        """Note what all but the trainings of these weights use, before another one is built."""
-        self._others = memory_in_use(self._device) - self._own[weights]
-
-    def peak_gb(self, weights: str, training: Any, run: Callable[[], object]) -> float:
-        """Run a step; return the most that the trainings of these weights need, in GB.
-
-        On a CPU the resident set would count what earlier trainings left in the allocator, so weights and optimizer
-        state are added up instead, beside what grows during the step.
-        """
-        self._own[weights] = own = (
-            memory_in_use(self._device) - self._others if self._device.type == "cuda" else _bytes_of(training)
-        )
-        with track_peak(self._device) as peak:
-            run()
-        return (own + peak.extra_bytes) / GB
-
-
 def _bytes_of(training: Any) -> int:
+    """Return the bytes of weights and optimizer state: a CPU's resident set counts what earlier trainings left."""
     import torch
 
     state = [value for slots in training.optimizer.state.values() for value in slots.values()]
@@ -371,10 +366,12 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
         torch.cuda.synchronize(ranks.device)
 
 
-def host_ms(step: Callable[[], object], device: torch.device) -> float:
-    """Return the median ms until a step on an idle GPU returns to the host; waits inside the step count."""
+def host_fields(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the median ms until a step on an idle GPU returns to the host, its waits included; {} on a CPU."""
     import torch
 
+    if device.type != "cuda":
+        return {}
     found = []
     with without_garbage_collection():
         for _ in range(HOST_STEPS):
@@ -383,4 +380,4 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
             step()
             found.append((time.perf_counter() - began) * 1e3)
     torch.cuda.synchronize(device)
-    return median(found)
+    return {"host_ms": median(found)}
