@@ -22,10 +22,9 @@ from lmkit.bench.attention_sweep import (
     precision_of,
 )
 from lmkit.bench.context import Context
-from lmkit.bench.harness import grouped
 from lmkit.bench.trainings import SPREAD
 from lmkit.measure.plots import grouped_bars, heat_map, line_panels
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows, grouped, markdown_table
 from lmkit.recipe.keys import Empties, FlagNames
 from lmkit.recipe.tables import Count, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionVariant

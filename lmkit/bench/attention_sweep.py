@@ -221,7 +221,6 @@ class Sweep:
         self._device, self._seed = context.device, context.recipe.run.seed
         self._checked: dict[tuple[str, int, bool], list[str]] = {}  # (kernel, head_dim, backward) -> faults
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
-        self._too_large: set[tuple[str, Case]] = set()  # forward passes that did not fit
 
     def measure(self, case: Case, kernels: Sequence[str], directions: Sequence[str] = ("forward",)) -> Rows:
         """Return a row per direction and kernel of one shape.
@@ -255,10 +254,7 @@ class Sweep:
 
         @cache
         def judge(name: str) -> dict[str, Any]:
-            found = checked(partial(self._check, name, function_of(name), case=case), self._seed)
-            if found["status"] == "out of memory" and not backward:
-                self._too_large.add((name, case))
-            return found
+            return checked(partial(self._check, name, function_of(name), case=case), self._seed)
 
         @cache
         def check_again(name: str) -> dict[str, Any]:
@@ -436,14 +432,12 @@ class Sweep:
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []
         clock = clock_for(self._device, "wall")
-        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1, before=())
+        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1)
         return results[0], ms * 1e-3
 
     def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any]:
         """Return status and detail of a variant that is not even tried, else {}."""
         options = self._options
-        if (name, case) in self._too_large:
-            return not_enough_memory("the forward pass alone does not fit")
         flops_before, ms_before = self._calls.get((name, case.head_dim, direction), (0.0, 0.0))
         if flops_before:
             seconds = ms_before * 1e-3 * case.flops(options, direction) / flops_before

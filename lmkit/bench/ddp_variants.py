@@ -74,11 +74,7 @@ class RanksOptions(Table):
 
 
 def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
-    """Return the recipe whose step is measured: its model with a vocabulary, and the rows of one rank as its batch.
-
-    Raises:
-        UsageError: there is no [model], or nothing says how large the vocabulary is.
-    """
+    """Return the recipe whose step is measured: with a vocabulary, and the rows of one rank as its batch."""
     from lmkit.tokenizer.vocabulary import required_model
 
     model = required_model(recipe, command=f"bench {bench}")
@@ -183,10 +179,9 @@ def expected_link_bytes(
 ) -> float:
     """Return the bytes that a rank must send per step, without flags and padding.
 
-    An all-reduce of the gradients costs 2 (W-1)/W of their bytes. A reduce-scatter of gradients and an all-gather of
-    weights together cost the same. Gradients of fp32 weights that are reduced as bf16 count half. Sharded weights are
-    gathered a second time; the last layer's are not, but this formula counts them. PyTorch's ZeRO-1 all-reduces whole
-    gradients and then broadcasts the weights, which costs another (W-1)/W of the weights' bytes.
+    An all-reduce of the gradients, or a reduce-scatter of gradients and an all-gather of weights, costs 2 (W-1)/W of
+    their bytes. Gradients of fp32 weights that are reduced as bf16 count half. Sharded weights are gathered a second
+    time (the formula counts the last layer's, too). PyTorch's ZeRO-1 then broadcasts the weights: another (W-1)/W.
     """
     if name == "none":
         return 0.0
@@ -223,7 +218,7 @@ def variant_of(
 
     Args:
         seen: of `reference_of`.
-        more: returns what is measured of a right training: of its name, itself, and the peak of making it.
+        more: returns what is measured of a training: of its name, itself, and the memory of making it.
     """
     from lmkit.bench.training_gate import ROUNDED, STEPS, after_timing, budget_of, judge
 

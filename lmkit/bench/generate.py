@@ -176,7 +176,7 @@ def _measure(
             writer.step()
         writer.first_token()
         clock = clock_for(device, "wall")
-        first_ms = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
+        first_ms = median(clock.sample_ms(writer.first_token, 1) for _ in range(FEW))
         return {"first_ms": first_ms, **host_fields(writer.step, device)}
 
     variants = {

@@ -1,11 +1,8 @@
 """`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
 
-All strategies of a kernel are alive at once and take turns, one epoch each per round, so that epochs of a round form
-pairs. Every training starts from the same weights and sees the same batches, so loss curves can be compared, too.
-"one rank" is the same training on one GPU with the whole batch, on each rank alone.
-
-A training that does not fit in memory, or fails, becomes a row. If it does so on one of several ranks, the harness
-starts the ranks again, without that cell.
+The strategies of a kernel take turns, one epoch each per round. Every training starts from the same weights and sees
+the same batches, so loss curves can be compared, too. "one rank" is the same training on one GPU with the whole
+batch, on each rank alone.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import SOLO
-from lmkit.bench.harness import grouped, ratio_fields
+from lmkit.bench.harness import ratio_fields
 from lmkit.bench.summary import Summary
 from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
-from lmkit.measure.memory import claim_workspaces, release_memory
+from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.statistics import paired_ratio
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.tables import Column, Rows, grouped
 from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.keys import FlagNames
@@ -168,7 +165,6 @@ def lm_matrix(context: Context) -> Rows:
         if missing := [strategy for strategy in options.strategies if (kernel, strategy) not in known]:
             rows = _train_kernel(kernel, missing, context, parts, references, limits)
             torch.compiler.reset()
-            release_memory(context.device)
             context.keep(rows)
             known |= {(kernel, row["strategy"]): row for row in rows}
     for kernel in options.kernels:

@@ -1,7 +1,6 @@
 """`lmkit bench model`: forward, forward + backward and whole steps over sizes, lengths, precisions and compilation.
 
-The variants of one model (part of a step x precision) begin with the same weights and are timed in interleaved rounds
-by the wall clock, dispatch included. A variant that does not fit, or is wrong (`training_gate`), becomes a row.
+The variants of one model (part of a step x precision) are timed by the wall clock, dispatch included.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
             trainings[precision] = _build(config, precision, context)
         return trainings[precision]
 
-    def run(mode: Mode, times: int, training: TrainingStep, *_: object) -> dict[str, Any]:
+    def run(mode: Mode, times: int, training: TrainingStep, *making: object) -> dict[str, Any]:
         try:
             for _ in range(times):
                 getattr(training, METHODS[mode])()
@@ -243,7 +242,7 @@ def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[st
         step = _build(config, context.options.precisions[0], context)
         for _ in range(warmup):
             step.run()
-        samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(STUDY_STEPS)]
+        samples = [clock.sample_ms(step.run, 1) for _ in range(STUDY_STEPS)]
         row |= time_fields(samples) | {"first_ms": samples[0]}
     step = None  # type: ignore[assignment]
     release_memory(context.device)

@@ -29,7 +29,7 @@ from lmkit.bench.trainings import SPREAD, Variant, measure_figures
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import Work
+from lmkit.measure.timing import Clock, Work
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -157,12 +157,12 @@ def _minorities(ids: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class JobClock:
+class JobClock(Clock):
     """Reads the seconds of a job from its result."""
 
     name = "seconds of a process"
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         """Return the milliseconds of `calls` jobs; `work` returns the result of one."""
         for preparation in before:
             preparation()

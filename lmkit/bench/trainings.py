@@ -21,7 +21,7 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import add_figures, ratio_fields, time_fields, without_figures
 from lmkit.bench.summary import UNCHECKED
-from lmkit.measure.limits import Limits, model_flops_utilization
+from lmkit.measure.limits import Limits, mfu_fields
 from lmkit.measure.memory import GB, PeakMemory, memory_in_use, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column
@@ -71,14 +71,11 @@ def measure_figures(
     figures: Callable[[str, Any], dict[str, Any]],
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure variants, add figures to their rows, and say how many times as fast the variant `versus` of a row is.
+    """Measure variants (options: of `measure`), add figures to their rows, and say how many times as fast the variant
+    `versus` of a row is. Return the samples of rows whose figures are believed.
 
     Args:
         figures: returns the figures of a variant, from its samples.
-        options: of `measure`.
-
-    Returns:
-        The samples of rows whose figures are believed.
     """
     believed = {
         name: samples
@@ -107,8 +104,7 @@ def measure(
     Args:
         clock: None: the options' `steps_per_sample` steps in steady state.
         settle: make untimed steps before the first sample on GPUs.
-        take: takes the samples, in place of `samples_in_turns`: of runs, preparations, and what to call at each turn.
-        stage, turns: of `samples_in_turns`.
+        take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
@@ -153,7 +149,7 @@ def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any],
     """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks.
 
     Args:
-        owned: bytes of the trainings so far, by the name of their weights.
+        owned: name of weights -> bytes of their trainings so far.
     """
     import torch
     import torch.distributed as dist
@@ -199,11 +195,10 @@ def time_what_fits(
 ) -> dict[str, Any]:
     """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
 
-    If they do not fit together, the largest is the one that fails. Collective.
+    If they do not fit together, the one that needs most (`peak_gb` or `peak_bytes` of its row) fails. Collective.
 
     Args:
         built: variants; those that fail are removed.
-        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
         time_together: times variants, and calls a function with the name of each as its turn comes.
     """
     while built:
@@ -261,7 +256,7 @@ def speed_fields(
     ranks: int = 1,
     name: str = "median_ms",
 ) -> dict[str, Any]:
-    """Return times, tokens/s and the MFU of a device, the latter where limits were measured.
+    """Return times, tokens/s and, where limits were measured, the MFU of a device.
 
     Args:
         tokens: of a step of all ranks.
@@ -272,15 +267,14 @@ def speed_fields(
     tokens_per_s = tokens / (fields[name] * 1e-3)
     fields["tokens_per_s"] = tokens_per_s
     if limits is not None:
-        mfu = model_flops_utilization(tokens_per_s * flops / ranks, context.device, precision, limits)
-        fields |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        fields |= mfu_fields(tokens_per_s * flops / ranks, context.device, precision, limits)
     return fields
 
 
 HOST_STEPS = 5
 SETTLE_S = 1.5
-"""Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
-reacts late: without these steps the first samples would be too short and the next ones too long."""
+"""Seconds of untimed steps before the first sample: the power limit of an idle GPU reacts late, so that the first
+samples would be too short and the next ones too long."""
 SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
 _FIRST_IS = "how many times as fast the first variant is, the median over rounds"
 COMPARISON = (
@@ -291,8 +285,6 @@ COMPARISON = (
 )
 """The columns of rows that are compared with the first variant."""
 Steps = Mapping[str, Callable[[], object]]
-
-
 Samples = dict[str, list[float]]
 """Variant -> round -> milliseconds per step of the slowest rank, which ends the step of all."""
 
@@ -313,10 +305,12 @@ def samples_in_turns(
 
     Args:
         turn: called with the name of a variant before each of its samples, untimed, and then `prepare`.
-        max_seconds: no round starts after this many seconds of the first rank that has used them.
+        max_seconds: no round starts after so many seconds of any rank.
         stage: the name under which progress is reported; "": it is not.
-        settled: steps at a time, for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
+        settled: steps at a time for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
     """
+    import torch
+
     from lmkit.parallel.collectives import agree, largest_of_ranks
 
     ranks, samples, done = context.ranks, Samples({name: [] for name in steps}), count()
@@ -328,7 +322,11 @@ def samples_in_turns(
         if stage:
             context.progress(f"{stage}, timing", number, rounds * len(steps))
         if number == 0 and settled and ranks.device.type == "cuda":  # idle while the last variant was built
-            settle(steps[name], ranks, settled)
+            until = time.perf_counter() + SETTLE_S
+            while not agree(ranks, stop=time.perf_counter() > until):
+                for _ in range(settled):
+                    steps[name]()
+                torch.cuda.synchronize(ranks.device)
         if prepare is not None and name in prepare:
             prepare[name]()
         agree(ranks)
@@ -351,19 +349,6 @@ def samples_in_turns(
             after_round=after_round,
         )
     return samples
-
-
-def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
-    """Run steps for `SETTLE_S` seconds. Collective."""
-    import torch
-
-    from lmkit.parallel.collectives import agree
-
-    until = time.perf_counter() + SETTLE_S
-    while not agree(ranks, stop=time.perf_counter() > until):
-        for _ in range(steps):
-            run()
-        torch.cuda.synchronize(ranks.device)
 
 
 def host_fields(step: Callable[[], object], device: torch.device) -> dict[str, float]:

@@ -25,14 +25,10 @@ GIB = 2**30
 
 @dataclass
 class PeakMemory:
-    """Filled in when the `track_peak` block ends.
+    """What is in use when a `track_peak` block begins, at most, and (on a GPU) when it ends.
 
-    Attributes:
-        start_bytes: in use when the block began.
-        peak_bytes: the most in use at any moment of the block.
-        end_bytes: in use when the block ended, on a GPU.
-        source: what was counted: "cuda allocator"; "peak rss" (Linux, reset at the start of the block);
-            "peak rss of the process" (elsewhere: the operating system cannot reset it, so it may be older).
+    `source` says what was counted: "cuda allocator"; "peak rss"; or "peak rss of the process" where the operating
+    system cannot reset it, so that it may be older than the block.
     """
 
     start_bytes: int = 0
@@ -79,8 +75,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process: its RSS, or the peak of it
-    where the system does not tell."""
+    """Return the bytes in use: of the CUDA allocator on a GPU, else of the process (RSS, or its peak)."""
     import torch
 
     if device.type == "cuda":
@@ -124,8 +119,7 @@ def release_memory(device: torch.device | str) -> None:
 
 
 def claim_workspaces(device: torch.device | str) -> None:
-    """Let cuBLAS allocate the workspaces that it keeps, of this thread and of autograd's; or the first training that
-    is measured pays for all."""
+    """Let cuBLAS allocate the workspaces that it keeps, of this thread and of autograd's, before any measurement."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -134,8 +128,8 @@ def claim_workspaces(device: torch.device | str) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU's memory ran out: the allocator's, or the driver's, which needs some for every kernel that
-    it loads (torch, its compiler and Triton word that differently)."""
+    """Return whether a GPU's memory ran out: the allocator's, or the driver's (torch, its compiler and Triton word
+    that differently)."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or bool(

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
-from typing import TypeVar
 
 FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
@@ -19,8 +18,6 @@ FEWEST_PAIRS = 6
 SMALLEST_DIFFERENCE = 0.005
 """Smallest difference to report, since code alignment alone causes smaller ones. "No difference" means that the whole
 interval is nearer to 1 than this."""
-
-CONFIDENCE = 0.95
 
 FEWEST_REFERENCES = 3
 
@@ -41,10 +38,8 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
 
     Raises:
-        ValueError: `samples` is empty or has a number that is not finite, or `fraction` is outside [0, 1].
+        ValueError: `samples` is empty or has a number that is not finite.
     """
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"need a fraction in [0, 1], got {fraction}")
     _refuse_not_finite(samples)
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)
@@ -54,7 +49,7 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return an interval that holds the true median with at least this confidence, whatever the distribution.
 
     The truth lies outside (x[k], x[n-1-k]) of the ordered samples only if at most k of n fall on one side of it, as
@@ -111,7 +106,6 @@ class Spread:
     mean: float
     p10: float
     p90: float
-    minimum: float
 
     @property
     def relative(self) -> float:
@@ -122,7 +116,7 @@ class Spread:
 def spread(samples: Sequence[float]) -> Spread:
     """Summarize `samples` (at least one)."""
     p10, p90 = quantile(samples, 0.1), quantile(samples, 0.9)
-    return Spread(len(samples), median(samples), fmean(samples), p10, p90, min(samples))
+    return Spread(len(samples), median(samples), fmean(samples), p10, p90)
 
 
 @dataclass(frozen=True)
@@ -249,12 +243,12 @@ def verdict_in_words(
     return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}" if known else verdict
 
 
-Time = TypeVar("Time", int, float)
+Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint sorted intervals that cover the same time."""
-    merged: list[tuple[Time, Time]] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
@@ -263,17 +257,17 @@ def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
     return merged
 
 
-def total(intervals: Iterable[tuple[Time, Time]]) -> Time:
+def total(intervals: Iterable[Interval]) -> float:
     """Return the length of the union."""
     return sum(end - start for start, end in union(intervals))
 
 
-def overlap(some: Iterable[tuple[Time, Time]], others: Iterable[tuple[Time, Time]]) -> Time:
+def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
     """Return the length of the time that both cover: |A| + |B| - |A or B|."""
     ours, theirs = union(some), union(others)
     return total(ours) + total(theirs) - total(ours + theirs)
 
 
-def clip(intervals: Iterable[tuple[Time, Time]], start: Time, end: Time) -> list[tuple[Time, Time]]:
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
     """Return the parts inside [start, end]."""
     return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

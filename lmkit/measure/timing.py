@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, Spread, median, paired_ratio, spread
+from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, median, paired_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +43,10 @@ class Timing:
     Attributes:
         samples_ms: one entry per round that the variant took part in, in the order of the rounds.
         rounds: the numbers of those rounds.
-        clock: "cuda events", "perf_counter", or the name of the caller's own.
+        clock: name of the clock.
         cache: "warm" (the same buffers call after call) or "cold" (caches overwritten before every sample).
-        calls_per_sample: how many calls each sample averages over.
     """
 
-    name: str
     samples_ms: tuple[float, ...]
     rounds: tuple[int, ...]
     clock: str
@@ -59,10 +57,6 @@ class Timing:
     def median_ms(self) -> float:
         return median(self.samples_ms)
 
-    @property
-    def spread(self) -> Spread:
-        return spread(self.samples_ms)
-
     def versus(self, baseline: Timing) -> PairedRatio:
         """Compare with a variant of the same `time_variants` call; above 1 this one is faster."""
         mine = dict(zip(self.rounds, self.samples_ms, strict=True))
@@ -71,18 +65,8 @@ class Timing:
         return paired_ratio([mine[number] for number in both], [theirs[number] for number in both])
 
 
-class Clock(Protocol):
-    """Measures `calls` back-to-back calls."""
-
-    name: str
-
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
-        """Return milliseconds for all `calls` together; what is in `before` runs first, untimed."""
-        ...
-
-
-class WallClock:
-    """`perf_counter` between two synchronizations.
+class Clock:
+    """Measure back-to-back calls: `perf_counter` between two synchronizations.
 
     Args:
         now: seconds, monotonic. Tests pass a fake.
@@ -97,7 +81,8 @@ class WallClock:
         self._now = now
         self._synchronize = synchronize
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
+        """Return milliseconds for all `calls` together; what is in `before` runs first, untimed."""
         for preparation in before:
             preparation()
         self._synchronize()
@@ -108,7 +93,7 @@ class WallClock:
         return (self._now() - start) * 1e3
 
 
-class CudaEventClock:
+class CudaEventClock(Clock):
     """CUDA events around calls that were all queued before the first of them could start."""
 
     name = "cuda events"
@@ -138,7 +123,7 @@ class CudaEventClock:
         self._cuda.synchronize(self._device)
         return start.elapsed_time(end)
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         dispatch_ms = 0.0
 
         def all_calls() -> None:
@@ -162,7 +147,7 @@ class CudaEventClock:
                 self._hold_ms = 1.5 * dispatch_ms
 
 
-class SteadyStateClock:
+class SteadyStateClock(Clock):
     """Time `steps` steps of a loop that follow `untimed` ones (by default half as many, rounded up) without a pause.
 
     A step leaves work to the next one (weights still being gathered, a host that runs ahead of the GPU). The first
@@ -178,7 +163,7 @@ class SteadyStateClock:
         self._steps = steps
         self._untimed = math.ceil(steps / 2) if untimed is None else untimed
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         """Return milliseconds per step, times `calls` (the steps that the caller believes it asked for)."""
         for preparation in before:
             preparation()
@@ -206,10 +191,10 @@ def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
 
     device = torch.device(device)
     if device.type != "cuda":
-        return WallClock()
+        return Clock()
     if kind == "device":
         return CudaEventClock(device)
-    return WallClock(synchronize=lambda: torch.cuda.synchronize(device))
+    return Clock(synchronize=lambda: torch.cuda.synchronize(device))
 
 
 def time_variants(
@@ -235,21 +220,18 @@ def time_variants(
         variants: name -> a call without arguments; what it returns is dropped.
         repeats: rounds, each with one sample of every variant.
         warmup: untimed calls of each variant before the first round (compilation, autotuning, allocator).
-        prepare: name -> what runs untimed before every call of that variant (the forward pass, when only the
-            backward pass is timed); each of its samples is then a single call.
+        prepare: name -> what runs untimed before every call; each sample is then a single call.
         cold_cache: overwrite the caches before every sample; each sample is then a single call.
-        min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only): what a
-            5 us kernel or a 100 ns function needs on a clock that is not finer.
-        max_seconds: no further round starts after this many seconds of rounds; at least one is made. Whole rounds
-            only, so that samples stay paired.
+        min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only).
+        max_seconds: no further round starts after this many seconds of rounds; at least one is made.
         share_seconds: give every variant an equal share of `max_seconds` instead: one that is too slow for it
             sits out rounds (it joins every second, fourth, eighth ... one, so that any two still meet) and is
             warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
             wait for.
         seed: of the order of the variants within each round.
         clock: overrides `kind`.
-        after_round: called with the samples of each round, name -> ms per call; if it returns true, that was the last
-            round (for ranks, in place of `max_seconds`: their clocks would not agree).
+        after_round: called with the samples of each round, name -> ms per call; returns whether it was the last (for
+            ranks, in place of `max_seconds`: their clocks would not agree).
         turn: called with the name of a variant before it is warmed up and before each of its samples, untimed.
 
     Returns:
@@ -257,14 +239,17 @@ def time_variants(
 
     Raises:
         ValueError: no variants, `repeats` < 1, or `after_round` together with `max_seconds`.
-        Exception: whatever a variant raises (out of memory, say).
     """
+    import torch
+
     if not variants or repeats < 1:
         raise ValueError(f"need variants and repeats, got {len(variants)} and {repeats}")
     if after_round is not None and max_seconds < math.inf:
         raise ValueError("after_round and max_seconds: ranks would end after different rounds")
     clock = clock or clock_for(device, kind)
-    flush = [cache_flusher(device)] if cold_cache else []
+    flush: list[Work] = (
+        [torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_] if cold_cache else []
+    )
     preparations = {name: [prepare[name]] if prepare and name in prepare else [] for name in variants}
     before = {name: preparations[name] + flush for name in variants}
     share = max_seconds / len(variants) if share_seconds else math.inf
@@ -304,7 +289,7 @@ def time_variants(
             break
     cache = "cold" if cold_cache else "warm"
     return {
-        name: Timing(name, tuple(found.values()), tuple(found), clock.name, cache, calls[name])
+        name: Timing(tuple(found.values()), tuple(found), clock.name, cache, calls[name])
         for name, found in samples.items()
     }
 
@@ -343,18 +328,11 @@ def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:
         return 1
     calls = 1
     while calls < MAX_CALLS_PER_SAMPLE:
-        elapsed = clock.sample_ms(work, calls, before=())
+        elapsed = clock.sample_ms(work, calls)
         if elapsed >= min_sample_ms / 4:
             return max(1, min(MAX_CALLS_PER_SAMPLE, math.ceil(calls * min_sample_ms / elapsed)))
         calls *= 2
     return MAX_CALLS_PER_SAMPLE
-
-
-def cache_flusher(device: torch.device | str) -> Work:
-    """Return a call that overwrites a buffer larger than the last-level cache of `device`."""
-    import torch
-
-    return torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_
 
 
 def cache_bytes(device: torch.device | str) -> int:

@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the CUDA runtime or driver; `correlation` links it to the work it caused."""
+    """A call of the CUDA runtime or driver; `correlation` links it to its work."""
 
     name: str
     start: int
@@ -107,7 +107,8 @@ _PATTERNS = {
     r"finish_kernel|prepare_kernel",
     ATTENTION_FORWARD: r"fprop|flash_fwd|attention|cutlassF|forward_kernel",
     CASTS: r"cast_rows|cast_transposed",
-    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|_scaled_mm|::(add|b|baddb)?mm$|::mkldnn_\w*linear",
+    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|_scaled_mm|::(add|b|baddb)?mm$|"
+    r"::mkldnn_\w*linear",
     LOSS: r"softmax|nll|cross_entropy|scatter_gather|::(gather|scatter_add_?)$",
     ACTIVATION: r"silu|swiglu|gelu",
     NORM: r"rms_?norm|layer_?norm|add_norm|norm_gradient|gamma_?beta|rsqrt|vector_norm",
@@ -129,11 +130,7 @@ def kernel_class(name: str) -> str:
 
 
 def class_times(trace: Trace, steps: int) -> dict[str, float]:
-    """Return class -> ms per step of the device's work, or of CPU operators if no GPU was traced.
-
-    Args:
-        steps: how many steps were recorded.
-    """
+    """Return class -> ms per step of the device's work, or of CPU operators if no GPU was traced."""
     if trace.work is None:
         spent = [(name, ns) for name, (_, ns) in trace.ops.items()]
     else:
@@ -146,36 +143,31 @@ def class_times(trace: Trace, steps: int) -> dict[str, float]:
 
 # ---- torch.profiler
 
-_RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _NOT_A_TRACE = (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError, RecursionError)
 _HINT = (
     "give the kineto_trace.json.gz of `lmkit profile kineto RECIPE`, or what torch.profiler's "
     "export_chrome_trace wrote"
 )
 _WORK_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Triton launches through the driver, PyTorch through the runtime: both count.
-_CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 def profile_work(
     work: Callable[[], object],
-    *,
     steps: int,
-    warmup: int,
+    *,
+    warmup: int = 0,
     device: torch.device,
     source: str,
     ranges: bool = True,
 ) -> tuple[Trace, bytes]:
     """Run `work` `warmup` times, `steps` times under a clock, and `steps` times recorded.
 
-    The clock shows what the profiler adds: it slows every operation of the CPU, so that a GPU looks idle. `work`
-    marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
+    Return the recording, and its chrome trace (JSON, for Perfetto). The clock shows what the profiler adds: it slows
+    every operation of the CPU, so that a GPU looks idle.
 
     Args:
+        work: a "step" (or "pass") range around one call makes the summary's window.
         ranges: record lmkit's ranges; code that torch compiled without them is compiled again.
-
-    Returns:
-        The recording, and its chrome trace (JSON, for Perfetto).
     """
     import torch
 
@@ -185,7 +177,7 @@ def profile_work(
     for _ in range(warmup):
         work()
     clock = clock_for(device, "wall")
-    undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
+    undisturbed_ms = median([clock.sample_ms(work, 1) for _ in range(steps)])
     if ranges:
         enable_ranges("kineto")
     try:
@@ -247,11 +239,11 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
         start = round(event["ts"] * 1000)
         end = start + round(event["dur"] * 1000)
         correlation = arguments.get("correlation", 0)
-        if category == "user_annotation" and not name.startswith(_RANGES_OF_TORCH):
+        if category == "user_annotation" and not name.startswith(("ProfilerStep", "Optimizer.")):
             ranges.append(Range(name, start, end, host, event["tid"]))
         elif category == "cpu_op":
             operators[event["pid"], event["tid"]].append((start, end, name))
-        elif category in _CALL_CATEGORIES:
+        elif category in ("cuda_runtime", "cuda_driver"):  # of PyTorch, of Triton
             calls.append(Call(name, start, end, host, event["tid"], correlation))
         elif category in _WORK_KINDS:
             kind = _WORK_KINDS[category]

@@ -92,7 +92,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     with work.numerics():
         trace, content = profile_work(
             call_of(make_training(work), work.mode),
-            steps=work.steps,
+            work.steps,
             warmup=work.warmup,
             device=work.ranks.device,
             source=str(work),
