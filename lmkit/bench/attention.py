@@ -105,11 +105,7 @@ def build_cases(options: Options) -> list[Case]:
     row_keys=("kernel", "direction", "num_queries", "num_keys"),
 )
 def attention(context: Context) -> Rows:
-    """Return a row per case, variant and direction.
-
-    Raises:
-        UsageError: an unknown kernel.
-    """
+    """Return a row per case, variant and direction."""
     options: Options = context.options
     on_gpu = context.device.type == "cuda"
     kernels = options.kernels or default_kernels(on_gpu=on_gpu)

@@ -20,7 +20,7 @@ from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import Timing, Work, clock_for, time_variants
+from lmkit.measure.timing import Timing, Work, time_variants, wall_clock
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ class Case:
 
 
 def parse_tier(text: str) -> tuple[int, int]:
-    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64".
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64"."""
     if text in TIERS:
         return TIERS[text], TIERS[text]
     queries, colon, keys = text.partition(":")
@@ -129,9 +125,6 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
 
     Args:
         dtype: kernels with their own matrix products need to be told "tf32".
-
-    Raises:
-        UsageError: the kernel needs a package that is not installed.
     """
     import torch
 
@@ -431,7 +424,7 @@ class Sweep:
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []
-        clock = clock_for(self._device, "wall")
+        clock = wall_clock(self._device)
         ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1)
         return results[0], ms * 1e-3
 

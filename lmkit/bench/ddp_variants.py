@@ -134,9 +134,6 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     Args:
         parallel: the recipe's table. A variant inherits `bucket_mb`; its name sets all other options that names have.
         bench: the bench whose table names the variant, for the error.
-
-    Raises:
-        UsageError: no such variant.
     """
     said = ParallelConfig.model_fields.keys() & {"strategy", "options", *OPTION.groupindex} - {"bucket_mb"}
     plain = parallel.changed(**{key: getattr(ParallelConfig(), key) for key in said})

@@ -145,12 +145,7 @@ def check(recipe: Any) -> None:
     row_keys=("kernel", "strategy", "ranks"),
 )
 def lm_matrix(context: Context) -> Rows:
-    """Return a row per kernel and strategy. Rows that the journal has are not measured again.
-
-    Raises:
-        UsageError: a batch that the ranks do not divide, or a context longer than the text.
-        RankGaveUp: a training failed on one of several ranks.
-    """
+    """Return a row per kernel and strategy. Rows that the journal has are not measured again."""
     import torch
 
     options = context.options

@@ -21,7 +21,7 @@ from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import wall_clock
 from lmkit.recipe.keys import Shortcut
 from lmkit.recipe.tables import PRESETS, Checkpointing, Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName, OperationsName
@@ -218,7 +218,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
         for precision in options.precisions
     }
     turns: dict[str, Any] = {"rounds": options.iters, "max_seconds": options.max_seconds}
-    turns["clock"] = clock_for(context.device, "wall")
+    turns["clock"] = wall_clock(context.device)
     believed = measure_figures(variants, context, limits, figures, **turns)
     check.cache_clear()
     trainings.clear()
@@ -233,19 +233,21 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row = _row(config, context, "warm-up", "step", context.options.precisions[0])
-    row |= {"warmup": warmup, "status": "ok", "detail": ""}
-    if too_large := too_large_for_host(config, context):
-        return row | too_large
-    clock = clock_for(context.device, "wall")
-    with failure_is_a_row(row, context.device):
-        step = _build(config, context.options.precisions[0], context)
+    precision = context.options.precisions[0]
+
+    def warm_up(training: TrainingStep) -> dict[str, Any]:
         for _ in range(warmup):
-            step.run()
-        samples = [clock.sample_ms(step.run, 1) for _ in range(STUDY_STEPS)]
-        row |= time_fields(samples) | {"first_ms": samples[0]}
-    step = None  # type: ignore[assignment]
-    release_memory(context.device)
+            training.run()
+        return {}
+
+    def figures(_: str, samples_ms: list[float]) -> dict[str, Any]:
+        return time_fields(samples_ms) | {"first_ms": samples_ms[0]}
+
+    row = _row(config, context, "warm-up", "step", precision) | {"warmup": warmup}
+    row |= too_large_for_host(config, context)
+    study = {"study": Variant(row, make=partial(_build, config, precision, context), judge=warm_up)}
+    clock = wall_clock(context.device)
+    measure_figures(study, context, None, figures, rounds=STUDY_STEPS, clock=clock)
     return row
 
 

@@ -150,10 +150,6 @@ def write_reports(
         output: by default `reports` in the folder, or in artifacts/benches.
         force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
-
-    Raises:
-        UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
-        LmkitError: a result is damaged.
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
     found = find_results(root, parts)

@@ -84,11 +84,7 @@ class Options(Table):
     row_keys=("task", "text", "vocab_size", "workers"),
 )
 def tokenizer(context: Context) -> Rows:
-    """Return one row per text, task, vocabulary, number of threads and variant.
-
-    Raises:
-        UsageError: a text is missing, or two have one name.
-    """
+    """Return one row per text, task, vocabulary, number of threads and variant."""
     from lmkit.data.synth import write_stories
 
     options = context.options

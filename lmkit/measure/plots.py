@@ -193,7 +193,6 @@ def loss_curve(
     *,
     title: str,
     x_label: str = "step",
-    y_label: str = "loss (nats per token)",
     marked: Collection[str] = (),
     width: float = 8.0,
 ) -> bytes:
@@ -202,7 +201,7 @@ def loss_curve(
     Args:
         marked: names whose every point gets a marker; the others are measured too often for that.
     """
-    figure, axes = _figure(title, x_label, y_label, width=width)
+    figure, axes = _figure(title, x_label, "loss (nats per token)", width=width)
     for index, (name, points) in enumerate(series.items()):
         look = {
             "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible

@@ -19,11 +19,7 @@ ENVIRONMENT_VARIABLE = "LMKIT_RANGES"
 
 
 def enable_ranges(kind: Literal["nvtx", "kineto"]) -> None:
-    """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto).
-
-    Raises:
-        UsageError: NVTX is wanted, but this torch is a CPU build and the `nvtx` package is not installed.
-    """
+    """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto)."""
     import torch
 
     if kind == "kineto":
@@ -64,11 +60,7 @@ def disable_ranges() -> None:
 
 
 def enable_ranges_from_environment() -> None:
-    """Enable the ranges that LMKIT_RANGES (nvtx or kineto) asks for; call it where a profiled process starts.
-
-    Raises:
-        UsageError: the variable holds anything else.
-    """
+    """Enable the ranges that LMKIT_RANGES (nvtx or kineto) asks for; call it where a profiled process starts."""
     kind = os.environ.get(ENVIRONMENT_VARIABLE)
     if kind in ("nvtx", "kineto"):
         enable_ranges(kind)  # type: ignore[arg-type]

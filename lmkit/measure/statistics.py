@@ -35,11 +35,7 @@ WIDTH = 2.8
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
-    """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
-
-    Raises:
-        ValueError: `samples` is empty or has a number that is not finite.
-    """
+    """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics."""
     _refuse_not_finite(samples)
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)
@@ -54,9 +50,6 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
     The truth lies outside (x[k], x[n-1-k]) of the ordered samples only if at most k of n fall on one side of it, as
     heads of a fair coin do (Conover, Practical Nonparametric Statistics, ch. 3.2).
-
-    Raises:
-        ValueError: `samples` is empty or has a number that is not finite.
     """
     _refuse_not_finite(samples)
     ordered, count = sorted(samples), len(samples)
@@ -77,9 +70,6 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
     """Return mean(after) - mean(before), and half the width of its 95% interval.
 
     Student's interval for two normal distributions of equal width; None if there is one sample of each.
-
-    Raises:
-        ValueError: a list is empty or has a number that is not finite.
     """
     _refuse_not_finite(before)
     _refuse_not_finite(after)
@@ -147,9 +137,6 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
 
     `speedup` is the median over rounds. A difference is named only if the median's interval excludes 1 and the median
     is at least `SMALLEST_DIFFERENCE` away from it.
-
-    Raises:
-        ValueError: the lists differ in length, are empty, or hold a time that is not positive and finite.
     """
     if len(candidate) != len(baseline):
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
@@ -174,9 +161,6 @@ def compare_runs(
 
     Args:
         references: which measurements are of code that did not change.
-
-    Raises:
-        ValueError: a list is empty, or holds a time that is not positive and finite.
     """
     changes, variances = [], []  # of the logarithm of before / after
     for before, after in pairs:

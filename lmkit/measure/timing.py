@@ -4,12 +4,11 @@ Every round takes one sample of each variant, in an order that changes from roun
 temperature and neighbours falls on all of them alike, and round i of one variant pairs with round i of another
 (`measure.statistics.paired_ratio`).
 
-There are two clocks. On a CPU both are `perf_counter`.
+On a CPU every clock reads `perf_counter`. On a GPU:
 
-- "device": time on the device alone, for kernels. Two CUDA events enclose the calls, and a sleeping kernel in front
-  of them holds the stream until the host has queued everything: launch overhead is hidden as long as the calls do
-  not synchronize.
-- "wall": what a user waits for, host dispatch included, for steps: `perf_counter` between two synchronizations.
+- `CudaEventClock`, for kernels: time on the device alone. A sleeping kernel in front of the calls holds the stream
+  until the host has queued all of them: launch overhead is hidden as long as the calls do not synchronize.
+- `wall_clock`, for steps: what a user waits for, host dispatch included.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, median, paired_ratio
 
@@ -29,11 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Work = Callable[[], object]
-ClockKind = Literal["device", "wall"]
-
 MAX_CALLS_PER_SAMPLE = 10_000
-CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache share of most hosts
-GPU_FLUSH_BYTES = 256 * 2**20  # 2x the largest L2 today (B200: 126 MB)
 
 
 @dataclass(frozen=True)
@@ -185,16 +180,11 @@ class SteadyStateClock(Clock):
         return calls * (start.elapsed_time(end) / self._steps)
 
 
-def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
-    """Return the clock that `time_variants` uses on `device`."""
+def wall_clock(device: torch.device) -> Clock:
+    """Return the clock of what a user waits for on the device."""
     import torch
 
-    device = torch.device(device)
-    if device.type != "cuda":
-        return Clock()
-    if kind == "device":
-        return CudaEventClock(device)
-    return Clock(synchronize=lambda: torch.cuda.synchronize(device))
+    return Clock(synchronize=lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else Clock()
 
 
 def time_variants(
@@ -203,7 +193,6 @@ def time_variants(
     device: torch.device | str = "cpu",
     repeats: int = 20,
     warmup: int = 3,
-    kind: ClockKind = "device",
     prepare: Mapping[str, Work] | None = None,
     cold_cache: bool = False,
     min_sample_ms: float = 0.0,
@@ -229,16 +218,13 @@ def time_variants(
             warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
             wait for.
         seed: of the order of the variants within each round.
-        clock: overrides `kind`.
+        clock: None: time on the device alone.
         after_round: called with the samples of each round, name -> ms per call; returns whether it was the last (for
             ranks, in place of `max_seconds`: their clocks would not agree).
         turn: called with the name of a variant before it is warmed up and before each of its samples, untimed.
 
     Returns:
         name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
-
-    Raises:
-        ValueError: no variants, `repeats` < 1, or `after_round` together with `max_seconds`.
     """
     import torch
 
@@ -246,7 +232,8 @@ def time_variants(
         raise ValueError(f"need variants and repeats, got {len(variants)} and {repeats}")
     if after_round is not None and max_seconds < math.inf:
         raise ValueError("after_round and max_seconds: ranks would end after different rounds")
-    clock = clock or clock_for(device, kind)
+    device = torch.device(device)
+    clock = clock or (CudaEventClock(device) if device.type == "cuda" else Clock())
     flush: list[Work] = (
         [torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_] if cold_cache else []
     )
@@ -339,7 +326,8 @@ def cache_bytes(device: torch.device | str) -> int:
     """Return more bytes than the last-level cache of `device` has."""
     import torch
 
-    return GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
+    # Twice the largest L2 today (B200: 126 MB); more than the share of the last-level cache of most hosts.
+    return (256 if torch.device(device).type == "cuda" else 64) * 2**20
 
 
 @contextmanager

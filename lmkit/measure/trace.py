@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import wall_clock
 from lmkit.storage.inputs import open_input
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def profile_work(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(warmup):
         work()
-    clock = clock_for(device, "wall")
+    clock = wall_clock(device)
     undisturbed_ms = median([clock.sample_ms(work, 1) for _ in range(steps)])
     if ranges:
         enable_ranges("kineto")
@@ -202,11 +202,7 @@ def chrome_trace(profiler: torch.profiler.profile) -> bytes:
 
 
 def read_chrome_trace(path: Path) -> Trace:
-    """Read a `.json` or `.json.gz` file of torch.profiler.
-
-    Raises:
-        UsageError: missing, too large, or not such a file.
-    """
+    """Read a `.json` or `.json.gz` file of torch.profiler."""
     if not path.is_file():
         raise UsageError("trace.missing", f"{path}: no such file", hint=_HINT)
     try:
@@ -221,11 +217,7 @@ def read_chrome_trace(path: Path) -> Trace:
 
 
 def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
-    """Turn a chrome trace into a `Trace`. Chrome's times are in us with fractions; ours are in whole ns.
-
-    Raises:
-        KeyError, TypeError, AttributeError, ValueError: it is no such trace.
-    """
+    """Turn a chrome trace into a `Trace`. Chrome's times are in us with fractions; ours are in whole ns."""
     ranges: list[Range] = []
     calls: list[Call] = []
     work: list[DeviceWork] = []

@@ -63,22 +63,13 @@ class CommandFailed(LmkitError):
 
 
 def run_command(arguments: Sequence[str], output: Path) -> Profiled:
-    """Run any command under Nsight Systems; `lmkit ...` runs with this interpreter.
-
-    Raises:
-        UsageError: nsys is not installed.
-        CommandFailed: the command failed; the error has its exit code.
-    """
+    """Run any command under Nsight Systems; `lmkit ...` runs with this interpreter."""
     own = [sys.executable, "-m", "lmkit", *arguments[1:]]
     return _run_under_nsys(own if arguments[0] == "lmkit" else arguments, output, what=" ".join(arguments))
 
 
 def run_recording(path: Path, output: Path) -> Profiled:
-    """Summarize a .sqlite, .nsys-rep, .json or .json.gz file.
-
-    Raises:
-        UsageError: another kind of file, or a damaged one.
-    """
+    """Summarize a .sqlite, .nsys-rep, .json or .json.gz file."""
     is_chrome_trace = path.name.endswith((".json", ".json.gz"))
     return _store(read_chrome_trace(path) if is_chrome_trace else read_nsys_file(path), output)
 
@@ -149,11 +140,7 @@ def write_profile(
 
 
 def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
-    """Return nsys where it works, else kineto with a warning in the log.
-
-    Raises:
-        UsageError: nsys was named and does not work.
-    """
+    """Return nsys where it works, else kineto with a warning in the log."""
     if engine == "kineto":
         return "kineto"
     if find_nsys() is None:
@@ -246,12 +233,7 @@ def workload_from_json(text: str) -> Workload:
 
 
 def make_training(work: Workload) -> TrainingStep:
-    """Return the model with its optimizer and endless random tokens.
-
-    Raises:
-        UsageError: as `required_model`, or as `lmkit train`: something does not run on the device, or the optimizer
-            refuses an option.
-    """
+    """Return the model with its optimizer and endless random tokens."""
     train = work.train.changed(cuda_graph="off")  # of a graph a profile would not show the phases
     recipe = work.recipe.changed(model=work.model, train=train)
     check_device(recipe, work.ranks.device)
