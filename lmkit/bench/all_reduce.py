@@ -1,8 +1,6 @@
 """`lmkit bench all-reduce`: time and bandwidth of collectives over message sizes.
 
-Bandwidths as NCCL's tests define them. Algorithm bandwidth: bytes of the buffer per second. Bus bandwidth: bytes that
-cross each rank's link per second, which does not depend on the number of ranks: 2 (W-1)/W of the buffer for an
-all-reduce, (W-1)/W for reduce-scatter and all-gather.
+Bandwidths as NCCL's tests define them (see `NOTES`); the bus bandwidth does not depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`lmkit bench attention`: cases (tiers, head_dim x length grid) x variants (kernels, eager or compiled).
 
 Every variant is checked (`attention_gate`) before it is timed, and again afterwards on other numbers at the same
-addresses. Variants of a case are timed in interleaved rounds. A variant that does not fit, is not supported, fails,
-or gives wrong results becomes a row that says so. Attention that does not see all keys has nothing to be compared
-with, and its row says so.
+addresses. Attention that does not see all keys has nothing to be compared with, and its row says so.
 """
 
 from __future__ import annotations

@@ -131,9 +131,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     "zero1 bf16", "zero1 bf16 collective", "fsdp bf16 states"), or a rival of PyTorch's: "torch_ddp" (gradients as
     views of buckets of 25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO"; each may be `COMPILED`.
 
-    Args:
-        parallel: the recipe's table. A variant inherits `bucket_mb`; its name sets all other options that names have.
-        bench: the bench whose table names the variant, for the error.
+    A variant inherits `bucket_mb` of the recipe's table; its name sets all other options that names have.
     """
     said = ParallelConfig.model_fields.keys() & {"strategy", "options", *OPTION.groupindex} - {"bucket_mb"}
     plain = parallel.changed(**{key: getattr(ParallelConfig(), key) for key in said})

@@ -61,10 +61,6 @@ Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a bench; the message says where the rows of finished rounds are."""
-
-
 @dataclass(frozen=True)
 class BenchStored:
     """The rows of a bench and the files that hold them.
@@ -106,7 +102,7 @@ def run_bench(
     Raises:
         UsageError: the recipe asks for something that does not exist, or the bench needs several ranks.
         LmkitError: another bench is running in this folder.
-        Interrupted: in place of KeyboardInterrupt, on the first rank.
+        KeyboardInterrupt: on the first rank, with the place of the rows so far.
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
 
@@ -173,7 +169,7 @@ def _place(folder: Path) -> Iterator[Journal]:
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
             kept = bool(journal.rows())
             if isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"interrupted: {found if kept else 'no rows were kept'}") from None
+                raise KeyboardInterrupt(f"interrupted: {found if kept else 'no rows were kept'}") from None
             if kept:
                 log.error(found)
             raise

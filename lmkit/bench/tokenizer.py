@@ -1,8 +1,7 @@
 """`lmkit bench tokenizer`: training and encoding, compared with Hugging Face tokenizers and tiktoken.
 
-Every sample is a process of its own (`tokenizer_jobs`). The variants of a case take turns, and the same round of two
-variants is compared. Before anything is timed, each variant runs once to check that all encoders return the same ids.
-(Trainers break ties differently, so their merges are not compared here.)
+Every sample is a process of its own (`tokenizer_jobs`). Before anything is timed, each variant runs once to check
+that all encoders return the same ids. Trainers break ties differently, so their merges are not compared.
 """
 
 from __future__ import annotations
@@ -39,15 +38,7 @@ VARIANTS = {"train": (OURS, "tokenizers"), "encode": (OURS, "tokenizers", "tikto
 
 @dataclass(frozen=True)
 class Job:
-    """A job for `tokenizer_jobs`: one task for one tokenizer.
-
-    Attributes:
-        task: "train" or "encode".
-        variant: a tokenizer of `VARIANTS`.
-        vocab_size: of the tokenizer that is trained or that encodes.
-        tokenizer: file of the tokenizer to encode with.
-        output: file for the ids.
-    """
+    """A job for `tokenizer_jobs`, one of `VARIANTS`. Encoding needs the file of a tokenizer, and one for the ids."""
 
     task: str
     variant: str

@@ -1,8 +1,7 @@
 """The engine of `bench model`, `step`, `ddp`, `optimizer` and `lm-matrix`, and of `bench generate`.
 
 A bench describes its variants (`Variant`). `measure` builds each and checks its first steps, times the right ones in
-turns, and checks them again. A variant that fails, does not fit or is wrong becomes a row on every rank. The bench
-then computes the figures of the rows from the samples.
+turns, and checks them again. A variant that fails, does not fit or is wrong becomes a row on every rank.
 """
 
 from __future__ import annotations

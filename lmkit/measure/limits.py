@@ -19,7 +19,7 @@ class Limits:
 
     Attributes:
         matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
-        copy_bytes_per_s: bytes read plus bytes written per second of a large copy.
+        copy_bytes_per_s: bytes read plus bytes written.
         again: measures once more; None: cannot.
     """
 

@@ -25,16 +25,11 @@ GIB = 2**30
 
 @dataclass
 class PeakMemory:
-    """What is in use when a `track_peak` block begins, at most, and (on a GPU) when it ends.
-
-    `source` says what was counted: "cuda allocator"; "peak rss"; or "peak rss of the process" where the operating
-    system cannot reset it, so that it may be older than the block.
-    """
+    """What is in use when a `track_peak` block begins, at most, and (on a GPU) when it ends."""
 
     start_bytes: int = 0
     peak_bytes: int = 0
     end_bytes: int = 0
-    source: str = ""
 
     @property
     def extra_bytes(self) -> int:
@@ -48,17 +43,15 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     import torch
 
     device = torch.device(device)
-    peak = PeakMemory()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        peak.source, peak.start_bytes = "cuda allocator", memory_in_use(device)
-    else:
-        peak.source, peak.start_bytes = "peak rss", memory_in_use(device)
+    peak = PeakMemory(memory_in_use(device))
+    if device.type != "cuda":
         try:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to the present RSS: proc(5)
-        except OSError:
-            peak.source, peak.start_bytes = "peak rss of the process", _peak_rss()
+        except OSError:  # an older peak stays
+            peak.start_bytes = _peak_rss()
     try:
         yield peak
     finally:

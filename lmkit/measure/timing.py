@@ -33,12 +33,9 @@ MAX_CALLS_PER_SAMPLE = 10_000
 
 @dataclass(frozen=True)
 class Timing:
-    """The samples of one variant, in ms per call.
+    """The samples of one variant, in ms per call, and the numbers of their rounds.
 
     Attributes:
-        samples_ms: one entry per round that the variant took part in, in the order of the rounds.
-        rounds: the numbers of those rounds.
-        clock: name of the clock.
         cache: "warm" (the same buffers call after call) or "cold" (caches overwritten before every sample).
     """
 
@@ -146,9 +143,8 @@ class SteadyStateClock(Clock):
     """Time `steps` steps of a loop that follow `untimed` ones (by default half as many, rounded up) without a pause.
 
     A step leaves work to the next one (weights still being gathered, a host that runs ahead of the GPU). The first
-    timed step inherits such work from the untimed ones, and the last leaves as much, so nothing is counted twice or
-    left out. A host hardly faster than its GPU needs several steps to get ahead; until then every interruption of the
-    host lengthens the step. GPUs are timed by CUDA events in the stream, CPUs by `perf_counter`.
+    timed step inherits such work from the untimed ones, and the last leaves as much. GPUs are timed by CUDA events in
+    the stream, CPUs by `perf_counter`.
     """
 
     def __init__(self, device: torch.device, steps: int, untimed: int | None = None) -> None:
@@ -213,18 +209,14 @@ def time_variants(
         cold_cache: overwrite the caches before every sample; each sample is then a single call.
         min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only).
         max_seconds: no further round starts after this many seconds of rounds; at least one is made.
-        share_seconds: give every variant an equal share of `max_seconds` instead: one that is too slow for it
-            sits out rounds (it joins every second, fourth, eighth ... one, so that any two still meet) and is
-            warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
-            wait for.
+        share_seconds: give every variant an equal share of `max_seconds`: one that is too slow joins every second,
+            fourth, eighth ... round, so that any two still meet, and is warmed up less often. Not for calls that
+            other ranks wait for.
         seed: of the order of the variants within each round.
         clock: None: time on the device alone.
         after_round: called with the samples of each round, name -> ms per call; returns whether it was the last (for
             ranks, in place of `max_seconds`: their clocks would not agree).
         turn: called with the name of a variant before it is warmed up and before each of its samples, untimed.
-
-    Returns:
-        name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
     """
     import torch
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """A named stretch of one thread's time (NVTX push/pop, record_function)."""
 
     name: str
@@ -35,8 +34,7 @@ class Range:
     thread: int
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of the CUDA runtime or driver; `correlation` links it to its work."""
 
     name: str
@@ -52,8 +50,7 @@ class Call:
         return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
 
 
-@dataclass(frozen=True)
-class DeviceWork:
+class DeviceWork(NamedTuple):
     """A kernel, memcpy or memset on a device. `from_graph`: launched by a CUDA graph, not by a call of its own."""
 
     kind: str
@@ -78,7 +75,7 @@ class Trace:
         engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
-        undisturbed_ms: median of a step (or pass) without the profiler; None if not measured.
+        undisturbed_ms: median of a step (or pass) without the profiler.
         notes: warnings for the reader of the summary.
     """
 

@@ -32,11 +32,7 @@ def find_nsys() -> Path | None:
 
 
 def require_nsys(*, otherwise: str) -> Path:
-    """Return the `nsys` on the PATH.
-
-    Args:
-        otherwise: the end of the hint: what the user can do instead.
-    """
+    """Return the `nsys` on the PATH, or raise an error; `otherwise` is the end of its hint."""
     nsys = find_nsys()
     if nsys is None:
         raise UsageError("nsys.missing", MISSING, hint=f"{INSTALL}, or {otherwise}")
@@ -44,11 +40,9 @@ def require_nsys(*, otherwise: str) -> Path:
 
 
 def profile_command(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Run `command` under nsys with lmkit's ranges on, and export its report to a SQLite database in `folder`.
+    """Run `command` under nsys with lmkit's ranges on; return its exit code, and the SQLite database of its report.
 
-    CUDA calls and kernels, NVTX ranges and operating-system waits are traced. CPU sampling and context switches need
-    rights that containers lack, so they stay off. Return the exit code of the command, also of one that failed, and
-    the database, if there is one.
+    CPU sampling and context switches need rights that containers lack, so they stay off.
     """
     nsys = require_nsys(otherwise="profile a recipe's steps without it: lmkit profile kineto RECIPE")
     folder.mkdir(parents=True, exist_ok=True)

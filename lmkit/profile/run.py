@@ -94,12 +94,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
 def _run_under_nsys(
     command: Sequence[str], output: Path, *, what: str, source: str = "", skip_steps: int = 1
 ) -> Profiled:
-    """Run a command under nsys, which writes its own files into `output`.
-
-    Args:
-        what: names the command in errors.
-        source: of the summary; empty: the file's name.
-    """
+    """Run a command, which errors call `what`, under nsys, which writes its own files into `output`."""
     exit_code, database = profile_command(command, output)
     if database is not None:
         trace = read_nsys_file(database)
@@ -181,12 +176,8 @@ def _picture(summary: Row) -> bytes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of a recipe on one device, on random tokens.
-
-    Attributes:
-        mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
-        steps, warmup: recorded steps (or passes), and unrecorded ones before them.
-    """
+    """Recorded steps of a recipe (and unrecorded ones, `warmup`, before them) on one device, on random tokens; or
+    passes alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped)."""
 
     recipe: Recipe
     mode: Mode = "step"
@@ -241,11 +232,7 @@ def make_training(work: Workload) -> TrainingStep:
 
 
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
-    """Return a call that runs one step or pass and waits for it.
-
-    A pass gets a range of its own, "pass", that waits for the device; the range around a forward pass alone ends when
-    the device has its work.
-    """
+    """Return a call that runs one step, or one pass in a range of its own, and waits for the device."""
     if mode == "step":
         return partial(step.run, wait=True)
     run = step.forward if mode == "forward" else step.forward_backward
