@@ -94,7 +94,6 @@ def measure(
     *,
     clock: Clock | None = None,
     stage: str = "",
-    settle: bool = False,
     take: Callable[[Steps, Steps, Callable[[str], object]], dict[str, Any]] | None = None,
     **turns: Any,
 ) -> dict[str, Any]:
@@ -102,7 +101,6 @@ def measure(
 
     Args:
         clock: None: the options' `steps_per_sample` steps in steady state.
-        settle: make untimed steps before the first sample on GPUs.
         take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
     """
     rows = {name: variant.row for name, variant in variants.items()}
@@ -121,11 +119,8 @@ def measure(
         prepare = {name: partial(way, left[name]) for name, way in ways.items() if way is not None}
         if take is not None:
             return take(runs, prepare, turn)
-        steps = 0 if clock is not None else context.options.steps_per_sample
-        options = {"prepare": prepare, "settled": steps if settle else 0, "stage": stage, **turns}
-        return samples_in_turns(
-            runs, context, turn, clock or SteadyStateClock(context.device, steps), **options
-        )
+        own_clock = clock or SteadyStateClock(context.device, context.options.steps_per_sample)
+        return samples_in_turns(runs, context, turn, own_clock, prepare=prepare, stage=stage, **turns)
 
     samples = time_what_fits(built, rows, context, time_together)
     for name in tuple(samples):
@@ -308,8 +303,6 @@ def samples_in_turns(
         stage: the name under which progress is reported; "": it is not.
         settled: steps at a time for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
     """
-    import torch
-
     from lmkit.parallel.collectives import agree, largest_of_ranks
 
     ranks, samples, done = context.ranks, Samples({name: [] for name in steps}), count()
@@ -321,11 +314,7 @@ def samples_in_turns(
         if stage:
             context.progress(f"{stage}, timing", number, rounds * len(steps))
         if number == 0 and settled and ranks.device.type == "cuda":  # idle while the last variant was built
-            until = time.perf_counter() + SETTLE_S
-            while not agree(ranks, stop=time.perf_counter() > until):
-                for _ in range(settled):
-                    steps[name]()
-                torch.cuda.synchronize(ranks.device)
+            settle(steps[name], ranks, settled)
         if prepare is not None and name in prepare:
             prepare[name]()
         agree(ranks)
@@ -348,6 +337,19 @@ def samples_in_turns(
             after_round=after_round,
         )
     return samples
+
+
+def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
+    """Run steps for `SETTLE_S` seconds. Collective."""
+    import torch
+
+    from lmkit.parallel.collectives import agree
+
+    until = time.perf_counter() + SETTLE_S
+    while not agree(ranks, stop=time.perf_counter() > until):
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize(ranks.device)
 
 
 def host_fields(step: Callable[[], object], device: torch.device) -> dict[str, float]:
