@@ -224,7 +224,7 @@ def test_files_are_named_after_ideas(word):
 # that needs more changes the number, and says why.
 BUDGETS = {
     "": 511,
-    "attention": 570,
+    "attention": 600,
     "bench": 4640,
     "cli": 2450,
     "core": 1511,
