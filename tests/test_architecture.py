@@ -231,7 +231,7 @@ BUDGETS = {
     "data": 1535,
     "generation": 953,
     "kernels": 5585,
-    "measure": 1515,
+    "measure": 1450,
     "model": 1325,
     "optim": 466,
     "parallel": 2556,

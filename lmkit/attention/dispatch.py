@@ -86,11 +86,7 @@ def attention_function(name: str) -> Callable[..., Tensor]:
 
 
 class _Checked:
-    """A plugin's kernel: what its first call returns is checked; in a compiled model, when the call is traced.
-
-    Args:
-        is_joined: whether it takes a joined projection.
-    """
+    """A plugin's kernel: what its first call returns is checked; in a compiled model, when the call is traced."""
 
     def __init__(self, name: str, function: Callable[..., Any], *, is_joined: bool = False) -> None:
         self._name, self._function, self._is_joined = name, function, is_joined
@@ -198,11 +194,8 @@ def check_values(name: str, qkv: Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def best_kernel(q: Tensor, mask: Tensor | None = None, *, windows: bool = False) -> str:
-    """Return the kernel that `attention` takes for tensors like q (batch, heads, seq, head_dim) by itself.
-
-    Args:
-        windows: it has to take `first=`.
-    """
+    """Return the kernel that `attention` takes for tensors like q (batch, heads, seq, head_dim) by itself; with
+    `windows` it has to take `first=`."""
     for name in PREFERRED[:-1]:
         facts = ATTENTION.facts(name)
         if (

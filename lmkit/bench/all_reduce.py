@@ -1,8 +1,6 @@
 """`lmkit bench all-reduce`: time and bandwidth of collectives over message sizes.
 
-Bandwidths as NCCL's tests define them. Algorithm bandwidth: bytes of the buffer per second. Bus bandwidth: bytes that
-cross each rank's link per second, which does not depend on the number of ranks: 2 (W-1)/W of the buffer for an
-all-reduce, (W-1)/W for reduce-scatter and all-gather.
+Bandwidths as NCCL's tests define them (see `NOTES`); the bus bandwidth does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -66,27 +64,23 @@ def all_reduce(context: Context) -> Rows:
 
     options, ranks = context.options, context.ranks
     rows: Rows = []
-    for size_mb in options.sizes_mb:
-        for name in options.dtypes:
-            context.progress(
-                "all-reduce", len(rows) // len(OPERATIONS), len(options.sizes_mb) * len(options.dtypes)
-            )
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-            unit = 128 * ranks.world_size
-            count = max(unit, int(size_mb * 1e6) // dtype.itemsize // unit * unit)
-            flat = torch.randn(count, device=ranks.device).to(dtype)
-            calls = {operation: _call(operation, flat, ranks) for operation in OPERATIONS}
-            # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
-            clock = SteadyStateClock(ranks.device, CALLS_PER_SAMPLE)
-            samples = samples_in_turns(calls, context, lambda name: None, clock, rounds=options.repeats)
-            found = [
-                {"size_mb": size_mb} | _row(operation, name, flat.nbytes, ranks, samples_ms)
-                for operation, samples_ms in samples.items()
-            ]
-            rows += found
-            context.keep(found)
-            del flat
-            release_memory(ranks.device)
+    for size_mb, name in context.each("all-reduce", list(product(options.sizes_mb, options.dtypes))):
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+        unit = 128 * ranks.world_size
+        count = max(unit, int(size_mb * 1e6) // dtype.itemsize // unit * unit)
+        flat = torch.randn(count, device=ranks.device).to(dtype)
+        calls = {operation: _call(operation, flat, ranks) for operation in OPERATIONS}
+        # A fixed number of calls: if each rank chose its own, ranks would wait for calls that never come.
+        clock = SteadyStateClock(ranks.device, CALLS_PER_SAMPLE)
+        samples = samples_in_turns(calls, context, lambda name: None, clock, rounds=options.repeats)
+        found = [
+            {"size_mb": size_mb} | _row(operation, name, flat.nbytes, ranks, samples_ms)
+            for operation, samples_ms in samples.items()
+        ]
+        rows += found
+        context.keep(found)
+        del flat
+        release_memory(ranks.device)
     return rows
 
 

@@ -1,9 +1,7 @@
 """`lmkit bench attention`: cases (tiers, head_dim x length grid) x variants (kernels, eager or compiled).
 
 Every variant is checked (`attention_gate`) before it is timed, and again afterwards on other numbers at the same
-addresses. Variants of a case are timed in interleaved rounds. A variant that does not fit, is not supported, fails,
-or gives wrong results becomes a row that says so. Attention that does not see all keys has nothing to be compared
-with, and its row says so.
+addresses. Attention that does not see all keys has nothing to be compared with, and its row says so.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from lmkit.bench.attention_sweep import (
     precision_of,
 )
 from lmkit.bench.context import Context
-from lmkit.bench.harness import grouped
 from lmkit.bench.trainings import SPREAD
 from lmkit.measure.plots import grouped_bars, heat_map, line_panels
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.tables import Column, Rows, grouped, markdown_table
 from lmkit.recipe.keys import Empties, FlagNames
 from lmkit.recipe.tables import Count, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionVariant
@@ -106,11 +103,7 @@ def build_cases(options: Options) -> list[Case]:
     row_keys=("kernel", "direction", "num_queries", "num_keys"),
 )
 def attention(context: Context) -> Rows:
-    """Return a row per case, variant and direction.
-
-    Raises:
-        UsageError: an unknown kernel.
-    """
+    """Return a row per case, variant and direction."""
     options: Options = context.options
     on_gpu = context.device.type == "cuda"
     kernels = options.kernels or default_kernels(on_gpu=on_gpu)

@@ -45,11 +45,7 @@ def no_skip(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | Non
 
 
 def atomic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Compute attention; its backward pass is one kernel.
-
-    Raises:
-        UsageError: head_dim is not a power of two.
-    """
+    """Compute attention; its backward pass is one kernel."""
     q, k, v, scale = prepare_inputs(q, k, v, scale)
     refuse_unsupported(q)
     if q.shape[3] & (q.shape[3] - 1):

@@ -20,7 +20,7 @@ from lmkit.errors import UsageError, did_you_mean
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import GB, available_memory, release_memory, track_peak
 from lmkit.measure.tables import Rows
-from lmkit.measure.timing import Timing, Work, clock_for, time_variants
+from lmkit.measure.timing import Timing, Work, time_variants, wall_clock
 from lmkit.registry import ATTENTION
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ class Case:
 
 
 def parse_tier(text: str) -> tuple[int, int]:
-    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64".
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return (num_queries, num_keys) of "XXL", "2048" or "128:64"."""
     if text in TIERS:
         return TIERS[text], TIERS[text]
     queries, colon, keys = text.partition(":")
@@ -129,9 +125,6 @@ def build_variant(name: str, dtype: str) -> Callable[..., Tensor]:
 
     Args:
         dtype: kernels with their own matrix products need to be told "tf32".
-
-    Raises:
-        UsageError: the kernel needs a package that is not installed.
     """
     import torch
 
@@ -221,7 +214,6 @@ class Sweep:
         self._device, self._seed = context.device, context.recipe.run.seed
         self._checked: dict[tuple[str, int, bool], list[str]] = {}  # (kernel, head_dim, backward) -> faults
         self._calls: dict[tuple[str, int, str], tuple[float, float]] = {}  # last (FLOPs, ms) measured
-        self._too_large: set[tuple[str, Case]] = set()  # forward passes that did not fit
 
     def measure(self, case: Case, kernels: Sequence[str], directions: Sequence[str] = ("forward",)) -> Rows:
         """Return a row per direction and kernel of one shape.
@@ -255,10 +247,7 @@ class Sweep:
 
         @cache
         def judge(name: str) -> dict[str, Any]:
-            found = checked(partial(self._check, name, function_of(name), case=case), self._seed)
-            if found["status"] == "out of memory" and not backward:
-                self._too_large.add((name, case))
-            return found
+            return checked(partial(self._check, name, function_of(name), case=case), self._seed)
 
         @cache
         def check_again(name: str) -> dict[str, Any]:
@@ -435,15 +424,13 @@ class Sweep:
 
     def _timed_run(self, function: Callable[..., Tensor], inputs: Inputs) -> tuple[tuple[Tensor, ...], float]:
         results: list[tuple[Tensor, ...]] = []
-        clock = clock_for(self._device, "wall")
-        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1, before=())
+        clock = wall_clock(self._device)
+        ms = clock.sample_ms(lambda: results.append(inputs.run(function)), 1)
         return results[0], ms * 1e-3
 
     def _refusal(self, name: str, case: Case, direction: str) -> dict[str, Any]:
         """Return status and detail of a variant that is not even tried, else {}."""
         options = self._options
-        if (name, case) in self._too_large:
-            return not_enough_memory("the forward pass alone does not fit")
         flops_before, ms_before = self._calls.get((name, case.head_dim, direction), (0.0, 0.0))
         if flops_before:
             seconds = ms_before * 1e-3 * case.flops(options, direction) / flops_before

@@ -26,7 +26,6 @@ RESULT_KEYS = {
 REFERENCE_KEYS = ("kernel", "variant", "strategy")
 REFERENCE = re.compile(r"(sdpa|torch|tiktoken|tokenizers|rustbpe)\b|torch_ddp")
 SMALLEST_DIFFERENCE = 0.03
-STILL_WRONG = "wrong in both"
 Samples = list[float]
 Key = tuple[tuple[str, Any], ...]
 COLUMNS = (
@@ -48,7 +47,6 @@ class Compared:
         compared: how many have an interval: measured in both, often and steadily enough.
         unclear: how many of these have too wide an interval.
         worse: how many became slower or wrong, now fail, or are missing.
-        threshold: the smallest relative difference that counts.
     """
 
     rows: Rows
@@ -78,15 +76,7 @@ class Compared:
 
 
 def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
-    """Compare the rows of two result files or folders.
-
-    Args:
-        threshold: the smallest relative difference that counts.
-
-    Raises:
-        UsageError: no result file, or several; no measurement is in both; a threshold that is not finite.
-        LmkitError: a file is damaged.
-    """
+    """Compare the rows of two result files or folders; smaller relative differences than `threshold` do not count."""
     if not math.isfinite(threshold):
         message = f"--threshold: {threshold} is not a share"
         raise UsageError("compare.threshold", message, hint="0.05 lets 5% pass")
@@ -109,12 +99,7 @@ def compare_files(before: Path, after: Path, *, threshold: float) -> Compared:
 
 
 def stored_rows(path: Path) -> Rows:
-    """Return the rows of a result file, or of the only one in a folder.
-
-    Raises:
-        UsageError: no result file, or several; it holds no results.
-        LmkitError: it is damaged.
-    """
+    """Return the rows of a result file, or of the only one in a folder."""
     found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if len(found) != 1:
         message = f"{path}: needs one .jsonl file, has {', '.join(file.name for file in found) or 'none'}"
@@ -143,7 +128,7 @@ def compare_rows(
         rows.append({"what": what})
         was_wrong, is_wrong = (run.get(key, {}).get("status") in WRONG for run in (old, new))
         if is_wrong:
-            rows[-1]["verdict"] = STILL_WRONG if was_wrong else new[key]["status"]
+            rows[-1]["verdict"] = "wrong in both" if was_wrong else new[key]["status"]
         elif key not in old or key not in new:
             rows[-1]["verdict"] = "missing" if key in old else "new"
         elif all(samples := (samples_ms(old[key]), samples_ms(new[key]))):
@@ -151,8 +136,7 @@ def compare_rows(
         else:
             now = "works now" if samples[1] else "not measured"
             rows[-1]["verdict"] = "stopped working" if samples[0] else now
-    references = [is_reference for _, is_reference, _ in measured]
-    pairs = [samples for *_, samples in measured]
+    _, references, pairs = zip(*measured, strict=True) if measured else ((), (), ())
     found = compare_runs(pairs, references, smallest_difference=smallest_difference)
     for (row, _, samples), ratio in zip(measured, found, strict=True):
         row |= {"before_ms": median(samples[0]), "after_ms": median(samples[1]), **asdict(ratio)}

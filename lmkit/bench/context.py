@@ -43,10 +43,7 @@ class Journal:
 
 
 def storable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a bench in JSON types: tensors of one element as numbers, paths as text.
-
-    A row with another value has failed: it says so in place of the value.
-    """
+    """Return a row in JSON types: tensors of one element as numbers, paths as text; another value fails the row."""
     if not isinstance(row, Mapping):
         raise LmkitError("bench.not_a_row", f"a bench returned a {type(row).__name__} as a row, not a dict")
     found: dict[str, Any] = {}
@@ -67,12 +64,7 @@ def storable(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Context:
-    """The options, ranks, journal and environment of a running bench.
-
-    Attributes:
-        options: its table, [bench.NAME] of the recipe.
-        ranks: this process's rank and device.
-    """
+    """What a running bench gets; `options` is its table, [bench.NAME] of the recipe."""
 
     recipe: Recipe
     options: Any
@@ -86,11 +78,7 @@ class Context:
         return self.ranks.device
 
     def recipe_of(self, model: ModelConfig, *, lr: float = 3e-4, **train: Any) -> Recipe:
-        """Return the recipe of a training that the bench's own table describes, with the recipe's optimizer.
-
-        Args:
-            lr: the constant learning rate, in place of the recipe's.
-        """
+        """Return the recipe of a training of the bench's own, with the recipe's optimizer at rate `lr`."""
         return self.recipe.changed(model=model, optimizer={"lr": lr}, train=TrainConfig().changed(**train))
 
     @property

@@ -38,12 +38,12 @@ from lmkit.bench.ddp_variants import (
     unfit,
     variant_of,
 )
-from lmkit.bench.harness import add_figures, grouped
-from lmkit.bench.trainings import SPREAD, Samples, Variant, host_ms, speed_fields
+from lmkit.bench.harness import add_figures
+from lmkit.bench.trainings import SPREAD, Samples, Variant, host_fields, speed_fields
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import PeakMemory, claim_workspaces, release_memory, track_peak
 from lmkit.measure.statistics import median, paired_ratio
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.tables import Column, Rows, grouped
 from lmkit.measure.timing import SteadyStateClock, without_garbage_collection
 from lmkit.recipe.tables import PositiveFloat
 from lmkit.registry import BENCHES, STRATEGIES
@@ -105,10 +105,7 @@ def measure(
     seen: Reference | None = None,
     more: First | None = None,
 ) -> Rows:
-    """Measure variants that fit into memory together. Every rank calls this and gets the same rows.
-
-    A variant that fails, or is wrong, has a `status` that says so. If it failed on one rank before the ranks started
-    again, the journal has its row.
+    """Return the rows of variants, equal on all ranks; the journal has those that failed before a new start.
 
     Args:
         seen: of `reference_of`; None: made here.
@@ -129,8 +126,12 @@ def measure(
             row |= {"status": "unsupported", "detail": why}
         variants[name] = variant_of(name, failed.get(name, row), case, ranks, seen, more or _first_facts)
 
-    turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
-    samples = trainings.measure(variants, context, stage=part, settle=True, **turns)
+    turns = {
+        "rounds": options.rounds,
+        "max_seconds": options.max_seconds,
+        "settled": options.steps_per_sample,
+    }
+    samples = trainings.measure(variants, context, stage=part, **turns)
     for name in samples:
         add_figures(variants[name].row, limits, partial(numbers, name, case, context, limits, samples))
     rows = [variant.row for variant in variants.values()]
@@ -139,13 +140,9 @@ def measure(
 
 
 def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, Any]:
-    """Run a step (not the first, which settles the order of buckets); return its loss, traffic, memory, host time.
-
-    Args:
-        peak: of making the training.
-    """
+    """Run a step (not the first, which settles the order of buckets); return its loss, traffic, memory, host time;
+    `peak` is of making the training."""
     ranks, sync = built.step.ranks, built.step.sync
-    on_gpu = ranks.device.type == "cuda"
     sync.traffic.reset()
     with track_peak(ranks.device) as of_step:
         loss = built.run()
@@ -158,9 +155,9 @@ def _first_facts(name: str, built: TrainingStep, peak: PeakMemory) -> dict[str, 
     }
     if name not in SOLO and sync.gather is not None:
         facts["gather"] = sync.gather
-    if on_gpu:
+    if ranks.device.type == "cuda":
         facts["peak_bytes"] = max(peak.peak_bytes, of_step.peak_bytes) - peak.start_bytes
-        facts["host_ms"] = host_ms(built.run, ranks.device)
+    facts |= host_fields(built.run, ranks.device)
     return facts | {"communication_alone_ms": _communication_alone(name, built, ranks)}
 
 
@@ -184,8 +181,6 @@ def numbers(
     """Return the fields of a variant's row that follow from its samples."""
     from lmkit.model.accounting import flops_per_token
 
-    if name not in samples:
-        return {}
     ranks, own = context.ranks, samples[name]
     world_size = 1 if name in SOLO else ranks.world_size
     model, train = tables_of(case)

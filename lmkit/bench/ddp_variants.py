@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lmkit.bench.trainings import Variant, release_freed
+from lmkit.bench.trainings import Variant
 from lmkit.errors import UsageError, did_you_mean
-from lmkit.measure.memory import PeakMemory, track_peak
+from lmkit.measure.memory import PeakMemory
 from lmkit.recipe.recipe import Recipe, conflicts
 from lmkit.recipe.tables import (
     ModelConfig,
@@ -74,11 +74,7 @@ class RanksOptions(Table):
 
 
 def case_of(recipe: Any, options: RanksOptions, bench: str) -> Recipe:
-    """Return the recipe whose step is measured: its model with a vocabulary, and the rows of one rank as its batch.
-
-    Raises:
-        UsageError: there is no [model], or nothing says how large the vocabulary is.
-    """
+    """Return the recipe whose step is measured: with a vocabulary, and the rows of one rank as its batch."""
     from lmkit.tokenizer.vocabulary import required_model
 
     model = required_model(recipe, command=f"bench {bench}")
@@ -135,12 +131,7 @@ def parallel_of(name: str, parallel: ParallelConfig, bench: str = "ddp") -> Para
     "zero1 bf16", "zero1 bf16 collective", "fsdp bf16 states"), or a rival of PyTorch's: "torch_ddp" (gradients as
     views of buckets of 25 MiB), "torch_ddp default", "torch_ddp static", "torch_ddp + ZeRO"; each may be `COMPILED`.
 
-    Args:
-        parallel: the recipe's table. A variant inherits `bucket_mb`; its name sets all other options that names have.
-        bench: the bench whose table names the variant, for the error.
-
-    Raises:
-        UsageError: no such variant.
+    A variant inherits `bucket_mb` of the recipe's table; its name sets all other options that names have.
     """
     said = ParallelConfig.model_fields.keys() & {"strategy", "options", *OPTION.groupindex} - {"bucket_mb"}
     plain = parallel.changed(**{key: getattr(ParallelConfig(), key) for key in said})
@@ -183,10 +174,9 @@ def expected_link_bytes(
 ) -> float:
     """Return the bytes that a rank must send per step, without flags and padding.
 
-    An all-reduce of the gradients costs 2 (W-1)/W of their bytes. A reduce-scatter of gradients and an all-gather of
-    weights together cost the same. Gradients of fp32 weights that are reduced as bf16 count half. Sharded weights are
-    gathered a second time; the last layer's are not, but this formula counts them. PyTorch's ZeRO-1 all-reduces whole
-    gradients and then broadcasts the weights, which costs another (W-1)/W of the weights' bytes.
+    An all-reduce of the gradients, or a reduce-scatter of gradients and an all-gather of weights, costs 2 (W-1)/W of
+    their bytes. Gradients of fp32 weights that are reduced as bf16 count half. Sharded weights are gathered a second
+    time (the formula counts the last layer's, too). PyTorch's ZeRO-1 then broadcasts the weights: another (W-1)/W.
     """
     if name == "none":
         return 0.0
@@ -219,23 +209,15 @@ def reference_of(names: Sequence[str], case: Recipe, ranks: Ranks) -> Reference:
 def variant_of(
     name: str, row: dict[str, Any], case: Recipe, ranks: Ranks, seen: Reference, more: First
 ) -> Variant:
-    """Return a variant whose memory is measured while it is made; it is checked if its ranks synchronize.
+    """Return a variant; it is checked if its ranks synchronize.
 
     Args:
         seen: of `reference_of`.
-        more: returns what is measured of a right training: of its name, itself, and the peak of making it.
+        more: returns what is measured of a training: of its name, itself, and the memory of making it.
     """
     from lmkit.bench.training_gate import ROUNDED, STEPS, after_timing, budget_of, judge
 
-    peak = PeakMemory()
     budget = ROUNDED if is_rounded(name) else budget_of(tables_of(case)[1].precision)
-
-    def make() -> TrainingStep:
-        release_freed(ranks)
-        with track_peak(ranks.device) as of_making:
-            training = make_training(name, case, ranks)
-        vars(peak).update(vars(of_making))
-        return training
 
     def first_steps(training: TrainingStep) -> dict[str, Any]:
         if synchronizes(name):
@@ -246,9 +228,9 @@ def variant_of(
 
     return Variant(
         row=row,
-        make=make,
+        make=partial(make_training, name, case, ranks),
         judge=first_steps,
-        more=lambda training: more(name, training, peak),
+        more=partial(more, name),
         check=lambda training: after_timing(training, budget),
     )
 

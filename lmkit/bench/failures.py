@@ -26,10 +26,9 @@ PATIENCE_S = 2.0
 
 
 class RankGaveUp(LmkitError):
-    """A variant failed on one rank only; the journal has the row.
+    """A variant failed on one rank only, for which others may wait inside a collective, so all ranks end.
 
-    Other ranks may wait for it inside a collective, so all ranks end. `--nproc` starts its ranks again; they measure
-    the rows that the journal lacks.
+    `--nproc` starts its ranks again; they measure the rows that the journal lacks.
     """
 
 
@@ -55,7 +54,6 @@ def failure_on_any_rank_is_a_row(row: dict[str, Any], context: Context, note: st
     """Turn an error of the block on any rank into the row's status on every rank. Collective.
 
     Args:
-        row: "ok" before the block; has the keys that identify it.
         note: added to the detail of a row that is out of memory.
 
     Raises:

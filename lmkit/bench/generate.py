@@ -1,7 +1,6 @@
-"""`lmkit bench generate`: a decode step of several texts beside Hugging Face transformers.
+"""`lmkit bench generate`: the decode step that `lmkit generate` runs, beside Hugging Face transformers.
 
-It times the step that `lmkit generate` runs, with random weights and `context` tokens in the cache of every text. A
-step reads at least all weights but the embedding, and the filled part of the cache (`accounting.least_bytes`).
+Weights are random; the cache of every text holds `context` tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from lmkit.bench.context import Context
 from lmkit.bench.harness import time_fields
 from lmkit.bench.step import config_of
-from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_ms, measure_figures
+from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_fields, measure_figures
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import cache_bytes, clock_for
+from lmkit.measure.timing import cache_bytes, wall_clock
 from lmkit.recipe.tables import Count, ModelConfig, NonNegativeFloat, PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -66,11 +65,7 @@ class Options(Table):
 
 
 class OwnWriter:
-    """The decoder that `lmkit generate` runs; methods as of `TransformersWriter`.
-
-    Args:
-        options: `kernels` and `weights` of `Decoder`.
-    """
+    """The decoder that `lmkit generate` runs (options: of `Decoder`); methods as of `TransformersWriter`."""
 
     def __init__(
         self, model: TransformerLM, batch_size: int, context: int, temperature: float, **options: Any
@@ -104,7 +99,7 @@ class OwnWriter:
 def check(recipe: Any) -> None:
     """Refuse a cache that the timed steps would overflow, before anything is measured."""
     options = recipe.bench_table("generate")
-    # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_ms`.
+    # Untimed: the first steps, those of `first_token` (which fills one row only), and those of `host_fields`.
     steps = max(2 * options.steps_per_sample, FIRST_STEPS + 2 * FEW)
     if (room := max(options.contexts) + steps) > options.capacity:
         raise UsageError(
@@ -151,17 +146,11 @@ def _measure(
     options, device = context.options, context.device
     config = config_of(size, "", "sdpa")
     config = config.changed(context_length=options.capacity, num_kv_heads=options.kv_heads or None)
-    rows = {
-        variant: {
-            "size": size,
-            "variant": variant,
-            "versus": options.variants[0],
-            "batch_size": batch_size,
-            "context": filled,
-            "kv_heads": config.kv_heads,
-            "precision": options.precision,
-        }
-        for variant in options.variants
+    case = {
+        "batch_size": batch_size,
+        "context": filled,
+        "kv_heads": config.kv_heads,
+        "precision": options.precision,
     }
 
     def make(variant: str) -> Writer:
@@ -169,26 +158,25 @@ def _measure(
             writers[variant] = _build(variant, config, batch_size, filled, context)
         return writers[variant]
 
-    def more(writer: Writer) -> dict[str, Any]:
+    def more(writer: Writer, _: object) -> dict[str, Any]:
         writer.context = filled
         writer.refill()
         for _ in range(FIRST_STEPS):
             writer.step()
         writer.first_token()
-        clock = clock_for(device, "wall")
-        first_ms = median(clock.sample_ms(writer.first_token, 1, before=()) for _ in range(FEW))
-        on_gpu = {"host_ms": host_ms(writer.step, device)} if device.type == "cuda" else {}
-        return {"first_ms": first_ms, **on_gpu}
+        clock = wall_clock(device)
+        first_ms = median(clock.sample_ms(writer.first_token, 1) for _ in range(FEW))
+        return {"first_ms": first_ms, **host_fields(writer.step, device)}
 
     variants = {
         variant: Variant(
-            row=row,
+            row={"size": size, "variant": variant, "versus": options.variants[0], **case},
             make=partial(make, variant),
             more=more,
             prepare=lambda writer: writer.refill(),
             run=lambda writer: writer.step(),
         )
-        for variant, row in rows.items()
+        for variant in options.variants
     }
     element_bytes = 2 if options.precision == "bf16" else 4
 
@@ -205,7 +193,7 @@ def _measure(
 
     turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
     measure_figures(variants, context, limits, figures, **turns)
-    return list(rows.values())
+    return [variant.row for variant in variants.values()]
 
 
 def _build(variant: str, config: ModelConfig, batch_size: int, filled: int, context: Context) -> Writer:

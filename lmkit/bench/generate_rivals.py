@@ -15,11 +15,7 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parame
 
 
 class TransformersWriter:
-    """A model of the same shape as ours, with random weights.
-
-    Args:
-        compiled: with `torch.compile(mode="reduce-overhead")`, as its documentation advises for a static cache.
-    """
+    """A model of the same shape as ours, with random weights; compiled as its documentation advises."""
 
     def __init__(
         self,

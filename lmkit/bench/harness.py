@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lmkit.bench.context import Context, Journal, storable
 from lmkit.bench.failures import RankGaveUp, not_enough_memory, wrong_result
@@ -55,17 +55,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmkit")
 JOURNAL = "rows.jsonl.partial"
 MOST = {"mfu": 1.25, "share_of_matmul": 1.25, "share": 1.5}
-"""Field of a row that is a share of what the machine can do -> the largest that is believed.
-
-The limits are those of square matrix products and of a copy. Other shapes, clocks that rise, and the peak of a data
-sheet leave 25%; a copy also reads the lines that it overwrites, so that reads alone are up to 1.5 times as fast."""
+"""Field of a row that is a share of a limit -> the largest that is believed. Other shapes, clocks that rise, and the
+peak of a data sheet leave 25%; a copy also reads the lines that it overwrites: reads are up to 1.5 times as fast."""
 Measured = tuple[Rows, dict[str, Any]]
 """Rows, and what `environment.json` says."""
-Key = TypeVar("Key")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a bench; the message says where the rows of finished rounds are."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +67,8 @@ class BenchStored:
 
     Attributes:
         measured: whether any row of the table has a measurement.
-        failed: whether a variant raised an error that is no refusal.
         wrong: sentences on variants that compute something else, or whose figures cannot be true.
+        failed: whether a variant raised an error that is no refusal.
     """
 
     bench: str
@@ -100,19 +93,16 @@ class BenchStored:
 def run_bench(
     name: str, recipe: Recipe, output: Path | None, *, nproc: int = 1, progress: Progress
 ) -> BenchStored | None:
-    """Run one bench and store its rows, tables, pictures, environment and recipe.
+    """Run one bench and store its rows, tables, pictures, environment and recipe; None on ranks other than the first.
 
     Args:
         output: the folder; by default `artifacts/benches/<run.name>/<bench>`.
         nproc: ranks to start on this machine; under torchrun leave it at 1.
 
-    Returns:
-        None on ranks other than the first.
-
     Raises:
         UsageError: the recipe asks for something that does not exist, or the bench needs several ranks.
         LmkitError: another bench is running in this folder.
-        Interrupted: in place of KeyboardInterrupt, on the first rank.
+        KeyboardInterrupt: on the first rank, with the place of the rows so far.
     """
     from lmkit.recipe.load import recipe_to_toml  # it imports the tables of all benches
 
@@ -153,11 +143,7 @@ def write_results(
 
 
 def check_place(recipe: Recipe, output: Path | None, *, force: bool) -> None:
-    """Refuse a folder that cannot be written to, or an `output` that already holds results.
-
-    Raises:
-        UsageError: nothing can be written there, or it has results and `force` is false.
-    """
+    """Refuse a folder that cannot be written to, or, without `force`, an `output` that holds results."""
     if output is not None:
         refuse_results(output, force=force)
     refuse_unwritable(output or default_folder(recipe))
@@ -183,7 +169,7 @@ def _place(folder: Path) -> Iterator[Journal]:
             found = f"the rows so far are in {journal.path}, until a bench is started there again"
             kept = bool(journal.rows())
             if isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"interrupted: {found if kept else 'no rows were kept'}") from None
+                raise KeyboardInterrupt(f"interrupted: {found if kept else 'no rows were kept'}") from None
             if kept:
                 log.error(found)
             raise
@@ -221,11 +207,8 @@ def _on_rank(name: str, recipe: Recipe, journal: Journal, progress: Progress) ->
         context = Context(recipe, recipe.bench_table(name), ranks, progress, journal)
         rows = BENCHES.load(name)(context)
         if not isinstance(rows, list):
-            raise LmkitError(
-                "bench.no_rows",
-                f"bench {name!r} of {bench_module(name).__file__}: returned a {type(rows).__name__}, not its rows",
-                hint="return a list of dicts",
-            )
+            found = f"bench {name!r} of {bench_module(name).__file__}: returned a {type(rows).__name__}"
+            raise LmkitError("bench.no_rows", found, hint="return its rows, a list of dicts")
         if not ranks.is_first:
             return None
         size = {"world_size": ranks.world_size} if ranks.world_size > 1 else {}
@@ -257,14 +240,6 @@ def result_files(
 # What benches share
 
 
-def grouped(rows: Rows, key: Callable[[dict[str, Any]], Key]) -> dict[Key, Rows]:
-    """Return the rows by key, both in the order in which they came."""
-    groups: dict[Key, Rows] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
 def believed(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row; without its figures, and with a status of `WRONG`, if one of them cannot be true."""
     why: dict[str, Any] = {}
@@ -293,12 +268,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def add_figures(row: dict[str, Any], limits: Limits | None, make: Callable[[], dict[str, Any]]) -> bool:
-    """Add what was measured to a row, if it is `believed`; return whether it was. Only then compare it with others.
+    """Add the fields that `make` returns to a row, if they are `believed`; return whether they were.
 
-    Args:
-        limits: what `make` reads. If a rate is above them, they are measured again first: another program may have
-            disturbed them.
-        make: returns the fields.
+    If a rate is above the limits, which `make` reads, they are measured again: another program may have disturbed
+    them.
     """
     found = believed(row | make())
     if found["status"] == "impossible rate" and limits is not None:

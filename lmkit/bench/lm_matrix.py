@@ -1,16 +1,14 @@
 """`lmkit bench lm-matrix`: short real trainings over attention kernels x gradient strategies.
 
-All strategies of a kernel are alive at once and take turns, one epoch each per round, so that epochs of a round form
-pairs. Every training starts from the same weights and sees the same batches, so loss curves can be compared, too.
-"one rank" is the same training on one GPU with the whole batch, on each rank alone.
-
-A training that does not fit in memory, or fails, becomes a row. If it does so on one of several ranks, the harness
-starts the ranks again, without that cell.
+The strategies of a kernel take turns, one epoch each per round. Every training starts from the same weights and sees
+the same batches, so loss curves can be compared, too. "one rank" is the same training on one GPU with the whole
+batch, on each rank alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,14 +17,14 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from lmkit.bench.context import Context
 from lmkit.bench.ddp_variants import SOLO
-from lmkit.bench.harness import grouped, ratio_fields
+from lmkit.bench.harness import ratio_fields
 from lmkit.bench.summary import Summary
-from lmkit.bench.trainings import SPREAD, Memory, Variant, measure_figures, release_freed, speed_fields
+from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
-from lmkit.measure.memory import claim_workspaces, release_memory
+from lmkit.measure.memory import claim_workspaces
 from lmkit.measure.plots import grouped_bars, loss_curve, table_picture
 from lmkit.measure.statistics import paired_ratio
-from lmkit.measure.tables import Column, Rows
+from lmkit.measure.tables import Column, Rows, grouped
 from lmkit.measure.timing import SteadyStateClock
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.keys import FlagNames
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from lmkit.core.batches import TokenBatches
     from lmkit.measure.limits import Limits
     from lmkit.parallel.ranks import Ranks
-    from lmkit.recipe.recipe import Recipe
     from lmkit.training.setup import TrainingStep
 
 ONE_RANK = SOLO[0]
@@ -148,12 +145,7 @@ def check(recipe: Any) -> None:
     row_keys=("kernel", "strategy", "ranks"),
 )
 def lm_matrix(context: Context) -> Rows:
-    """Return a row per kernel and strategy. Rows that the journal has are not measured again.
-
-    Raises:
-        UsageError: a batch that the ranks do not divide, or a context longer than the text.
-        RankGaveUp: a training failed on one of several ranks.
-    """
+    """Return a row per kernel and strategy. Rows that the journal has are not measured again."""
     import torch
 
     options = context.options
@@ -166,11 +158,8 @@ def lm_matrix(context: Context) -> Rows:
     known = {(row["kernel"], row["strategy"]): row for row in context.journal.rows()}
     for kernel in context.each("kernels", options.kernels):
         if missing := [strategy for strategy in options.strategies if (kernel, strategy) not in known]:
-            if not references or not ATTENTION.facts(kernel).sees_all:
-                references = _references(kernel, context, parts[0])
             rows = _train_kernel(kernel, missing, context, parts, references, limits)
             torch.compiler.reset()
-            release_memory(context.device)
             context.keep(rows)
             known |= {(kernel, row["strategy"]): row for row in rows}
     for kernel in options.kernels:
@@ -191,157 +180,126 @@ def _add_ratios(rows: Mapping[str, dict[str, Any]]) -> None:
             row["overhead"] = row["peak_gb"] / bare["peak_gb"] - 1
 
 
-def _references(kernel: str, context: Context, tokens: np.ndarray) -> dict[bool, Reference]:
-    """Return the steps of PyTorch's operations in one process: of the whole batch (True), and of this rank's rows,
-    on which `none` trains."""
-    from lmkit.bench.training_gate import of_pytorch, reference
-    from lmkit.parallel.ranks import Ranks
-
-    options, ranks = context.options, context.ranks
-    found: dict[bool, Reference] = {}
-    for whole in (True, False):
-        place = Ranks(device=ranks.device) if whole else ranks
-        if whole or (ranks.world_size > 1 and "none" in options.strategies):
-            recipe = of_pytorch(_recipe(kernel, context))
-            found[whole] = reference(recipe, ranks, batches_of(context, tokens, place))
-    return found
-
-
-def _recipe(kernel: str, context: Context) -> Recipe:
-    options = context.options
-    shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
-    switches = ("tie_embeddings", "activation_checkpointing", "compile")
-    model = ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
-    return context.recipe_of(
-        model, **{key: getattr(options, key) for key in ("lr", "precision", "cuda_graph")}
-    )
-
-
 def _train_kernel(
     kernel: str,
     strategies: Sequence[str],
     context: Context,
     parts: tuple[np.ndarray, np.ndarray],
-    references: Mapping[bool, Reference],
+    references: dict[bool, Reference],
     limits: Limits | None,
 ) -> Rows:
-    """Return one row per strategy."""
+    """Return one row per strategy.
+
+    Args:
+        references: steps of PyTorch's operations in one process, made here if there are none yet or the kernel does
+            not see all keys: of the whole batch (True), and of this rank's rows, on which `none` trains.
+    """
+    from lmkit.bench.training_gate import after_timing, budget_of, judge, of_pytorch, reference
     from lmkit.model.accounting import count_parameters, flops_per_token
+    from lmkit.parallel.ranks import Ranks
+    from lmkit.training.setup import TrainingStep
 
     options, ranks = context.options, context.ranks
-    recipe = _recipe(kernel, context)
-    assert recipe.model is not None
+    shared = ("num_layers", "d_model", "d_ff", "num_heads", "context_length", "vocab_size")
+    switches = ("tie_embeddings", "activation_checkpointing", "compile")
+    model = ModelConfig(attention=kernel, **{key: getattr(options, key) for key in (*shared, *switches)})
+    keys = ("lr", "precision", "cuda_graph")
+    recipe = context.recipe_of(model, **{key: getattr(options, key) for key in keys})
     claim_workspaces(ranks.device)
-    memory = Memory(ranks.device)
-    shared = {**context.optimizer_field, "kernel": kernel, "precision": options.precision}
-    shared |= {"compile": options.compile, "parameters": count_parameters(recipe.model).total}
+    alone, budget = Ranks(device=ranks.device), budget_of(options.precision)
+    for whole in (True, False) if not references or not ATTENTION.facts(kernel).sees_all else ():
+        if whole or (ranks.world_size > 1 and "none" in options.strategies):
+            batches = batches_of(context, parts[0], alone if whole else ranks)
+            references[whole] = reference(of_pytorch(recipe), ranks, batches)
+    losses: dict[str, list[Any]] = {}
+
+    def make(strategy: str) -> TrainingStep:
+        named = "none" if strategy == ONE_RANK else strategy
+        parallel = ParallelConfig(strategy=named, bucket_mb=options.bucket_mb)
+        own = alone if strategy == ONE_RANK else ranks
+        return TrainingStep(recipe, own, batches_of(context, parts[0], own), parallel=parallel)
+
+    def first_steps(strategy: str, training: TrainingStep) -> dict[str, Any]:
+        theirs = references[ranks.world_size == 1 or strategy != "none"]
+        found, losses[strategy] = judge(training, theirs, budget, forward=True)
+        return found
+
+    def run(strategy: str, training: TrainingStep) -> None:
+        losses[strategy].append(training.run())
+
+    def warm_up(strategy: str, training: TrainingStep) -> None:
+        """Make the untimed epochs (at least a step), in which a CUDA graph may be captured."""
+        for _ in range(max(1, options.warmup_epochs * options.steps_per_epoch)):
+            run(strategy, training)
+
+    def check(strategy: str, training: TrainingStep) -> dict[str, Any]:
+        # The last check drops the graph, and may find no room: what is known of the training stays.
+        note = training.step.graph.note if training.step.graph is not None else ""
+        rows[strategy] |= {"graph": note, **_outcome(training, losses[strategy], context, parts[1])}
+        return after_timing(training, budget, forward=True)
+
+    facts = {**context.optimizer_field, "kernel": kernel, "precision": options.precision}
+    facts |= {"compile": options.compile, "parameters": count_parameters(model).total}
     rows: dict[str, dict[str, Any]] = {
-        strategy: shared | {"strategy": strategy, "ranks": 1 if strategy == ONE_RANK else ranks.world_size}
+        strategy: facts | {"strategy": strategy, "ranks": 1 if strategy == ONE_RANK else ranks.world_size}
         for strategy in strategies
     }
     variants = {
-        strategy: _cell(strategy, row, context, recipe, parts, references, memory)
+        strategy: Variant(
+            row=row,
+            make=partial(make, strategy),
+            judge=partial(first_steps, strategy),
+            fill=partial(warm_up, strategy),
+            run=partial(run, strategy),
+            check=partial(check, strategy),
+        )
         for strategy, row in rows.items()
     }
-    clock = SteadyStateClock(ranks.device, options.steps_per_epoch, untimed=0)
-
-    flops = flops_per_token(recipe.model, options.context_length)
 
     def figures(strategy: str, samples_ms: list[float]) -> dict[str, Any]:
-        work = {
-            "tokens": options.batch_size * options.context_length,
-            "flops": flops,
-            "precision": options.precision,
-            "ranks": rows[strategy]["ranks"],
-        }
-        fields = speed_fields(samples_ms, context, limits, **work)
+        fields = speed_fields(
+            samples_ms,
+            context,
+            limits,
+            tokens=options.batch_size * options.context_length,
+            flops=flops_per_token(model, options.context_length),
+            precision=options.precision,
+            ranks=rows[strategy]["ranks"],
+        )
         epoch_s = fields["median_ms"] * options.steps_per_epoch / 1e3
         return fields | {"epochs": len(samples_ms), "epoch_s": epoch_s}
 
+    clock = SteadyStateClock(ranks.device, options.steps_per_epoch, untimed=0)
     measure_figures(variants, context, limits, figures, rounds=options.timed_epochs, clock=clock)
     return list(rows.values())
 
 
-def _cell(
-    strategy: str,
-    row: dict[str, Any],
-    context: Context,
-    recipe: Recipe,
-    parts: tuple[np.ndarray, np.ndarray],
-    references: Mapping[bool, Reference],
-    memory: Memory,
-) -> Variant:
-    """Return a cell of the matrix: the training of one kernel with one strategy."""
-    from lmkit.bench.training_gate import budget_of, judge
-    from lmkit.parallel.ranks import Ranks
-    from lmkit.training.setup import TrainingStep
-
-    options = context.options
-    ranks = Ranks(device=context.device) if strategy == ONE_RANK else context.ranks
-    losses: list[Any] = []
-
-    def make() -> TrainingStep:
-        release_freed(ranks)
-        memory.begin(strategy)
-        named = "none" if strategy == ONE_RANK else strategy
-        parallel = ParallelConfig(strategy=named, bucket_mb=options.bucket_mb)
-        return TrainingStep(recipe, ranks, batches_of(context, parts[0], ranks), parallel=parallel)
-
-    def first_steps(training: TrainingStep) -> dict[str, Any]:
-        theirs = references[ranks.world_size == 1 or strategy != "none"]
-        found, of_steps = judge(training, theirs, budget_of(options.precision), forward=True)
-        losses.extend(of_steps)
-        return found
-
-    def run(training: TrainingStep) -> None:
-        losses.append(training.run())
-
-    def warm_up(training: TrainingStep) -> dict[str, Any]:
-        """Make the untimed epochs (at least a step), in which a CUDA graph may be captured; return the peak."""
-        release_freed(ranks)
-
-        def epochs() -> None:
-            for _ in range(max(1, options.warmup_epochs * options.steps_per_epoch)):
-                run(training)
-
-        return {"peak_gb": memory.peak_gb(strategy, training, epochs)}
-
-    def end(training: TrainingStep) -> dict[str, Any]:
-        return _end(training, row, context, parts[1], losses)
-
-    return Variant(row, make, first_steps, warm_up, run=run, check=end)
-
-
-def _end(
-    training: TrainingStep, row: dict[str, Any], context: Context, held_out: np.ndarray, of_steps: list[Any]
+def _outcome(
+    training: TrainingStep, of_steps: list[Any], context: Context, held_out: np.ndarray
 ) -> dict[str, Any]:
-    """Add losses, averaged over the ranks, to the row; return status and detail if it is wrong by now, else {}.
-    Collective."""
+    """Return the losses of a training, averaged over the ranks. Collective."""
     import torch
 
-    from lmkit.bench.training_gate import STEPS, after_timing, budget_of
+    from lmkit.bench.training_gate import STEPS
     from lmkit.parallel.collectives import sum_over_ranks
     from lmkit.training.evaluation import HeldOut, evaluate
 
-    options, step, ranks = context.options, training.step, training.step.ranks
-    note = step.graph.note if step.graph is not None else ""  # the check drops the graph
-    if wrong := after_timing(training, budget_of(options.precision), forward=True):
-        return wrong
+    options, ranks = context.options, training.step.ranks
     # Otherwise their memory would be freed while the next kernel is measured.
     training.wait_for_weights()
     losses = sum_over_ranks(torch.tensor(list(map(float, of_steps)), dtype=torch.float64), ranks)
     # If another cell failed while it was timed, the others have made more steps.
     epochs = (options.warmup_epochs, options.timed_epochs)
     planned = STEPS + sum(max(1, number * options.steps_per_epoch) for number in epochs)
-    row |= {"graph": note, "valid_loss": None}
+    found = None
     if len(losses) == planned:
         # The same batches for all cells.
         data = HeldOut(held_out, None, options.context_length, options.batch_size // context.ranks.world_size)
-        found = evaluate(training.model, data, ranks, precision=step.precision, max_batches=EVAL_BATCHES)
-        row["valid_loss"] = None if found is None else found.loss
+        how: dict[str, Any] = {"precision": training.step.precision, "max_batches": EVAL_BATCHES}
+        found = evaluate(training.model, data, ranks, **how)
     curve = (losses[:planned] / ranks.world_size).tolist()
-    row |= {"first_loss": curve[0], "final_loss": curve[-1], "losses": curve}
-    return {}
+    loss = None if found is None else found.loss
+    return {"valid_loss": loss, "first_loss": curve[0], "final_loss": curve[-1], "losses": curve}
 
 
 # Tokens

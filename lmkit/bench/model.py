@@ -1,7 +1,6 @@
 """`lmkit bench model`: forward, forward + backward and whole steps over sizes, lengths, precisions and compilation.
 
-The variants of one model (part of a step x precision) begin with the same weights and are timed in interleaved rounds
-by the wall clock, dispatch included. A variant that does not fit, or is wrong (`training_gate`), becomes a row.
+The variants of one model (part of a step x precision) are timed by the wall clock, dispatch included.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_is_a_row
 from lmkit.bench.harness import ratio_fields, time_fields, too_large_for_host, without_figures
 from lmkit.bench.summary import UNCHECKED, WRONG
-from lmkit.bench.trainings import SPREAD, Memory, Variant, measure_figures, speed_fields
+from lmkit.bench.trainings import SPREAD, Variant, measure_figures, speed_fields
 from lmkit.errors import UsageError
 from lmkit.measure.limits import Limits
 from lmkit.measure.memory import release_memory
 from lmkit.measure.plots import line_panels
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import wall_clock
 from lmkit.recipe.keys import Shortcut
 from lmkit.recipe.tables import PRESETS, Checkpointing, Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName, OperationsName
@@ -179,25 +178,20 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
     options = context.options
     trainings: dict[str, TrainingStep] = {}
-    memory = Memory(context.device)
     check = cache(partial(after_timing, forward="forward" in options.modes))
 
     def make(precision: str) -> TrainingStep:
-        for training in trainings.values():
-            training.optimizer.zero_grad(set_to_none=True)  # a variant that did not fit left some
-        memory.begin(precision)
         if precision not in trainings:
             trainings[precision] = _build(config, precision, context)
         return trainings[precision]
 
-    def more(mode: Mode, precision: str, training: TrainingStep) -> dict[str, Any]:
-        run = getattr(training, METHODS[mode])
-        run()  # compiles and autotunes, which takes memory of its own
-        found = {"peak_gb": memory.peak_gb(precision, training, run)}
-        for _ in range(options.warmup):
-            run()
-        training.optimizer.zero_grad(set_to_none=True)
-        return found
+    def run(mode: Mode, times: int, training: TrainingStep, *making: object) -> dict[str, Any]:
+        try:
+            for _ in range(times):
+                getattr(training, METHODS[mode])()
+        finally:  # what does not fit leaves gradients
+            training.optimizer.zero_grad(set_to_none=True)
+        return {}
 
     def figures(name: str, samples_ms: list[float]) -> dict[str, Any]:
         mode, _, precision = name.rpartition(" ")
@@ -213,7 +207,10 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
             row=_row(config, context, "model", mode, precision) | judged[precision],
             make=partial(make, precision),
             check=partial(check, budget=budget_of(precision)),
-            more=partial(more, mode, precision),
+            judge=partial(run, mode, 1),  # compiles and autotunes, which takes memory of its own
+            fill=partial(run, mode, 1),
+            weights=precision,
+            more=partial(run, mode, options.warmup),
             run=methodcaller(METHODS[mode]),
         )
         for mode in METHODS  # cheap modes first
@@ -221,7 +218,7 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
         for precision in options.precisions
     }
     turns: dict[str, Any] = {"rounds": options.iters, "max_seconds": options.max_seconds}
-    turns["clock"] = clock_for(context.device, "wall")
+    turns["clock"] = wall_clock(context.device)
     believed = measure_figures(variants, context, limits, figures, **turns)
     check.cache_clear()
     trainings.clear()
@@ -236,19 +233,21 @@ def _measure(config: ModelConfig, context: Context, limits: Limits) -> Rows:
 
 def _study_warmup(config: ModelConfig, warmup: int, context: Context) -> dict[str, Any]:
     """Time whole steps of a fresh model after `warmup` untimed ones."""
-    row = _row(config, context, "warm-up", "step", context.options.precisions[0])
-    row |= {"warmup": warmup, "status": "ok", "detail": ""}
-    if too_large := too_large_for_host(config, context):
-        return row | too_large
-    clock = clock_for(context.device, "wall")
-    with failure_is_a_row(row, context.device):
-        step = _build(config, context.options.precisions[0], context)
+    precision = context.options.precisions[0]
+
+    def warm_up(training: TrainingStep) -> dict[str, Any]:
         for _ in range(warmup):
-            step.run()
-        samples = [clock.sample_ms(step.run, 1, before=()) for _ in range(STUDY_STEPS)]
-        row |= time_fields(samples) | {"first_ms": samples[0]}
-    step = None  # type: ignore[assignment]
-    release_memory(context.device)
+            training.run()
+        return {}
+
+    def figures(_: str, samples_ms: list[float]) -> dict[str, Any]:
+        return time_fields(samples_ms) | {"first_ms": samples_ms[0]}
+
+    row = _row(config, context, "warm-up", "step", precision) | {"warmup": warmup}
+    row |= too_large_for_host(config, context)
+    study = {"study": Variant(row, make=partial(_build, config, precision, context), judge=warm_up)}
+    clock = wall_clock(context.device)
+    measure_figures(study, context, None, figures, rounds=STUDY_STEPS, clock=clock)
     return row
 
 

@@ -63,13 +63,10 @@ def check(recipe: Any) -> None:
     row_keys=("variant", "case", "world_size", "state_bytes"),
 )
 def optimizer(context: Context) -> Rows:
-    """Return one row per variant.
+    """Return one row per variant; each is dropped before the next, so that their rounds do not pair.
 
-    Each variant is built, measured and dropped before the next, so rounds of variants do not pair; `bench ddp` pairs
-    them. Bytes are this rank's. `state_bytes` is the optimizer's state without masters; `state_share` divides it by
-    that of the first variant with whole state. The other bytes are those allocated by CUDA (None on a CPU): after
-    model and optimizer were made, before the optimizer's step, after it, and at the peak. Times are the slowest
-    rank's, in ms.
+    Bytes are this rank's. `state_bytes` is the optimizer's state without masters; `state_share` divides it by that of
+    the first variant with whole state. The other bytes are allocated by CUDA (None on a CPU).
     """
     options = context.options
     case = case_of(context.recipe, options, "optimizer")

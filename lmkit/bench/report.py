@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmkit.bench.harness import bench_module, grouped
+from lmkit.bench.harness import bench_module
 from lmkit.bench.summary import Summary, bullets, document, report_body, summary_of
 from lmkit.errors import LmkitError, UsageError, reason
-from lmkit.measure.tables import Rows
+from lmkit.measure.tables import Rows, grouped
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
 from lmkit.storage import write_atomic
@@ -32,13 +32,8 @@ PROFILE_KEYS = {"profile": ("engine", "window", "ranges", "top_kernels"), "memor
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one kind (a bench, "profile" or "memory") in one file, with what lies beside it.
-
-    Attributes:
-        path: the file, below the folder that was searched.
-        environment: content of `environment.json`; {} without one.
-        pictures: names of PNG files.
-    """
+    """The rows of one kind (a bench, "profile" or "memory") in one file below the folder that was searched, and the
+    `environment.json` ({} without one) and the pictures beside it."""
 
     kind: str
     path: Path
@@ -55,12 +50,7 @@ def kind_of(row: Mapping[str, Any]) -> str | None:
 
 
 def read_rows(path: Path) -> Rows:
-    """Return the objects of a file of JSON lines, or of one JSON object.
-
-    Raises:
-        UsageError: the file cannot be read.
-        LmkitError: a line is not a JSON object.
-    """
+    """Return the objects of a file of JSON lines, or of one JSON object."""
     rows = []
     for number, line in enumerate(_lines(path), start=1):
         try:
@@ -95,10 +85,6 @@ def find_results(root: Path, parts: Sequence[str] = ("",)) -> list[Results]:
 
     Args:
         parts: folders in `root` to look in; not all need exist.
-
-    Raises:
-        UsageError: there is no folder, or no result in it.
-        LmkitError: a file is damaged.
     """
     folders = [root / part for part in parts if (root / part).is_dir()]
     searched = " and ".join(str(root / part) for part in parts)
@@ -136,12 +122,7 @@ WRITE_UPS = {
 
 @dataclass(frozen=True)
 class Reported:
-    """The result of `lmkit report`.
-
-    Attributes:
-        written: paths of the documents.
-        without_results: documents that no row is about.
-    """
+    """The result of `lmkit report`; no row is about the documents `without_results`."""
 
     folder: str
     sources: tuple[str, ...]
@@ -169,10 +150,6 @@ def write_reports(
         output: by default `reports` in the folder, or in artifacts/benches.
         force: replace files that `lmkit report` did not write.
         profiles: how to summarize rows of kind "profile" and "memory".
-
-    Raises:
-        UsageError: no folder, or no result in it; `output` holds such a file ("output.exists").
-        LmkitError: a result is damaged.
     """
     root, parts = (ARTIFACTS, PARTS) if folder is None else (folder, ("",))
     found = find_results(root, parts)
@@ -230,11 +207,7 @@ def _section(
 
 
 def _or_damaged(where: object, read: Callable[[], Made]) -> Made:
-    """Return the result of `read`, which works on rows from files.
-
-    Raises:
-        LmkitError: a row lacks a key or has a value of another type.
-    """
+    """Return the result of `read`, or say that a row lacks a key or has a value of another type."""
     try:
         return read()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:

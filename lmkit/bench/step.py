@@ -1,8 +1,7 @@
 """`lmkit bench step`: compare the whole training step with rivals, and show which kernels take its time.
 
-It times the step that `lmkit train` runs. All variants of a size are alive at once and take turns. A sample is a few
-steps of a loop in steady state. Variants of lmkit are checked first, beside PyTorch's operations (`training_gate`). A
-variant whose loss is not finite or does not fall is not timed.
+It times the step that `lmkit train` runs. Variants of lmkit are checked first, beside PyTorch's operations
+(`training_gate`). A variant whose loss is not finite or does not fall is not timed.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lmkit.bench.context import Context
 from lmkit.bench.failures import wrong_result
-from lmkit.bench.harness import grouped, too_large_for_host
-from lmkit.bench.trainings import COMPARISON, SPREAD, Memory, Variant, host_ms, measure_figures, speed_fields
+from lmkit.bench.harness import too_large_for_host
+from lmkit.bench.trainings import COMPARISON, SPREAD, Variant, host_fields, measure_figures, speed_fields
 from lmkit.measure.limits import Limits
-from lmkit.measure.memory import claim_workspaces, release_memory
-from lmkit.measure.tables import Column, Rows, markdown_table
+from lmkit.measure.memory import claim_workspaces
+from lmkit.measure.tables import Column, Rows, grouped, markdown_table
 from lmkit.measure.trace import CLASSES, class_times
 from lmkit.recipe.tables import Count, ModelConfig, PositiveFloat, PositiveInt, Table
 from lmkit.recipe.values import AttentionName
@@ -122,11 +121,6 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     options, device = context.options, context.device
     torch.compiler.reset()
     references = _references(size, context)
-    memory = Memory(device)
-
-    def make(variant: str) -> Training:
-        memory.begin(variant)
-        return _build(size, variant, context)
 
     def first_steps(variant: str, training: Training) -> dict[str, Any]:
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in training.model.parameters())}
@@ -142,13 +136,10 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
             return found | wrong_result(why)
         return found | {"first_loss": losses[0], "last_loss": losses[-1]}
 
-    def more(variant: str, training: Training) -> dict[str, Any]:
-        found: dict[str, Any] = {"peak_gb": memory.peak_gb(variant, training, training.run)}
-        if device.type == "cuda":
-            found["host_ms"] = host_ms(training.run, device)
+    def more(training: Training, _: object) -> dict[str, Any]:
+        found: dict[str, Any] = {**host_fields(training.run, device)}
         if steps := options.profiled_steps:
-            how: dict[str, Any] = {"warmup": 0, "device": device, "source": "bench step", "ranges": False}
-            trace, _ = profile_work(training.run, steps=steps, **how)
+            trace, _ = profile_work(training.run, steps, device=device, source="bench step", ranges=False)
             found["class_ms"] = class_times(trace, steps)
         return found
 
@@ -156,9 +147,10 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
     variants = {
         variant: Variant(
             row=_row(size, variant, context) | too_large,
-            make=partial(make, variant),
+            make=partial(_build, size, variant, context),
             judge=partial(first_steps, variant),
-            more=partial(more, variant),
+            fill=lambda training: training.run(),
+            more=more,
             check=partial(wrong_by_now, budget=budget_of(_precision(variant, options))),
         )
         for variant in options.variants
@@ -170,8 +162,9 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
         "precision": options.precision,
     }
 
+    parts = step_work(config, SIZES[size][0], element_bytes=4 if options.precision == "fp32" else 2)
+
     def figures(variant: str, samples_ms: list[float]) -> dict[str, Any]:
-        parts = step_work(config, SIZES[size][0], element_bytes=4 if options.precision == "fp32" else 2)
         flops, num_bytes = limits.matmul_flops[options.precision], limits.copy_bytes_per_s
         floors = {
             name: 1e3 * max(part.flops / flops, part.num_bytes / num_bytes) for name, part in parts.items()
@@ -180,7 +173,6 @@ def _measure(size: str, context: Context, limits: Limits) -> Rows:
 
     turns = {"rounds": options.rounds, "max_seconds": options.max_seconds}
     measure_figures(variants, context, limits, figures, **turns)
-    release_memory(device)
     return [variant.row for variant in variants.values()]
 
 

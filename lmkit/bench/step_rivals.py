@@ -139,10 +139,9 @@ RIVALS = {"nanogpt": (NanoGPT, True), "plain": (Plain, True), "plain_eager": (Pl
 
 
 class RivalStep:
-    """Train a rival step by step, with the interface of `lmkit.training.setup.TrainingStep.run`.
+    """Train a rival of `RIVALS` step by step, as `lmkit.training.setup.TrainingStep.run` does.
 
     Args:
-        name: of `RIVALS`.
         batches: int64, (1, rows, seq) each.
         precision: of the matrix products: "fp32", or bfloat16 by autocast.
     """

@@ -9,12 +9,20 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from lmkit.measure.limits import limits_sentence
 from lmkit.measure.plots import grouped_bars
 from lmkit.measure.statistics import FEWEST_PAIRS
-from lmkit.measure.tables import TERMINAL_WIDTH, Column, Rows, markdown_table, picture_lines, terminal_table
+from lmkit.measure.tables import (
+    TERMINAL_WIDTH,
+    Column,
+    Rows,
+    grouped,
+    markdown_table,
+    terminal_table,
+)
 
 WRONG = ("wrong result", "impossible rate")
 """Values of `status` in rows of variants that compute something else, or whose figures cannot be true."""
@@ -30,13 +38,11 @@ class Summary:
     """The table and the sentences of a terminal, a report or a document of `lmkit report`.
 
     Attributes:
-        columns: columns of the table; a column without any value is left out. Those before the one that shows a
-            status name a row.
-        rows: rows of the table.
+        columns: those before the one that shows a status name a row; a column without any value is left out.
         about: one line on the case: sizes, dtype.
         findings: sentences that the rows support, the most important first.
         tables: heading -> further Markdown for reports.
-        notes: what the table does not say; the columns' own notes come after them.
+        notes: sentences below the table; the columns' own notes come after them.
         wrong: a sentence on each kind of wrong row.
     """
 
@@ -94,8 +100,8 @@ def summary_of(bench: Any, rows: Rows) -> Summary:
 
     Args:
         bench: a module. It may declare COLUMNS, TITLE, NOTES, ABOUT (keys that are told once if all rows have the
-            same value), EACH (a key: the best rows are named for each of its values), and define functions of the
-            rows: `shown` (those of the table), `findings` and `tables`; `competes(row)`: whether a row can be best.
+            same value), EACH (a key: the best rows are named for each of its values), functions of the rows (`shown`
+            in the table, `findings`, `tables`), and `competes(row)`: whether a row can be best.
     """
     every = {key: None for row in rows for key, value in row.items() if not isinstance(value, list | dict)}
     columns = getattr(bench, "COLUMNS", [Column(key, key, ".4g") for key in every])
@@ -106,7 +112,9 @@ def summary_of(bench: Any, rows: Rows) -> Summary:
     findings = bench.findings(shown) if hasattr(bench, "findings") else ()
     competes = getattr(bench, "competes", lambda row: True)
     bases = dict.fromkeys(row["mfu_basis"] for row in rows if row.get("mfu_basis"))
-    few = any(len(row.get("samples_ms") or [0] * FEWEST_PAIRS) < FEWEST_PAIRS for row in rows)
+    notes = [*getattr(bench, "NOTES", ()), *(f"MFU: share of the {basis}" for basis in bases)]
+    if any(len(row.get("samples_ms") or [0] * FEWEST_PAIRS) < FEWEST_PAIRS for row in rows):
+        notes.append(f"fewer than {FEWEST_PAIRS} samples give no interval: differences may be chance")
     wrong = summary.named(rows, lambda row: _reason(row) if row.get("status") in WRONG else None)
     unchecked = summary.named(rows, lambda row: row.get(UNCHECKED))
     return replace(
@@ -114,16 +122,7 @@ def summary_of(bench: Any, rows: Rows) -> Summary:
         about=", ".join(f"{key.replace('_', ' ')} {of[0]}" for key, of in about.items() if len(of) == 1),
         findings=[*_best(summary, getattr(bench, "EACH", ""), competes), *findings, *_comparisons(summary)],
         tables=bench.tables(rows) if hasattr(bench, "tables") else {},
-        notes=[
-            *getattr(bench, "NOTES", ()),
-            *(f"MFU: share of the {basis}" for basis in bases),
-            *(
-                [f"fewer than {FEWEST_PAIRS} samples give no interval: differences may be chance"]
-                if few
-                else []
-            ),
-            *(f"not checked: {'; '.join(names)}: {why}" for why, names in unchecked.items()),
-        ],
+        notes=[*notes, *(f"not checked: {'; '.join(names)}: {why}" for why, names in unchecked.items())],
         wrong=[f"{'; '.join(names)}: {reason}." for reason, names in wrong.items()],
     )
 
@@ -131,14 +130,11 @@ def summary_of(bench: Any, rows: Rows) -> Summary:
 def _best(summary: Summary, each: str, competes: Callable[[Mapping[str, Any]], bool]) -> list[str]:
     """Return the sentences on the best rows, by every column that says which values are better."""
     found = []
-    for column in summary.columns:
-        groups: dict[Any, Rows] = {}
-        for row in summary.rows if column.better else ():
-            if row.get(column.key) is not None and competes(row):
-                groups.setdefault(row.get(each), []).append(row)
-        for rows in groups.values():
+    for column in filter(lambda column: column.better, summary.columns):
+        rows = [row for row in summary.rows if row.get(column.key) is not None and competes(row)]
+        for members in grouped(rows, lambda row: row.get(each)).values():
             highest = column.better == "higher"
-            best = (max if highest else min)(rows, key=lambda row: row[column.key])
+            best = (max if highest else min)(members, key=itemgetter(column.key))
             limit = "Highest" if highest else "Lowest"
             found.append(f"{limit} {column.header}: {column.text(best)}, {summary.name(best)}.")
     return found
@@ -182,8 +178,7 @@ def _reason(row: Mapping[str, Any]) -> str | None:
 
 
 def terminal_text(summary: Summary) -> str:
-    """Return what is wrong, the table, the reasons of rows without a measurement, and the notes; at most 100
-    characters wide."""
+    """Return what is wrong, the table, the reasons of rows without a measurement, and the notes."""
     shown = summary.filled(wide=False)
     below = (*_first(list(summary.not_measured)), *summary.explained(shown))
     above, under = (
@@ -198,9 +193,10 @@ def _first(lines: Sequence[str]) -> list[str]:
     return [*lines[:REASONS_SHOWN], *([f"and {more} more of these: see the report"] if more > 0 else [])]
 
 
-def report_text(summary: Summary, environment: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    """Return the Markdown report of one bench."""
-    return document(f"# {summary.title}", *report_body(summary, environment), *picture_lines(pictures))
+def report_text(summary: Summary, environment: Mapping[str, Any], files: Iterable[str]) -> str:
+    """Return the Markdown report of one bench, with the pictures among the files in its folder."""
+    shown = (f"![{name}]({name})" for name in files if name.endswith(".png"))
+    return document(f"# {summary.title}", *report_body(summary, environment), *shown)
 
 
 def report_body(summary: Summary, environment: Mapping[str, Any], level: int = 2) -> list[str]:

@@ -1,8 +1,7 @@
 """`lmkit bench tokenizer`: training and encoding, compared with Hugging Face tokenizers and tiktoken.
 
-Every sample is a process of its own (`tokenizer_jobs`). The variants of a case take turns, and the same round of two
-variants is compared. Before anything is timed, each variant runs once to check that all encoders return the same ids.
-(Trainers break ties differently, so their merges are not compared here.)
+Every sample is a process of its own (`tokenizer_jobs`). Before anything is timed, each variant runs once to check
+that all encoders return the same ids. Trainers break ties differently, so their merges are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lmkit.bench.trainings import SPREAD, Variant, measure_figures
 from lmkit.errors import LmkitError, UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column, Rows
-from lmkit.measure.timing import Work
+from lmkit.measure.timing import Clock, Work
 from lmkit.recipe.tables import PositiveFloat, PositiveInt, Table
 from lmkit.registry import BENCHES
 
@@ -39,15 +38,7 @@ VARIANTS = {"train": (OURS, "tokenizers"), "encode": (OURS, "tokenizers", "tikto
 
 @dataclass(frozen=True)
 class Job:
-    """A job for `tokenizer_jobs`: one task for one tokenizer.
-
-    Attributes:
-        task: "train" or "encode".
-        variant: a tokenizer of `VARIANTS`.
-        vocab_size: of the tokenizer that is trained or that encodes.
-        tokenizer: file of the tokenizer to encode with.
-        output: file for the ids.
-    """
+    """A job for `tokenizer_jobs`, one of `VARIANTS`. Encoding needs the file of a tokenizer, and one for the ids."""
 
     task: str
     variant: str
@@ -84,11 +75,7 @@ class Options(Table):
     row_keys=("task", "text", "vocab_size", "workers"),
 )
 def tokenizer(context: Context) -> Rows:
-    """Return one row per text, task, vocabulary, number of threads and variant.
-
-    Raises:
-        UsageError: a text is missing, or two have one name.
-    """
+    """Return one row per text, task, vocabulary, number of threads and variant."""
     from lmkit.data.synth import write_stories
 
     options = context.options
@@ -157,12 +144,12 @@ def _minorities(ids: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class JobClock:
+class JobClock(Clock):
     """Reads the seconds of a job from its result."""
 
     name = "seconds of a process"
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         """Return the milliseconds of `calls` jobs; `work` returns the result of one."""
         for preparation in before:
             preparation()

@@ -1,8 +1,7 @@
 """Do one job with one tokenizer, once, in a process of its own: `python -m lmkit.bench.tokenizer_jobs JOB`.
 
 JOB is a `Job` as JSON; the result is one JSON object on stdout. Only the job is timed: text file to merges, or text
-file to a file of ids; not starting Python, importing, or loading a tokenizer. Every tokenizer gets the text in the
-way that suits it best.
+file to a file of ids. Every tokenizer gets the text in the way that suits it best.
 """
 
 from __future__ import annotations

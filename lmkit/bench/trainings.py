@@ -1,8 +1,7 @@
 """The engine of `bench model`, `step`, `ddp`, `optimizer` and `lm-matrix`, and of `bench generate`.
 
 A bench describes its variants (`Variant`). `measure` builds each and checks its first steps, times the right ones in
-turns, and checks them again. A variant that fails, does not fit or is wrong becomes a row on every rank. The bench
-then computes the figures of the rows from the samples.
+turns, and checks them again. A variant that fails, does not fit or is wrong becomes a row on every rank.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from lmkit.bench.context import Context
 from lmkit.bench.failures import failure_on_any_rank_is_a_row
 from lmkit.bench.harness import add_figures, ratio_fields, time_fields, without_figures
 from lmkit.bench.summary import UNCHECKED
-from lmkit.measure.limits import Limits, model_flops_utilization
-from lmkit.measure.memory import GB, memory_in_use, release_memory, track_peak
+from lmkit.measure.limits import Limits, mfu_fields
+from lmkit.measure.memory import GB, PeakMemory, memory_in_use, release_memory, track_peak
 from lmkit.measure.statistics import paired_ratio
 from lmkit.measure.tables import Column
 from lmkit.measure.timing import Clock, SteadyStateClock, time_variants, without_garbage_collection
@@ -45,7 +44,9 @@ class Variant:
         row: what identifies it; with a status other than "ok" it is not built.
         make: builds the training; without collectives.
         judge: makes its first steps; returns fields with a status.
-        more: returns what is measured of a right training before it is timed.
+        fill: makes the steps of a right training whose peak of memory is the row's `peak_gb`; None: not measured.
+        weights: the trainings of this name share their weights, and are one in `peak_gb`.
+        more: returns what else is measured before it is timed; of the training, and the memory of making it.
         prepare: called before each sample, untimed.
         run: makes one step, or the part of a step that is timed.
         check: returns status and detail if the training is wrong after it was timed, else {}.
@@ -54,7 +55,9 @@ class Variant:
     row: dict[str, Any]
     make: Callable[[], Any]
     judge: Callable[[Any], dict[str, Any]] = _nothing
-    more: Callable[[Any], dict[str, Any]] = _nothing
+    fill: Callable[[Any], object] | None = None
+    weights: str = ""
+    more: Callable[[Any, PeakMemory], dict[str, Any]] = lambda training, making: {}
     prepare: Callable[[Any], object] | None = None
     run: Callable[[Any], object] = lambda training: training.run()
     check: Callable[[Any], dict[str, Any]] = _nothing
@@ -67,14 +70,11 @@ def measure_figures(
     figures: Callable[[str, Any], dict[str, Any]],
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure variants, add figures to their rows, and say how many times as fast the variant `versus` of a row is.
+    """Measure variants (options: of `measure`), add figures to their rows, and say how many times as fast the variant
+    `versus` of a row is. Return the samples of rows whose figures are believed.
 
     Args:
         figures: returns the figures of a variant, from its samples.
-        options: of `measure`.
-
-    Returns:
-        The samples of rows whose figures are believed.
     """
     believed = {
         name: samples
@@ -94,7 +94,6 @@ def measure(
     *,
     clock: Clock | None = None,
     stage: str = "",
-    settle: bool = False,
     take: Callable[[Steps, Steps, Callable[[str], object]], dict[str, Any]] | None = None,
     **turns: Any,
 ) -> dict[str, Any]:
@@ -102,18 +101,17 @@ def measure(
 
     Args:
         clock: None: the options' `steps_per_sample` steps in steady state.
-        settle: make untimed steps before the first sample on GPUs.
-        take: takes the samples, in place of `samples_in_turns`: of runs, preparations, and what to call at each turn.
-        stage, turns: of `samples_in_turns`.
+        take: replaces `samples_in_turns`: of runs, preparations, and what to call at each turn.
     """
     rows = {name: variant.row for name, variant in variants.items()}
     built: dict[str, Any] = {}
+    owned: Counter[str] = Counter()
     for number, (name, variant) in enumerate(variants.items()):
         if stage:
             context.progress(f"{stage}, building", number, len(variants))
         variant.row.setdefault("status", "ok")
         variant.row.setdefault("detail", "")
-        _begin(name, variant, context, built)
+        _begin(name, variant, context, built, owned)
 
     def time_together(left: Mapping[str, Any], turn: Callable[[str], object]) -> dict[str, Any]:
         runs = {name: partial(variants[name].run, training) for name, training in left.items()}
@@ -121,11 +119,8 @@ def measure(
         prepare = {name: partial(way, left[name]) for name, way in ways.items() if way is not None}
         if take is not None:
             return take(runs, prepare, turn)
-        steps = 0 if clock is not None else context.options.steps_per_sample
-        options = {"prepare": prepare, "settled": steps if settle else 0, "stage": stage, **turns}
-        return samples_in_turns(
-            runs, context, turn, clock or SteadyStateClock(context.device, steps), **options
-        )
+        own_clock = clock or SteadyStateClock(context.device, context.options.steps_per_sample)
+        return samples_in_turns(runs, context, turn, own_clock, prepare=prepare, stage=stage, **turns)
 
     samples = time_what_fits(built, rows, context, time_together)
     for name in tuple(samples):
@@ -144,25 +139,40 @@ def measure(
     return samples
 
 
-def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any]) -> None:
-    """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks."""
+def _begin(name: str, variant: Variant, context: Context, built: dict[str, Any], owned: Counter[str]) -> None:
+    """Build a variant, check its first steps, and add it to `built`; its row is then the same on all ranks.
+
+    Args:
+        owned: name of weights -> bytes of their trainings so far.
+    """
     import torch
     import torch.distributed as dist
 
-    row, training = variant.row, None
+    row, training, device = variant.row, None, context.device
     note = f", with {len(built)} other trainings in memory" if built else ""
     if row["status"] != "ok":
         return
     with failure_on_any_rank_is_a_row(row, context, note):
-        training = variant.make()
+        release_freed(context.ranks)
+        with track_peak(device) as making:
+            training = variant.make()
     if row["status"] == "ok":  # steps are collective: they begin where all ranks have built the variant
         with failure_on_any_rank_is_a_row(row, context, note):
             row |= variant.judge(training)
+            if row["status"] == "ok" and variant.fill is not None:
+                release_freed(context.ranks)
+                weights = variant.weights or name
+                others = making.start_bytes - owned[weights]
+                on_gpu = device.type == "cuda"
+                owned[weights] = memory_in_use(device) - others if on_gpu else _bytes_of(training)
+                with track_peak(device) as peak:
+                    variant.fill(training)
+                row["peak_gb"] = (owned[weights] + peak.extra_bytes) / GB
             if row["status"] == "ok":
-                row |= variant.more(training)
+                row |= variant.more(training, making)
     if row["status"] != "ok":
         del training
-        release_memory(context.device)
+        release_memory(device)
         return
     if context.ranks.world_size > 1:
         of_first: list[Any] = [row]
@@ -179,11 +189,10 @@ def time_what_fits(
 ) -> dict[str, Any]:
     """Time variants in turns. A variant that fails on any rank becomes a row, and the others are timed again.
 
-    If they do not fit together, the largest is the one that fails. Collective.
+    If they do not fit together, the one that needs most (`peak_gb` or `peak_bytes` of its row) fails. Collective.
 
     Args:
         built: variants; those that fail are removed.
-        rows: rows of all variants; `peak_gb` or `peak_bytes` is what a variant needs, the same on all ranks.
         time_together: times variants, and calls a function with the name of each as its turn comes.
     """
     while built:
@@ -208,33 +217,8 @@ def time_what_fits(
     return {}
 
 
-class Memory:
-    """Measure the memory of trainings that are alive at once, some of which share their weights."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._own: Counter[str] = Counter()
-        self._others = 0
-
-    def begin(self, weights: str) -> None:
-        """Note what all but the trainings of these weights use, before another one is built."""
-        self._others = memory_in_use(self._device) - self._own[weights]
-
-    def peak_gb(self, weights: str, training: Any, run: Callable[[], object]) -> float:
-        """Run a step; return the most that the trainings of these weights need, in GB.
-
-        On a CPU the resident set would count what earlier trainings left in the allocator, so weights and optimizer
-        state are added up instead, beside what grows during the step.
-        """
-        self._own[weights] = own = (
-            memory_in_use(self._device) - self._others if self._device.type == "cuda" else _bytes_of(training)
-        )
-        with track_peak(self._device) as peak:
-            run()
-        return (own + peak.extra_bytes) / GB
-
-
 def _bytes_of(training: Any) -> int:
+    """Return the bytes of weights and optimizer state: a CPU's resident set counts what earlier trainings left."""
     import torch
 
     state = [value for slots in training.optimizer.state.values() for value in slots.values()]
@@ -266,7 +250,7 @@ def speed_fields(
     ranks: int = 1,
     name: str = "median_ms",
 ) -> dict[str, Any]:
-    """Return times, tokens/s and the MFU of a device, the latter where limits were measured.
+    """Return times, tokens/s and, where limits were measured, the MFU of a device.
 
     Args:
         tokens: of a step of all ranks.
@@ -277,15 +261,14 @@ def speed_fields(
     tokens_per_s = tokens / (fields[name] * 1e-3)
     fields["tokens_per_s"] = tokens_per_s
     if limits is not None:
-        mfu = model_flops_utilization(tokens_per_s * flops / ranks, context.device, precision, limits)
-        fields |= {"mfu": mfu.share, "mfu_basis": mfu.basis}
+        fields |= mfu_fields(tokens_per_s * flops / ranks, context.device, precision, limits)
     return fields
 
 
 HOST_STEPS = 5
 SETTLE_S = 1.5
-"""Seconds of untimed steps on all GPUs before the first sample. An idle GPU draws little power, and its power limit
-reacts late: without these steps the first samples would be too short and the next ones too long."""
+"""Seconds of untimed steps before the first sample: the power limit of an idle GPU reacts late, so that the first
+samples would be too short and the next ones too long."""
 SPREAD = Column("spread", "spread", ".1%", note="(p90 - p10) / median")
 _FIRST_IS = "how many times as fast the first variant is, the median over rounds"
 COMPARISON = (
@@ -296,8 +279,6 @@ COMPARISON = (
 )
 """The columns of rows that are compared with the first variant."""
 Steps = Mapping[str, Callable[[], object]]
-
-
 Samples = dict[str, list[float]]
 """Variant -> round -> milliseconds per step of the slowest rank, which ends the step of all."""
 
@@ -318,9 +299,9 @@ def samples_in_turns(
 
     Args:
         turn: called with the name of a variant before each of its samples, untimed, and then `prepare`.
-        max_seconds: no round starts after this many seconds of the first rank that has used them.
+        max_seconds: no round starts after so many seconds of any rank.
         stage: the name under which progress is reported; "": it is not.
-        settled: steps at a time, for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
+        settled: steps at a time for `SETTLE_S` seconds before the first sample on GPUs; 0: none.
     """
     from lmkit.parallel.collectives import agree, largest_of_ranks
 
@@ -371,10 +352,12 @@ def settle(run: Callable[[], object], ranks: Ranks, steps: int) -> None:
         torch.cuda.synchronize(ranks.device)
 
 
-def host_ms(step: Callable[[], object], device: torch.device) -> float:
-    """Return the median ms until a step on an idle GPU returns to the host; waits inside the step count."""
+def host_fields(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the median ms until a step on an idle GPU returns to the host, its waits included; {} on a CPU."""
     import torch
 
+    if device.type != "cuda":
+        return {}
     found = []
     with without_garbage_collection():
         for _ in range(HOST_STEPS):
@@ -383,4 +366,4 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
             step()
             found.append((time.perf_counter() - began) * 1e3)
     torch.cuda.synchronize(device)
-    return median(found)
+    return {"host_ms": median(found)}

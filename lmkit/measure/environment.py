@@ -11,10 +11,9 @@ import platform
 import re
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit import __version__
 from lmkit.measure.memory import GIB
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCH_QUEUES_VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
-"""Launches that a GPU's driver takes before the CPU has to wait: "4x" is four times its default."""
+"""Launches that the driver takes before the CPU has to wait: "4x" is four times its default."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "transformers")
 GPU_STATE_FIELDS = (
     "clocks.sm",
@@ -158,20 +157,13 @@ def has_bf16(device: torch.device) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU as a plan sees it.
-
-    Attributes:
-        name: as torch calls it; `known_peak` knows it.
-        memory: bytes, as torch reports them.
-    """
+class Card(NamedTuple):
+    """A GPU: its name as torch calls it, and the bytes that torch reports: less than the name of a card says."""
 
     name: str
     memory: int
 
 
-# Memory as torch reports it: less than the name of a card says, more than its GB of 10^9 bytes.
 CARDS = {
     "T4": Card("Tesla T4", int(14.74 * GIB)),
     "L4": Card("NVIDIA L4", int(22.0 * GIB)),

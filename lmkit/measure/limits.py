@@ -12,9 +12,6 @@ from lmkit.measure.environment import device_name, known_peak
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16")
-"""How a matmul is computed; "tf32": fp32 values on tensor cores."""
-
 
 @dataclass
 class Limits:
@@ -22,7 +19,7 @@ class Limits:
 
     Attributes:
         matmul_flops: dtype name -> FLOP/s of the fastest square matmul.
-        copy_bytes_per_s: bytes read plus bytes written per second of a large copy.
+        copy_bytes_per_s: bytes read plus bytes written.
         again: measures once more; None: cannot.
     """
 
@@ -74,15 +71,13 @@ def measure_limits(device: torch.device | str, dtypes: Iterable[str]) -> Limits:
 def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
     """Return the FLOP/s of the fastest of a few square matmuls, best of interleaved repeats.
 
-    Raises:
-        ValueError: `dtype` is not one of `DTYPES`.
+    Args:
+        dtype: "fp32", "tf32" (fp32 values on tensor cores), "bf16" or "fp16".
     """
     import torch
 
     from lmkit.measure.timing import time_variants
 
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     sizes = (4096, 8192) if torch.device(device).type == "cuda" else (512, 1024)
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     precision_before = torch.get_float32_matmul_precision()
@@ -96,7 +91,7 @@ def measure_matmul_peak(device: torch.device | str, dtype: str) -> float:
         timings = time_variants(variants, device=device, repeats=10, warmup=2, max_seconds=2.0)
     finally:
         torch.set_float32_matmul_precision(precision_before)
-    return max(2.0 * size**3 / (timings[str(size)].spread.minimum * 1e-3) for size in sizes)
+    return max(2.0 * size**3 / (min(timings[str(size)].samples_ms) * 1e-3) for size in sizes)
 
 
 def measure_copy_bandwidth(device: torch.device | str) -> float:
@@ -109,24 +104,15 @@ def measure_copy_bandwidth(device: torch.device | str) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = time_variants({"copy": lambda: target.copy_(source)}, device=device, repeats=10, max_seconds=2.0)
-    return 2.0 * size / (timing["copy"].spread.minimum * 1e-3)
+    return 2.0 * size / (min(timing["copy"].samples_ms) * 1e-3)
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """A share of a peak, and in words which peak that is."""
-
-    share: float
-    basis: str
-
-
-def model_flops_utilization(
-    flops_per_s: float, device: torch.device | str, dtype: str, limits: Limits
-) -> Utilization:
-    """Return the MFU: the share of the chip's dense peak if the chip is known, else of the measured matmul rate."""
+def mfu_fields(flops_per_s: float, device: torch.device | str, dtype: str, limits: Limits) -> dict[str, Any]:
+    """Return the MFU and what it is a share of: the chip's dense peak if known, else the measured matmul rate."""
     name = device_name(device)
-    peak = known_peak(name, dtype)
-    if peak is not None:
-        return Utilization(flops_per_s / peak, f"dense {dtype} peak of {name}, {peak / 1e12:.0f} TFLOP/s")
-    peak = limits.matmul_flops[dtype]
-    return Utilization(flops_per_s / peak, f"measured {dtype} matmul rate, {peak / 1e12:.3g} TFLOP/s")
+    if (peak := known_peak(name, dtype)) is not None:
+        basis = f"dense {dtype} peak of {name}, {peak / 1e12:.0f} TFLOP/s"
+    else:
+        peak = limits.matmul_flops[dtype]
+        basis = f"measured {dtype} matmul rate, {peak / 1e12:.3g} TFLOP/s"
+    return {"mfu": flops_per_s / peak, "mfu_basis": basis}

@@ -25,20 +25,11 @@ GIB = 2**30
 
 @dataclass
 class PeakMemory:
-    """Filled in when the `track_peak` block ends.
-
-    Attributes:
-        start_bytes: in use when the block began.
-        peak_bytes: the most in use at any moment of the block.
-        end_bytes: in use when the block ended, on a GPU.
-        source: what was counted: "cuda allocator"; "peak rss" (Linux, reset at the start of the block);
-            "peak rss of the process" (elsewhere: the operating system cannot reset it, so it may be older).
-    """
+    """What is in use when a `track_peak` block begins, at most, and (on a GPU) when it ends."""
 
     start_bytes: int = 0
     peak_bytes: int = 0
     end_bytes: int = 0
-    source: str = ""
 
     @property
     def extra_bytes(self) -> int:
@@ -52,17 +43,15 @@ def track_peak(device: torch.device | str = "cpu") -> Iterator[PeakMemory]:
     import torch
 
     device = torch.device(device)
-    peak = PeakMemory()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        peak.source, peak.start_bytes = "cuda allocator", memory_in_use(device)
-    else:
-        peak.source, peak.start_bytes = "peak rss", memory_in_use(device)
+    peak = PeakMemory(memory_in_use(device))
+    if device.type != "cuda":
         try:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to the present RSS: proc(5)
-        except OSError:
-            peak.source, peak.start_bytes = "peak rss of the process", _peak_rss()
+        except OSError:  # an older peak stays
+            peak.start_bytes = _peak_rss()
     try:
         yield peak
     finally:
@@ -79,8 +68,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: of the CUDA allocator on a GPU, else of the process: its RSS, or the peak of it
-    where the system does not tell."""
+    """Return the bytes in use: of the CUDA allocator on a GPU, else of the process (RSS, or its peak)."""
     import torch
 
     if device.type == "cuda":
@@ -124,8 +112,7 @@ def release_memory(device: torch.device | str) -> None:
 
 
 def claim_workspaces(device: torch.device | str) -> None:
-    """Let cuBLAS allocate the workspaces that it keeps, of this thread and of autograd's; or the first training that
-    is measured pays for all."""
+    """Let cuBLAS allocate the workspaces that it keeps, of this thread and of autograd's, before any measurement."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -134,8 +121,8 @@ def claim_workspaces(device: torch.device | str) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU's memory ran out: the allocator's, or the driver's, which needs some for every kernel that
-    it loads (torch, its compiler and Triton word that differently)."""
+    """Return whether a GPU's memory ran out: the allocator's, or the driver's (torch, its compiler and Triton word
+    that differently)."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or bool(

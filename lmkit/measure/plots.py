@@ -1,8 +1,7 @@
-"""Draw PNG pictures: lines, grouped bars, heat maps, areas, timelines, a table. Callers store the bytes.
+"""Draw PNG pictures: lines, grouped bars, heat maps, areas, a table. Callers store the bytes.
 
-matplotlib's object API on the Agg canvas: no display, no global list of figures. `decorate` calls them beside results
-that are complete without them: a picture that fails is a warning. The user's matplotlibrc and backend change nothing,
-and text is shown as it is: `$` begins no formula.
+`decorate` draws them beside results that are complete without them: a picture that fails is a warning. The user's
+matplotlibrc and backend change nothing, and text is shown as it is: `$` begins no formula.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F
 MARKERS = "osD^vPX*<"
 STYLES = ("-", "--", "-.", ":")
 
-# Of texts above a bar, and to the right of the start of a phase.
 _ABOVE: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-_RIGHT: dict[str, Any] = {
-    "xycoords": ("data", "axes fraction"),
-    "xytext": (3, -3),
-    "textcoords": "offset points",
-}
 _SLANTED: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
 
 Points = Sequence[tuple[float, float]]
@@ -146,11 +139,9 @@ def line_panels(
 ) -> bytes:
     """Draw panels with one y axis, a line through (row[x], row[column.key]) for each (group, kind).
 
-    The group has a colour, the kind a style; times and rates have whiskers (`of_row`). The x axis is logarithmic and
-    labelled at the rows' own values. A row without a value leaves a gap, and a note that says its status.
-
-    Args:
-        panel, group, kind: a key, or a function of a row; without `kind` each group has a style of its own.
+    The group has a colour, the kind a style; times and rates have whiskers (`of_row`). The x axis is logarithmic. A
+    row without a value leaves a gap, and a note that says its status. `panel`, `group` and `kind` are keys or
+    functions of a row; without `kind` each group has a style of its own.
     """
     panel_of, group_of, kind_of = _named(panel), _named(group), _named(kind) if kind else lambda row: ""
     panels = list(dict.fromkeys(map(panel_of, rows))) or [""]
@@ -202,17 +193,15 @@ def loss_curve(
     *,
     title: str,
     x_label: str = "step",
-    y_label: str = "loss (nats per token)",
     marked: Collection[str] = (),
     width: float = 8.0,
 ) -> bytes:
-    """Draw training curves: thin lines, one per name.
+    """Draw training curves: thin lines, one per name; `width` inches.
 
     Args:
-        width: inches; letters keep their size.
         marked: names whose every point gets a marker; the others are measured too often for that.
     """
-    figure, axes = _figure(title, x_label, y_label, width=width)
+    figure, axes = _figure(title, x_label, "loss (nats per token)", width=width)
     for index, (name, points) in enumerate(series.items()):
         look = {
             "linestyle": STYLES[(index // len(COLORS) + index) % len(STYLES)],  # equal curves stay visible
@@ -236,11 +225,7 @@ def grouped_bars(
     """Draw a group of bars for each `group` of the rows, and in it a bar for each `series`, with its value above it.
 
     Times and rates have whiskers (`of_row`). A row without a value shows its status. A series without any value is
-    left out.
-
-    Args:
-        column: the bars' height, its name on the axis, and its format.
-        group, series: a key, or a function of a row; without `series` all rows are one series.
+    left out. `group` and `series` are keys or functions of a row; without `series` all rows are one series.
     """
     value, y_label, spec = column.key, column.axis or column.header, column.spec or ".3g"
     y_label += " (log scale)" if log_y else ""
@@ -303,15 +288,12 @@ def heat_map(
     x_label: str,
     y_label: str,
     value_label: str,
-    spec: str = ".3g",
     center: float | None = None,
 ) -> bytes:
-    """Draw a grid of colours with the number in every cell; None is a grey cell that says "-".
+    """Draw a grid of colours with the number values[row][column] in every cell; None is a grey cell that says "-".
 
     Args:
-        values: values[row][column].
-        center: the neutral value of positive ratios, 1.0: red below, blue above, the same for 1/2 and 2;
-            None for a plain scale.
+        center: the neutral value of ratios: red below, blue above, the same for 1/2 and 2; None: a plain scale.
     """
     import numpy as np
     from matplotlib.colors import LogNorm
@@ -331,7 +313,7 @@ def heat_map(
         for x, value in enumerate(row):
             red, green, blue, _ = (1.0,) * 4 if value is None else image.to_rgba(np.asarray([value]))[0]
             ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-            text = "-" if value is None else format(value, spec)
+            text = "-" if value is None else format(value, ".3g")
             axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
@@ -348,21 +330,22 @@ def stacked_areas(
     title: str,
     x_label: str,
     y_label: str,
-    begins: Mapping[str, float] | None = None,
+    begins: Mapping[str, float],
 ) -> bytes:
     """Draw areas stacked on one another, the parts of a total over time.
 
     Args:
-        begins: name -> x from which on it runs: a dotted line with the name on its right.
+        begins: name -> x where it begins: a dotted line.
     """
     figure, axes = _figure(title, x_label, y_label, width=9.5)
     colors = [COLORS[index % len(COLORS)] for index in range(len(layers))]
     axes.stackplot(x, list(layers.values()), labels=list(layers), colors=colors, step="post", alpha=0.85)
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
-    for name, start in (begins or {}).items():
+    on_the_right: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    for name, start in begins.items():
         axes.axvline(start, color="#303030", linewidth=0.9, linestyle=":")
-        axes.annotate(name, (start, 1.0), rotation=90, va="top", fontsize=7, **_RIGHT)
+        axes.annotate(name, (start, 1.0), (3, -3), rotation=90, va="top", fontsize=7, **on_the_right)
     return _finish(figure)
 
 
@@ -399,12 +382,9 @@ log = logging.getLogger("lmkit")
 
 
 def decorate(what: str, draw: Callable[[], Made]) -> Made | None:
-    """Return what `draw` returns; None, with a warning in the log, if it fails for whatever reason.
+    """Return what `draw` returns; None, with a warning that names `what`, if it fails for whatever reason.
 
     Only here pictures of `measure.plots` are drawn.
-
-    Args:
-        what: names the picture in the warning: "loss.png".
     """
     try:
         with own_settings():

@@ -1,8 +1,5 @@
-"""Switch on the named ranges of `lmkit.core.ranges` on a profiler's timeline.
-
-`enable_ranges` does it in the process that is being profiled; for commands that a profiler starts, the environment
-variable `LMKIT_RANGES` and `enable_ranges_from_environment` do. The switch is process-wide, as profilers are.
-"""
+"""Switch on the named ranges of `lmkit.core.ranges` on a profiler's timeline, for the whole process: in the process
+that is profiled, or by the environment variable `LMKIT_RANGES` of commands that a profiler starts."""
 
 from __future__ import annotations
 
@@ -18,17 +15,11 @@ from lmkit.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-RangeKind = Literal["nvtx", "kineto"]
-Observer = Callable[[str, bool], object]
 ENVIRONMENT_VARIABLE = "LMKIT_RANGES"
 
 
-def enable_ranges(kind: RangeKind) -> None:
-    """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto).
-
-    Raises:
-        UsageError: NVTX is wanted, but this torch is a CPU build and the `nvtx` package is not installed.
-    """
+def enable_ranges(kind: Literal["nvtx", "kineto"]) -> None:
+    """Let `range_` record from now on: NVTX ranges (Nsight Systems) or torch.profiler's (kineto)."""
     import torch
 
     if kind == "kineto":
@@ -49,7 +40,7 @@ def enable_ranges(kind: RangeKind) -> None:
     observe_ranges(lambda name, opens: push(name) if opens else pop())
 
 
-def observe_ranges(observer: Observer) -> None:
+def observe_ranges(observer: Callable[[str, bool], object]) -> None:
     """Let every range call `observer(name, True)` when it opens and `observer(name, False)` when it closes."""
 
     @contextmanager
@@ -69,11 +60,7 @@ def disable_ranges() -> None:
 
 
 def enable_ranges_from_environment() -> None:
-    """Enable the ranges that LMKIT_RANGES (nvtx or kineto) asks for; call it where a profiled process starts.
-
-    Raises:
-        UsageError: the variable holds anything else.
-    """
+    """Enable the ranges that LMKIT_RANGES (nvtx or kineto) asks for; call it where a profiled process starts."""
     kind = os.environ.get(ENVIRONMENT_VARIABLE)
     if kind in ("nvtx", "kineto"):
         enable_ranges(kind)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, median
-from typing import TypeVar
 
 FEWEST_PAIRS = 6
 """With fewer pairs no 95% interval of a median exists: even (min, max) of five covers only 94%."""
@@ -19,8 +18,6 @@ FEWEST_PAIRS = 6
 SMALLEST_DIFFERENCE = 0.005
 """Smallest difference to report, since code alignment alone causes smaller ones. "No difference" means that the whole
 interval is nearer to 1 than this."""
-
-CONFIDENCE = 0.95
 
 FEWEST_REFERENCES = 3
 
@@ -38,13 +35,7 @@ WIDTH = 2.8
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
-    """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics.
-
-    Raises:
-        ValueError: `samples` is empty or has a number that is not finite, or `fraction` is outside [0, 1].
-    """
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"need a fraction in [0, 1], got {fraction}")
+    """Return the `fraction` quantile (0 to 1), linearly interpolated between the two nearest order statistics."""
     _refuse_not_finite(samples)
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)
@@ -54,14 +45,11 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return an interval that holds the true median with at least this confidence, whatever the distribution.
 
     The truth lies outside (x[k], x[n-1-k]) of the ordered samples only if at most k of n fall on one side of it, as
     heads of a fair coin do (Conover, Practical Nonparametric Statistics, ch. 3.2).
-
-    Raises:
-        ValueError: `samples` is empty or has a number that is not finite.
     """
     _refuse_not_finite(samples)
     ordered, count = sorted(samples), len(samples)
@@ -82,9 +70,6 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
     """Return mean(after) - mean(before), and half the width of its 95% interval.
 
     Student's interval for two normal distributions of equal width; None if there is one sample of each.
-
-    Raises:
-        ValueError: a list is empty or has a number that is not finite.
     """
     _refuse_not_finite(before)
     _refuse_not_finite(after)
@@ -111,7 +96,6 @@ class Spread:
     mean: float
     p10: float
     p90: float
-    minimum: float
 
     @property
     def relative(self) -> float:
@@ -122,7 +106,7 @@ class Spread:
 def spread(samples: Sequence[float]) -> Spread:
     """Summarize `samples` (at least one)."""
     p10, p90 = quantile(samples, 0.1), quantile(samples, 0.9)
-    return Spread(len(samples), median(samples), fmean(samples), p10, p90, min(samples))
+    return Spread(len(samples), median(samples), fmean(samples), p10, p90)
 
 
 @dataclass(frozen=True)
@@ -153,9 +137,6 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Paire
 
     `speedup` is the median over rounds. A difference is named only if the median's interval excludes 1 and the median
     is at least `SMALLEST_DIFFERENCE` away from it.
-
-    Raises:
-        ValueError: the lists differ in length, are empty, or hold a time that is not positive and finite.
     """
     if len(candidate) != len(baseline):
         raise ValueError(f"need equally many samples of both, got {len(candidate)} and {len(baseline)}")
@@ -180,9 +161,6 @@ def compare_runs(
 
     Args:
         references: which measurements are of code that did not change.
-
-    Raises:
-        ValueError: a list is empty, or holds a time that is not positive and finite.
     """
     changes, variances = [], []  # of the logarithm of before / after
     for before, after in pairs:
@@ -249,12 +227,12 @@ def verdict_in_words(
     return f"unclear: between {low - 1:+.1%} and {high - 1:+.1%}" if known else verdict
 
 
-Time = TypeVar("Time", int, float)
+Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint sorted intervals that cover the same time."""
-    merged: list[tuple[Time, Time]] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
@@ -263,17 +241,17 @@ def union(intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
     return merged
 
 
-def total(intervals: Iterable[tuple[Time, Time]]) -> Time:
+def total(intervals: Iterable[Interval]) -> float:
     """Return the length of the union."""
     return sum(end - start for start, end in union(intervals))
 
 
-def overlap(some: Iterable[tuple[Time, Time]], others: Iterable[tuple[Time, Time]]) -> Time:
+def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
     """Return the length of the time that both cover: |A| + |B| - |A or B|."""
     ours, theirs = union(some), union(others)
     return total(ours) + total(theirs) - total(ours + theirs)
 
 
-def clip(intervals: Iterable[tuple[Time, Time]], start: Time, end: Time) -> list[tuple[Time, Time]]:
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
     """Return the parts inside [start, end]."""
     return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]

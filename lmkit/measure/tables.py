@@ -8,10 +8,11 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+Key = TypeVar("Key")
 Row = Mapping[str, Any]
 TERMINAL_WIDTH = 100
 MISSING = "-"
@@ -28,11 +29,10 @@ class Column:
     """One column of a table for people.
 
     Attributes:
-        key: of the row.
         header: what stands above, with the unit: "ms", "GB (10^9)".
         spec: format spec for numbers, such as ".3f", ",d", ".1%".
         instead: key of what to show where there is no value ("status": why there is none).
-        note: what it says, for the notes below a table that shows it.
+        note: for the notes below a table that shows it.
         axis: its name on the axis of a picture, with the unit; by default the header.
         scale: what a value is divided by where it is shown.
         better: "higher" or "lower" of a figure whose best rows a report names.
@@ -62,12 +62,17 @@ class Column:
         return bool(present) and all(map(_is_number, present))
 
 
+def grouped(rows: Rows, key: Callable[[dict[str, Any]], Key]) -> dict[Key, Rows]:
+    """Return the rows by key, both in the order in which they came."""
+    groups: dict[Key, Rows] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def json_lines(rows: Sequence[Row]) -> str:
     """Return one strict JSON object per line; NaN and infinities become null."""
-    lines = ""
-    for row in rows:
-        lines += json.dumps(finite(row), allow_nan=False) + "\n"
-    return lines
+    return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
 
 
 def finite(value: Any) -> Any:
@@ -82,10 +87,7 @@ def finite(value: Any) -> Any:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """Return CSV (RFC 4180) of the scalars, with a header line; keys are in the order of their first appearance.
-
-    NaN and infinities are empty.
-    """
+    """Return CSV (RFC 4180) of the scalars; keys as they first appear, NaN and infinities empty."""
     scalars = [
         {key: finite(value) for key, value in row.items() if not isinstance(value, list | tuple | Mapping)}
         for row in rows
@@ -114,10 +116,10 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def terminal_table(rows: Sequence[Row], columns: Sequence[Column], *, width: int | None = None) -> str:
-    """Return aligned text of at most `width` characters. Where that is too narrow, headers are cut with an ellipsis,
-    then text, the widest first. Numbers are never cut, so that the text may be wider.
+    """Return aligned text of at most `width` characters, by default `TERMINAL_WIDTH` if stdout is a terminal.
 
-    By default it is cut to `TERMINAL_WIDTH` if stdout is a terminal, and not cut otherwise.
+    Where that is too narrow, headers are cut with an ellipsis, then text, the widest first. Numbers are never cut, so
+    that the text may be wider.
     """
     if width is None:
         width = TERMINAL_WIDTH if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
@@ -160,11 +162,6 @@ def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
         if not wider:
             return
         widths[max(wider, key=lambda index: widths[index])] -= 1
-
-
-def picture_lines(files: Iterable[str]) -> list[str]:
-    """Return Markdown that shows the pictures among files in the folder of the report."""
-    return [f"![{name}]({name})" for name in files if name.endswith(".png")]
 
 
 def wrote(folder: str, files: Sequence[str]) -> str:

@@ -4,12 +4,11 @@ Every round takes one sample of each variant, in an order that changes from roun
 temperature and neighbours falls on all of them alike, and round i of one variant pairs with round i of another
 (`measure.statistics.paired_ratio`).
 
-There are two clocks. On a CPU both are `perf_counter`.
+On a CPU every clock reads `perf_counter`. On a GPU:
 
-- "device": time on the device alone, for kernels. Two CUDA events enclose the calls, and a sleeping kernel in front
-  of them holds the stream until the host has queued everything: launch overhead is hidden as long as the calls do
-  not synchronize.
-- "wall": what a user waits for, host dispatch included, for steps: `perf_counter` between two synchronizations.
+- `CudaEventClock`, for kernels: time on the device alone. A sleeping kernel in front of the calls holds the stream
+  until the host has queued all of them: launch overhead is hidden as long as the calls do not synchronize.
+- `wall_clock`, for steps: what a user waits for, host dispatch included.
 """
 
 from __future__ import annotations
@@ -21,34 +20,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
-from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, Spread, median, paired_ratio, spread
+from lmkit.measure.statistics import FEWEST_PAIRS, PairedRatio, median, paired_ratio
 
 if TYPE_CHECKING:
     import torch
 
 Work = Callable[[], object]
-ClockKind = Literal["device", "wall"]
-
 MAX_CALLS_PER_SAMPLE = 10_000
-CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache share of most hosts
-GPU_FLUSH_BYTES = 256 * 2**20  # 2x the largest L2 today (B200: 126 MB)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The samples of one variant, in ms per call.
+    """The samples of one variant, in ms per call, and the numbers of their rounds.
 
     Attributes:
-        samples_ms: one entry per round that the variant took part in, in the order of the rounds.
-        rounds: the numbers of those rounds.
-        clock: "cuda events", "perf_counter", or the name of the caller's own.
         cache: "warm" (the same buffers call after call) or "cold" (caches overwritten before every sample).
-        calls_per_sample: how many calls each sample averages over.
     """
 
-    name: str
     samples_ms: tuple[float, ...]
     rounds: tuple[int, ...]
     clock: str
@@ -59,10 +49,6 @@ class Timing:
     def median_ms(self) -> float:
         return median(self.samples_ms)
 
-    @property
-    def spread(self) -> Spread:
-        return spread(self.samples_ms)
-
     def versus(self, baseline: Timing) -> PairedRatio:
         """Compare with a variant of the same `time_variants` call; above 1 this one is faster."""
         mine = dict(zip(self.rounds, self.samples_ms, strict=True))
@@ -71,18 +57,8 @@ class Timing:
         return paired_ratio([mine[number] for number in both], [theirs[number] for number in both])
 
 
-class Clock(Protocol):
-    """Measures `calls` back-to-back calls."""
-
-    name: str
-
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
-        """Return milliseconds for all `calls` together; what is in `before` runs first, untimed."""
-        ...
-
-
-class WallClock:
-    """`perf_counter` between two synchronizations.
+class Clock:
+    """Measure back-to-back calls: `perf_counter` between two synchronizations.
 
     Args:
         now: seconds, monotonic. Tests pass a fake.
@@ -97,7 +73,8 @@ class WallClock:
         self._now = now
         self._synchronize = synchronize
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
+        """Return milliseconds for all `calls` together; what is in `before` runs first, untimed."""
         for preparation in before:
             preparation()
         self._synchronize()
@@ -108,7 +85,7 @@ class WallClock:
         return (self._now() - start) * 1e3
 
 
-class CudaEventClock:
+class CudaEventClock(Clock):
     """CUDA events around calls that were all queued before the first of them could start."""
 
     name = "cuda events"
@@ -138,7 +115,7 @@ class CudaEventClock:
         self._cuda.synchronize(self._device)
         return start.elapsed_time(end)
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         dispatch_ms = 0.0
 
         def all_calls() -> None:
@@ -162,13 +139,12 @@ class CudaEventClock:
                 self._hold_ms = 1.5 * dispatch_ms
 
 
-class SteadyStateClock:
+class SteadyStateClock(Clock):
     """Time `steps` steps of a loop that follow `untimed` ones (by default half as many, rounded up) without a pause.
 
     A step leaves work to the next one (weights still being gathered, a host that runs ahead of the GPU). The first
-    timed step inherits such work from the untimed ones, and the last leaves as much, so nothing is counted twice or
-    left out. A host hardly faster than its GPU needs several steps to get ahead; until then every interruption of the
-    host lengthens the step. GPUs are timed by CUDA events in the stream, CPUs by `perf_counter`.
+    timed step inherits such work from the untimed ones, and the last leaves as much. GPUs are timed by CUDA events in
+    the stream, CPUs by `perf_counter`.
     """
 
     def __init__(self, device: torch.device, steps: int, untimed: int | None = None) -> None:
@@ -178,7 +154,7 @@ class SteadyStateClock:
         self._steps = steps
         self._untimed = math.ceil(steps / 2) if untimed is None else untimed
 
-    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work]) -> float:
+    def sample_ms(self, work: Work, calls: int, *, before: Sequence[Work] = ()) -> float:
         """Return milliseconds per step, times `calls` (the steps that the caller believes it asked for)."""
         for preparation in before:
             preparation()
@@ -200,16 +176,11 @@ class SteadyStateClock:
         return calls * (start.elapsed_time(end) / self._steps)
 
 
-def clock_for(device: torch.device | str, kind: ClockKind) -> Clock:
-    """Return the clock that `time_variants` uses on `device`."""
+def wall_clock(device: torch.device) -> Clock:
+    """Return the clock of what a user waits for on the device."""
     import torch
 
-    device = torch.device(device)
-    if device.type != "cuda":
-        return WallClock()
-    if kind == "device":
-        return CudaEventClock(device)
-    return WallClock(synchronize=lambda: torch.cuda.synchronize(device))
+    return Clock(synchronize=lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else Clock()
 
 
 def time_variants(
@@ -218,7 +189,6 @@ def time_variants(
     device: torch.device | str = "cpu",
     repeats: int = 20,
     warmup: int = 3,
-    kind: ClockKind = "device",
     prepare: Mapping[str, Work] | None = None,
     cold_cache: bool = False,
     min_sample_ms: float = 0.0,
@@ -235,36 +205,30 @@ def time_variants(
         variants: name -> a call without arguments; what it returns is dropped.
         repeats: rounds, each with one sample of every variant.
         warmup: untimed calls of each variant before the first round (compilation, autotuning, allocator).
-        prepare: name -> what runs untimed before every call of that variant (the forward pass, when only the
-            backward pass is timed); each of its samples is then a single call.
+        prepare: name -> what runs untimed before every call; each sample is then a single call.
         cold_cache: overwrite the caches before every sample; each sample is then a single call.
-        min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only): what a
-            5 us kernel or a 100 ns function needs on a clock that is not finer.
-        max_seconds: no further round starts after this many seconds of rounds; at least one is made. Whole rounds
-            only, so that samples stay paired.
-        share_seconds: give every variant an equal share of `max_seconds` instead: one that is too slow for it
-            sits out rounds (it joins every second, fourth, eighth ... one, so that any two still meet) and is
-            warmed up less often. For variants that differ by orders of magnitude; not for calls that other ranks
-            wait for.
+        min_sample_ms: calls are repeated within a sample until it takes about this long (warm cache only).
+        max_seconds: no further round starts after this many seconds of rounds; at least one is made.
+        share_seconds: give every variant an equal share of `max_seconds`: one that is too slow joins every second,
+            fourth, eighth ... round, so that any two still meet, and is warmed up less often. Not for calls that
+            other ranks wait for.
         seed: of the order of the variants within each round.
-        clock: overrides `kind`.
-        after_round: called with the samples of each round, name -> ms per call; if it returns true, that was the last
-            round (for ranks, in place of `max_seconds`: their clocks would not agree).
+        clock: None: time on the device alone.
+        after_round: called with the samples of each round, name -> ms per call; returns whether it was the last (for
+            ranks, in place of `max_seconds`: their clocks would not agree).
         turn: called with the name of a variant before it is warmed up and before each of its samples, untimed.
-
-    Returns:
-        name -> Timing, in the order of `variants`, all with the same number of samples unless `share_seconds`.
-
-    Raises:
-        ValueError: no variants, `repeats` < 1, or `after_round` together with `max_seconds`.
-        Exception: whatever a variant raises (out of memory, say).
     """
+    import torch
+
     if not variants or repeats < 1:
         raise ValueError(f"need variants and repeats, got {len(variants)} and {repeats}")
     if after_round is not None and max_seconds < math.inf:
         raise ValueError("after_round and max_seconds: ranks would end after different rounds")
-    clock = clock or clock_for(device, kind)
-    flush = [cache_flusher(device)] if cold_cache else []
+    device = torch.device(device)
+    clock = clock or (CudaEventClock(device) if device.type == "cuda" else Clock())
+    flush: list[Work] = (
+        [torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_] if cold_cache else []
+    )
     preparations = {name: [prepare[name]] if prepare and name in prepare else [] for name in variants}
     before = {name: preparations[name] + flush for name in variants}
     share = max_seconds / len(variants) if share_seconds else math.inf
@@ -304,7 +268,7 @@ def time_variants(
             break
     cache = "cold" if cold_cache else "warm"
     return {
-        name: Timing(name, tuple(found.values()), tuple(found), clock.name, cache, calls[name])
+        name: Timing(tuple(found.values()), tuple(found), clock.name, cache, calls[name])
         for name, found in samples.items()
     }
 
@@ -343,25 +307,19 @@ def _calls_per_sample(clock: Clock, work: Work, min_sample_ms: float) -> int:
         return 1
     calls = 1
     while calls < MAX_CALLS_PER_SAMPLE:
-        elapsed = clock.sample_ms(work, calls, before=())
+        elapsed = clock.sample_ms(work, calls)
         if elapsed >= min_sample_ms / 4:
             return max(1, min(MAX_CALLS_PER_SAMPLE, math.ceil(calls * min_sample_ms / elapsed)))
         calls *= 2
     return MAX_CALLS_PER_SAMPLE
 
 
-def cache_flusher(device: torch.device | str) -> Work:
-    """Return a call that overwrites a buffer larger than the last-level cache of `device`."""
-    import torch
-
-    return torch.zeros(cache_bytes(device), dtype=torch.uint8, device=device).zero_
-
-
 def cache_bytes(device: torch.device | str) -> int:
     """Return more bytes than the last-level cache of `device` has."""
     import torch
 
-    return GPU_FLUSH_BYTES if torch.device(device).type == "cuda" else CPU_FLUSH_BYTES
+    # Twice the largest L2 today (B200: 126 MB); more than the share of the last-level cache of most hosts.
+    return (256 if torch.device(device).type == "cuda" else 64) * 2**20
 
 
 @contextmanager

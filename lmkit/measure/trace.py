@@ -12,20 +12,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmkit.errors import UsageError
 from lmkit.measure.ranges import disable_ranges, enable_ranges, quietly
 from lmkit.measure.statistics import median
-from lmkit.measure.timing import clock_for
+from lmkit.measure.timing import wall_clock
 from lmkit.storage.inputs import open_input
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """A named stretch of one thread's time (NVTX push/pop, record_function)."""
 
     name: str
@@ -35,9 +34,8 @@ class Range:
     thread: int
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of the CUDA runtime or driver; `correlation` links it to the work it caused."""
+class Call(NamedTuple):
+    """A call of the CUDA runtime or driver; `correlation` links it to its work."""
 
     name: str
     start: int
@@ -52,8 +50,7 @@ class Call:
         return self.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"))
 
 
-@dataclass(frozen=True)
-class DeviceWork:
+class DeviceWork(NamedTuple):
     """A kernel, memcpy or memset on a device. `from_graph`: launched by a CUDA graph, not by a call of its own."""
 
     kind: str
@@ -78,7 +75,7 @@ class Trace:
         engine: "nsys" or "kineto".
         source: name of the file or of what was run; no folders.
         ops: CPU operators (kineto only): name -> (calls, self time in ns).
-        undisturbed_ms: median of a step (or pass) without the profiler; None if not measured.
+        undisturbed_ms: median of a step (or pass) without the profiler.
         notes: warnings for the reader of the summary.
     """
 
@@ -107,7 +104,8 @@ _PATTERNS = {
     r"finish_kernel|prepare_kernel",
     ATTENTION_FORWARD: r"fprop|flash_fwd|attention|cutlassF|forward_kernel",
     CASTS: r"cast_rows|cast_transposed",
-    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|_scaled_mm|::(add|b|baddb)?mm$|::mkldnn_\w*linear",
+    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|splitk|triton_tem|_scaled_mm|::(add|b|baddb)?mm$|"
+    r"::mkldnn_\w*linear",
     LOSS: r"softmax|nll|cross_entropy|scatter_gather|::(gather|scatter_add_?)$",
     ACTIVATION: r"silu|swiglu|gelu",
     NORM: r"rms_?norm|layer_?norm|add_norm|norm_gradient|gamma_?beta|rsqrt|vector_norm",
@@ -129,11 +127,7 @@ def kernel_class(name: str) -> str:
 
 
 def class_times(trace: Trace, steps: int) -> dict[str, float]:
-    """Return class -> ms per step of the device's work, or of CPU operators if no GPU was traced.
-
-    Args:
-        steps: how many steps were recorded.
-    """
+    """Return class -> ms per step of the device's work, or of CPU operators if no GPU was traced."""
     if trace.work is None:
         spent = [(name, ns) for name, (_, ns) in trace.ops.items()]
     else:
@@ -146,36 +140,31 @@ def class_times(trace: Trace, steps: int) -> dict[str, float]:
 
 # ---- torch.profiler
 
-_RANGES_OF_TORCH = ("ProfilerStep", "Optimizer.")
 _NOT_A_TRACE = (KeyError, TypeError, AttributeError, EOFError, zlib.error, ValueError, RecursionError)
 _HINT = (
     "give the kineto_trace.json.gz of `lmkit profile kineto RECIPE`, or what torch.profiler's "
     "export_chrome_trace wrote"
 )
 _WORK_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Triton launches through the driver, PyTorch through the runtime: both count.
-_CALL_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
 def profile_work(
     work: Callable[[], object],
-    *,
     steps: int,
-    warmup: int,
+    *,
+    warmup: int = 0,
     device: torch.device,
     source: str,
     ranges: bool = True,
 ) -> tuple[Trace, bytes]:
     """Run `work` `warmup` times, `steps` times under a clock, and `steps` times recorded.
 
-    The clock shows what the profiler adds: it slows every operation of the CPU, so that a GPU looks idle. `work`
-    marks its own ranges; a "step" (or "pass") range around one call makes the summary's window.
+    Return the recording, and its chrome trace (JSON, for Perfetto). The clock shows what the profiler adds: it slows
+    every operation of the CPU, so that a GPU looks idle.
 
     Args:
+        work: a "step" (or "pass") range around one call makes the summary's window.
         ranges: record lmkit's ranges; code that torch compiled without them is compiled again.
-
-    Returns:
-        The recording, and its chrome trace (JSON, for Perfetto).
     """
     import torch
 
@@ -184,8 +173,8 @@ def profile_work(
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for _ in range(warmup):
         work()
-    clock = clock_for(device, "wall")
-    undisturbed_ms = median([clock.sample_ms(work, 1, before=()) for _ in range(steps)])
+    clock = wall_clock(device)
+    undisturbed_ms = median([clock.sample_ms(work, 1) for _ in range(steps)])
     if ranges:
         enable_ranges("kineto")
     try:
@@ -210,11 +199,7 @@ def chrome_trace(profiler: torch.profiler.profile) -> bytes:
 
 
 def read_chrome_trace(path: Path) -> Trace:
-    """Read a `.json` or `.json.gz` file of torch.profiler.
-
-    Raises:
-        UsageError: missing, too large, or not such a file.
-    """
+    """Read a `.json` or `.json.gz` file of torch.profiler."""
     if not path.is_file():
         raise UsageError("trace.missing", f"{path}: no such file", hint=_HINT)
     try:
@@ -229,11 +214,7 @@ def read_chrome_trace(path: Path) -> Trace:
 
 
 def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
-    """Turn a chrome trace into a `Trace`. Chrome's times are in us with fractions; ours are in whole ns.
-
-    Raises:
-        KeyError, TypeError, AttributeError, ValueError: it is no such trace.
-    """
+    """Turn a chrome trace into a `Trace`. Chrome's times are in us with fractions; ours are in whole ns."""
     ranges: list[Range] = []
     calls: list[Call] = []
     work: list[DeviceWork] = []
@@ -247,11 +228,11 @@ def parse_chrome_trace(document: dict[str, Any], source: str) -> Trace:
         start = round(event["ts"] * 1000)
         end = start + round(event["dur"] * 1000)
         correlation = arguments.get("correlation", 0)
-        if category == "user_annotation" and not name.startswith(_RANGES_OF_TORCH):
+        if category == "user_annotation" and not name.startswith(("ProfilerStep", "Optimizer.")):
             ranges.append(Range(name, start, end, host, event["tid"]))
         elif category == "cpu_op":
             operators[event["pid"], event["tid"]].append((start, end, name))
-        elif category in _CALL_CATEGORIES:
+        elif category in ("cuda_runtime", "cuda_driver"):  # of PyTorch, of Triton
             calls.append(Call(name, start, end, host, event["tid"], correlation))
         elif category in _WORK_KINDS:
             kind = _WORK_KINDS[category]

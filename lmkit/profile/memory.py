@@ -94,8 +94,8 @@ class MemoryProfile:
     Attributes:
         alive: category -> bytes alive after each allocation or free, (changes,).
         begins: (phase, index into `alive` of the first change in it) of every phase of the recording.
-        peaks: phase -> category -> bytes at the moment when most are alive during the phase (over all its instances).
-            In the order of their first start; the whole run is last.
+        peaks: phase -> category -> bytes when most are alive during the phase, over all its instances. The whole run
+            is last.
         lines: what is alive when most is, by source line and category, the most bytes first.
     """
 
@@ -298,11 +298,7 @@ _LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torc
 
 
 def line_of(stack: Iterable[tuple[str, int]]) -> str:
-    """Return `core/model.py:130  the code` of the innermost line that counts; `AUTOGRAD` without one.
-
-    Args:
-        stack: files and line numbers, innermost first.
-    """
+    """Return `core/model.py:130  the code` of the innermost line that counts, the first; `AUTOGRAD` without one."""
     for file, number in stack:
         ours = file.startswith(f"{_PACKAGE}{os.sep}")
         if not file or file.startswith(_PASSED_OVER) or (not ours and file.startswith(_LIBRARIES)):
@@ -337,11 +333,9 @@ def run_memory(
 ) -> Profiled:
     """Record the memory of training steps (or passes): peaks by phase, category and source line.
 
-    Files: `memory_timeline.png`, of a GPU `memory_snapshot.pickle` (for https://pytorch.org/memory_viz),
-    `memory_peaks.jsonl`, `memory_peaks.csv`, `memory_report.md`, `environment.json`.
-
     Args:
         warmup: steps before the recorded ones; the optimizer's state appears in the very first.
+        snapshot: of a GPU, write `memory_snapshot.pickle` for https://pytorch.org/memory_viz.
     """
     work = Workload(recipe, mode, steps, warmup)
     with work.numerics():

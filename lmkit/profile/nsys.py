@@ -32,14 +32,7 @@ def find_nsys() -> Path | None:
 
 
 def require_nsys(*, otherwise: str) -> Path:
-    """Return the `nsys` on the PATH.
-
-    Args:
-        otherwise: the end of the hint: what the user can do instead.
-
-    Raises:
-        UsageError: nsys is not installed.
-    """
+    """Return the `nsys` on the PATH, or raise an error; `otherwise` is the end of its hint."""
     nsys = find_nsys()
     if nsys is None:
         raise UsageError("nsys.missing", MISSING, hint=f"{INSTALL}, or {otherwise}")
@@ -47,15 +40,9 @@ def require_nsys(*, otherwise: str) -> Path:
 
 
 def profile_command(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Run `command` under nsys with lmkit's ranges on, and export its report to a SQLite database in `folder`.
+    """Run `command` under nsys with lmkit's ranges on; return its exit code, and the SQLite database of its report.
 
-    CUDA calls and kernels, NVTX ranges and operating-system waits are traced. CPU sampling and context switches need
-    rights that containers lack, so they stay off. Return the exit code of the command, also of one that failed, and
-    the database, if there is one.
-
-    Raises:
-        UsageError: nsys is not installed.
-        LmkitError: the command ended well but nsys wrote no report, or the export failed.
+    CPU sampling and context switches need rights that containers lack, so they stay off.
     """
     nsys = require_nsys(otherwise="profile a recipe's steps without it: lmkit profile kineto RECIPE")
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +61,7 @@ def profile_command(command: Sequence[str], folder: Path) -> tuple[int, Path | N
 
 
 def export_report(report: Path, folder: Path) -> Path:
-    """Export a report to a SQLite file of the same name in `folder`.
-
-    Raises:
-        UsageError: nsys is not installed.
-        LmkitError: nsys could not read the report.
-    """
+    """Export a report to a SQLite file of the same name in `folder`."""
     database = folder / report.with_suffix(DATABASE).name
     nsys = require_nsys(otherwise=f"where it is installed: nsys export --type sqlite {report.name}")
     options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}"]
@@ -97,12 +79,7 @@ def export_report(report: Path, folder: Path) -> Path:
 
 
 def read_nsys_file(path: Path) -> Trace:
-    """Read an existing `.sqlite` or `.nsys-rep` file.
-
-    Raises:
-        UsageError: missing, another kind of file, damaged, or a report without an nsys to export it.
-        LmkitError: the file cannot be read, or a table lacks a column that is needed.
-    """
+    """Read an existing `.sqlite` or `.nsys-rep` file."""
     if path.suffix not in (DATABASE, REPORT):
         raise UsageError("trace.wrong_kind", f"{path}: neither .sqlite nor .nsys-rep", hint=GIVE_FILE)
     if not path.is_file():

@@ -63,22 +63,13 @@ class CommandFailed(LmkitError):
 
 
 def run_command(arguments: Sequence[str], output: Path) -> Profiled:
-    """Run any command under Nsight Systems; `lmkit ...` runs with this interpreter.
-
-    Raises:
-        UsageError: nsys is not installed.
-        CommandFailed: the command failed; the error has its exit code.
-    """
+    """Run any command under Nsight Systems; `lmkit ...` runs with this interpreter."""
     own = [sys.executable, "-m", "lmkit", *arguments[1:]]
     return _run_under_nsys(own if arguments[0] == "lmkit" else arguments, output, what=" ".join(arguments))
 
 
 def run_recording(path: Path, output: Path) -> Profiled:
-    """Summarize a .sqlite, .nsys-rep, .json or .json.gz file.
-
-    Raises:
-        UsageError: another kind of file, or a damaged one.
-    """
+    """Summarize a .sqlite, .nsys-rep, .json or .json.gz file."""
     is_chrome_trace = path.name.endswith((".json", ".json.gz"))
     return _store(read_chrome_trace(path) if is_chrome_trace else read_nsys_file(path), output)
 
@@ -92,7 +83,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
     with work.numerics():
         trace, content = profile_work(
             call_of(make_training(work), work.mode),
-            steps=work.steps,
+            work.steps,
             warmup=work.warmup,
             device=work.ranks.device,
             source=str(work),
@@ -103,12 +94,7 @@ def run_steps(recipe: Recipe, output: Path, *, engine: Engine, mode: Mode, steps
 def _run_under_nsys(
     command: Sequence[str], output: Path, *, what: str, source: str = "", skip_steps: int = 1
 ) -> Profiled:
-    """Run a command under nsys, which writes its own files into `output`.
-
-    Args:
-        what: names the command in errors.
-        source: of the summary; empty: the file's name.
-    """
+    """Run a command, which errors call `what`, under nsys, which writes its own files into `output`."""
     exit_code, database = profile_command(command, output)
     if database is not None:
         trace = read_nsys_file(database)
@@ -149,11 +135,7 @@ def write_profile(
 
 
 def choose_engine(engine: Engine) -> Literal["nsys", "kineto"]:
-    """Return nsys where it works, else kineto with a warning in the log.
-
-    Raises:
-        UsageError: nsys was named and does not work.
-    """
+    """Return nsys where it works, else kineto with a warning in the log."""
     if engine == "kineto":
         return "kineto"
     if find_nsys() is None:
@@ -194,12 +176,8 @@ def _picture(summary: Row) -> bytes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of a recipe on one device, on random tokens.
-
-    Attributes:
-        mode: "step", or a pass alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped).
-        steps, warmup: recorded steps (or passes), and unrecorded ones before them.
-    """
+    """Recorded steps of a recipe (and unrecorded ones, `warmup`, before them) on one device, on random tokens; or
+    passes alone: "forward" (without gradients) or "fwd+bwd" (gradients are dropped)."""
 
     recipe: Recipe
     mode: Mode = "step"
@@ -246,12 +224,7 @@ def workload_from_json(text: str) -> Workload:
 
 
 def make_training(work: Workload) -> TrainingStep:
-    """Return the model with its optimizer and endless random tokens.
-
-    Raises:
-        UsageError: as `required_model`, or as `lmkit train`: something does not run on the device, or the optimizer
-            refuses an option.
-    """
+    """Return the model with its optimizer and endless random tokens."""
     train = work.train.changed(cuda_graph="off")  # of a graph a profile would not show the phases
     recipe = work.recipe.changed(model=work.model, train=train)
     check_device(recipe, work.ranks.device)
@@ -259,11 +232,7 @@ def make_training(work: Workload) -> TrainingStep:
 
 
 def call_of(step: TrainingStep, mode: Mode) -> Callable[[], object]:
-    """Return a call that runs one step or pass and waits for it.
-
-    A pass gets a range of its own, "pass", that waits for the device; the range around a forward pass alone ends when
-    the device has its work.
-    """
+    """Return a call that runs one step, or one pass in a range of its own, and waits for the device."""
     if mode == "step":
         return partial(step.run, wait=True)
     run = step.forward if mode == "forward" else step.forward_backward

@@ -340,7 +340,6 @@ def test_scaling_and_what_is_exposed_by_hand():
     alone = fields("one rank")
     assert alone["tokens_per_s"] == 2 * 50 / 8e-3
     assert "scaling" not in alone
-    assert fields("flat") == {}
 
 
 def test_memory_is_compared_with_one_rank_of_the_same_weights():

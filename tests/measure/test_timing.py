@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lmkit.measure import timing
-from lmkit.measure.timing import SteadyStateClock, WallClock, cache_flusher, time_variants
+from lmkit.measure.timing import Clock, SteadyStateClock, cache_bytes, time_variants
 
 
 class FakeMachine:
@@ -17,7 +17,7 @@ class FakeMachine:
         self._jitter = jitter
         self._drift = drift_per_call
         self._rng = random.Random(3)
-        self.clock = WallClock(now=lambda: self.seconds)
+        self.clock = Clock(now=lambda: self.seconds)
 
     def work(self, name: str, milliseconds: float, *, first_call_ms: float = 0.0):
         def call() -> None:
@@ -64,9 +64,7 @@ def test_short_work_is_repeated_within_a_sample(machine):
 def test_the_wall_clock_begins_and_ends_with_an_idle_device():
     events: list[str] = []
     now = iter([1.0, 3.0])
-    clock = WallClock(
-        now=lambda: events.append("clock") or next(now), synchronize=lambda: events.append("idle")
-    )
+    clock = Clock(now=lambda: events.append("clock") or next(now), synchronize=lambda: events.append("idle"))
     sample = clock.sample_ms(lambda: events.append("call"), 2, before=[lambda: events.append("prepare")])
     assert events == ["prepare", "idle", "clock", "call", "call", "idle", "clock"]
     assert sample == 2000.0
@@ -75,17 +73,15 @@ def test_the_wall_clock_begins_and_ends_with_an_idle_device():
 def test_a_cold_cache_is_flushed_before_every_sample_outside_the_clock(machine):
     flushed = []
 
-    class Clock:
-        name = "fake"
-
+    class Flushed(Clock):
         def sample_ms(self, work, calls, *, before):
             (flush,) = before
             flushed.append((calls, flush().numel()))
             return machine.clock.sample_ms(work, calls, before=())
 
-    timing = machine.time({"a": 1.0}, repeats=4, cold_cache=True, clock=Clock())["a"]
+    timing = machine.time({"a": 1.0}, repeats=4, cold_cache=True, clock=Flushed())["a"]
     assert timing.cache == "cold"
-    assert flushed == [(1, cache_flusher("cpu")().numel())] * 4
+    assert flushed == [(1, cache_bytes("cpu"))] * 4
     assert flushed[0][1] >= 32 * 2**20  # more than a cache
     assert timing.samples_ms == pytest.approx([1.0] * 4)
 
