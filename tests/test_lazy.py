@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-PACKAGES = ["attention", "data", "generation", "model", "optim", "storage", "tokenizer"]
+PACKAGES = ["attention", "data", "generation", "model", "optim", "tokenizer"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

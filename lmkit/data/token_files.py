@@ -44,7 +44,6 @@ _HEADER = re.compile(
 )
 _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
-_COUNTS_AT_ONCE = 1 << 12  # appended parts whose bits wait to be written
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -120,7 +119,6 @@ class TokenFileWriter:
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
         self._masked = masked
-        self._counts: list[np.ndarray] = []  # of tokens whose bits are not yet written
         self._counted_tokens = 0
 
     def __enter__(self) -> TokenFileWriter:
@@ -140,6 +138,7 @@ class TokenFileWriter:
             self._file, self._documents_file = files[:2]
             self._mask_file = files[-1]  # written to if `masked`
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
+            self._counts_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             self._stack = stack.pop_all()
         return self
@@ -195,20 +194,19 @@ class TokenFileWriter:
             os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
             self._write_back_from = size
         if self._masked:
-            self._counts.append(np.full(len(ids), counts))
+            self._counts_file.write(bytes([counts]) * len(ids))
             self._counted_tokens += len(ids) * counts
-            if len(self._counts) == _COUNTS_AT_ONCE:
-                self._write_mask()
 
     def finish(self, *, num_bytes: int, source_sha256: str, counted_bytes: int | None = None) -> TokenMeta:
         """Complete the file; it appears when the `with` block ends."""
         self._sizes_file.seek(0)
         shutil.copyfileobj(self._sizes_file, self._documents_file)
         self._documents_file.flush()
-        if self._masked:
-            self._write_mask(is_last=True)
-        header_end = self._write_header()
-        assert header_end + self._num_tokens * self._dtype.itemsize == os.fstat(self._file.fileno()).st_size
+        self._counts_file.seek(0)
+        while counts := self._counts_file.read(1 << 20):  # bits of whole bytes, but for the last one
+            self._mask_file.write(np.packbits(np.frombuffer(counts, bool)).data)
+        self._mask_file.flush()
+        self._write_header()
         self._meta = TokenMeta(
             tokenizer_sha256=self._tokenizer_sha256,
             vocab_size=self._vocab_size,
@@ -222,15 +220,7 @@ class TokenFileWriter:
         )
         return self._meta
 
-    def _write_mask(self, *, is_last: bool = False) -> None:
-        """Write the bits of whole bytes; at last also those of the byte that is not full."""
-        counts = np.concatenate(self._counts or [np.empty(0, bool)])
-        whole = len(counts) if is_last else len(counts) // 8 * 8
-        self._mask_file.write(np.packbits(counts[:whole]).data)
-        self._mask_file.flush()
-        self._counts = [counts[whole:]]
-
-    def _write_header(self) -> int:
+    def _write_header(self) -> None:
         # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
         self._file.seek(0)
         shape = {
@@ -239,9 +229,7 @@ class TokenFileWriter:
             "shape": (self._num_tokens,),
         }
         npy.write_array_header_1_0(self._file, shape)
-        end = self._file.tell()
         self._file.flush()
-        return end
 
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
@@ -298,8 +286,7 @@ def read_meta(path: Path) -> TokenMeta:
     try:
         content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        raise _damaged(path, f"{sidecar}: {why}; it has to describe {path.name}") from None
+        raise _damaged(path, f"{sidecar}: {reason(error)}; it has to describe {path.name}") from None
     if content.get("format", FORMAT) != FORMAT:
         message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
         raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")

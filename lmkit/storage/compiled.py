@@ -67,9 +67,8 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
 
 
 def _warn(what: str, error: Exception) -> None:
-    why = reason(error) if isinstance(error, OSError) else str(error)
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    _log.warning("%s%s: %s is compiled again for each process", where, why, what)
+    _log.warning("%s%s: %s is compiled again for each process", where, reason(error), what)
 
 
 def _find(folder: Path, name: str) -> Path | None:

@@ -25,7 +25,6 @@ ROLES = ("system", "user", "assistant")
 _ROLE = "{role}"
 _MOST_BYTES = 1 << 16
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DAMAGED_HINT = "copy it again; a template has the keys begin, before (with {role} in it) and after"
 
 
 class Message(NamedTuple):
@@ -195,19 +194,12 @@ def read_template(path: Path) -> ChatTemplate:
     Raises:
         LmkitError: it is damaged ("chat.damaged_template").
     """
-
-    def damaged(what: object) -> LmkitError:
-        return LmkitError("chat.damaged_template", f"{path}: {what}", hint=_DAMAGED_HINT)
-
     try:
         content = read_object(path, most_bytes=_MOST_BYTES)
-        if content.keys() != ChatTemplate.__dataclass_fields__.keys():
-            raise ValueError("not an object with begin, before and after")
-        for key, value in content.items():
-            if not isinstance(value, str):
-                raise ValueError(f"{key} is not a text")
+        are_texts = all(isinstance(value, str) for value in content.values())
+        if content.keys() != ChatTemplate.__dataclass_fields__.keys() or not are_texts:
+            raise ValueError("not an object with the texts begin, before and after")
         return ChatTemplate(**content)
-    except OSError as error:
-        raise damaged(reason(error)) from error
-    except ValueError as error:
-        raise damaged(error) from None
+    except (OSError, ValueError) as error:
+        hint = "copy it again; a template has the keys begin, before (with {role} in it) and after"
+        raise LmkitError("chat.damaged_template", f"{path}: {reason(error)}", hint=hint) from None

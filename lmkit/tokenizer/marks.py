@@ -189,7 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
-        raise _damaged(path, reason(error) if isinstance(error, OSError) else error) from None
+        raise _damaged(path, reason(error)) from None
 
 
 def _damaged(path: Path, why: object) -> LmkitError:

@@ -78,6 +78,12 @@ def character_classes() -> np.ndarray:
     return classes
 
 
+def normal_form(data: bytes) -> bytes:
+    """Return a text in Unicode's normal form C; bytes that are not UTF-8 stay."""
+    text = unicodedata.normalize("NFC", data.decode("utf-8", "surrogateescape"))
+    return text.encode("utf-8", "surrogateescape")
+
+
 class AddedToken(NamedTuple):
     """A string that is one token wherever a text contains it; the fields are those of `tokenizer.json`.
 
@@ -157,12 +163,9 @@ class SpecialTokens:
         """Tell whether a cut of `data` at offset `at` would divide a special token."""
         if not self.second.longest:
             return self.first.would_be_cut(data, at)
-        parts = (data[max(0, at - self.longest) : at], data[at : at + self.longest])
         left, right = (
-            unicodedata.normalize("NFC", part.decode("utf-8", "surrogateescape")).encode(
-                "utf-8", "surrogateescape"
-            )
-            for part in parts
+            normal_form(data[max(0, at - self.longest) : at]),
+            normal_form(data[at : at + self.longest]),
         )
         return (
             self.first.would_be_cut(data, at)

@@ -10,7 +10,6 @@ import operator
 import threading
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +115,8 @@ class Tokenizer:
             # A special token is never merged, even if the list of merges has it.
             self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
             table = [row for row in table if special.isdisjoint(row)]
-        self.special_ids: dict[str, int] = {}
-        by_token: dict[AddedToken, int] = {}
-        for text, token_id in added_ids.items():
-            by_token[added[text]] = token_id
-            if added[text].special:
-                self.special_ids[text] = token_id
+        self.specials = SpecialTokens({added[text]: token_id for text, token_id in added_ids.items()})
+        self.special_ids = {token.text: i for token, i in self.specials.ids.items() if token.special}
         self.special_tokens = tuple(self.special_ids)
         self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
@@ -131,7 +126,6 @@ class Tokenizer:
         self.vocab = dict(sorted(by_id.items()))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self.specials = SpecialTokens(by_token)
         self.prefix, self.suffix = tuple(prefix), tuple(suffix)
         for token_id in (*self.prefix, *self.suffix, *([] if unk_id is None else [unk_id])):
             if token_id not in self.vocab:
@@ -293,16 +287,10 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`, joined. Raises ValueError as `decode`."""
-        ids = ids if isinstance(ids, (list, tuple)) else list(ids)
-        with suppress(KeyError):  # a wrong id, or an id as a tensor, which is not equal to a key
-            return b"".join(map(self.vocab.__getitem__, ids))
-        parts = []
-        for token_id in ids:
-            try:
-                parts.append(self.vocab[operator.index(token_id)])
-            except (KeyError, TypeError):
-                raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
-        return b"".join(parts)
+        try:
+            return b"".join(map(self.vocab.__getitem__, map(operator.index, ids)))  # an id may be a tensor
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a token id of this vocabulary: {error}") from None
 
     def specials_in(self, ids: np.ndarray, places: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
