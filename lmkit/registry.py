@@ -2,7 +2,7 @@
 
 Each of them registers itself in its own file, with a decorator whose arguments are literals:
 
-    @ATTENTION.register("flash_torch", second_derivatives=False)
+    @ATTENTION.register("flash_torch", windows=True)
     def flash_torch(q, k, v, *, causal, scale=None): ...
 
 Names and facts are read from the source of the package, so that a recipe is validated and help is printed before
@@ -220,7 +220,6 @@ class KernelFacts(Facts):
         windows: whether it takes `first=`: with `causal`, query i sees no key before first[i].
         sees_all: whether each query sees all keys, or with `causal` all earlier ones. If not, generation reads the
             whole text again for every token: the attention of the key-value cache sees all keys.
-        second_derivatives: whether its backward pass can be differentiated.
         keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
         implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
         fallback: a function of the module: `fallback(q, k, v)` says why a call does not run the fastest
@@ -236,7 +235,6 @@ class KernelFacts(Facts):
     masks: bool = False
     windows: bool = False
     sees_all: bool = True
-    second_derivatives: bool = False
     keeps_scores: bool = False
     implementation: str | None = None
     fallback: str | None = None
@@ -359,9 +357,7 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
-_REFERENCE = KernelFacts(
-    1, ("scaled_dot_prod_attention",), masks=True, windows=True, second_derivatives=True, keeps_scores=True
-)
+_REFERENCE = KernelFacts(1, ("scaled_dot_prod_attention",), masks=True, windows=True, keeps_scores=True)
 _IN_CORE = [
     Entry("reference", "lmkit.core.attention", "reference", _REFERENCE),
     Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),

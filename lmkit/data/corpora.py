@@ -26,7 +26,7 @@ from lmkit.storage.atomic import naming
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
 from lmkit.streams import Progress
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, unreadable, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text
 
@@ -94,14 +94,12 @@ def prepare_corpus(
 
         train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
-        for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
+        given = (("corpus.train", table.train, train), ("corpus.valid", table.valid, valid))
+        for key, paths, _ in given:
             _check_files(key, paths)
         check_corpus(table, folder)
         parts = []
-        for key, paths, target in (
-            ("corpus.train", table.train, train),
-            ("corpus.valid", table.valid, valid),
-        ):
+        for key, paths, target in given:
             if not paths:  # a part of the training text is held out
                 continue
             if table.valid and table.source == "files" and not any(map(_is_converted, paths)):
@@ -322,8 +320,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
     try:
         file = open_input(path, pipes=True)
     except OSError as error:
-        hint = "give the path of a text file"
-        raise UsageError("text.unreadable", f"{path}: {reason(error)}", hint=hint) from error
+        raise unreadable(path, reason(error)) from error
     with file:
         if path.suffix.lower() != ".gz":
             yield file, file

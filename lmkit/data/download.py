@@ -122,9 +122,8 @@ def download_dataset(
     files = dataset.train, dataset.valid
     with FolderLock(folder):
         for file in files:
-            path, fetched = folder / file.name, folder / file.name
-            if file.remote.endswith(".gz"):
-                fetched = folder / file.remote
+            path = folder / file.name
+            fetched = folder / file.remote if file.remote.endswith(".gz") else path
             if _is_complete(path):
                 continue
             if fetched == path or not _is_complete(fetched):

@@ -150,9 +150,8 @@ class _Encoding:
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
-        threads = []  # an encoder serves one
-        for _ in range(workers):
-            threads.append(partial(self._encode, new_encoder(tokenizer.merge_table)))
+        # An encoder serves one thread.
+        threads = [partial(self._encode, new_encoder(tokenizer.merge_table)) for _ in range(workers)]
         with (
             TokenFileWriter(
                 output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256

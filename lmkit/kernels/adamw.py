@@ -5,8 +5,7 @@ scalars that `lmkit.core.adamw.Scalars` explains:
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
 
-`lmkit.core.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
-compare the two, and both with float64. A table on the device says where the tensors are.
+`lmkit.core.adamw` states the same update as PyTorch operations. A table on the device says where the tensors are.
 """
 
 from __future__ import annotations
@@ -126,11 +125,8 @@ def decide_kernel(
 def decide(decision: Tensor, step: Tensor, lr: Tensor, settings: Tensor) -> Tensor:
     """Return the scalars of an update, calculated on the device, for `AdamWLaunch`.
 
-    Args:
-        decision: a scalar; zero: the update changes nothing.
-        step: the number of the update, counted from 1; a scalar.
-        lr: the learning rate; a scalar.
-        settings: float64, both betas, eps and weight decay.
+    `decision`, `step` (counted from 1) and `lr` are scalars; a decision of zero changes nothing. `settings`: float64,
+    both betas, eps and weight decay.
     """
     decided = torch.empty(4, dtype=torch.float32, device=decision.device)
     with selected(decision.device):

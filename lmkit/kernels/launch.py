@@ -138,11 +138,8 @@ def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) 
 
 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End what the allocator does for a recording, if PyTorch could not end the recording.
-
-    Otherwise memory that several streams used would never be free again, and a `MemPool` that is freed would abort
-    the process.
-    """
+    """End what the allocator does for a recording that PyTorch could not end: memory of several streams would never
+    be free again, and freeing a `MemPool` would abort the process."""
     if TorchVersion(torch.__version__) >= RESET_RELEASES:
         return
     try:
@@ -214,8 +211,7 @@ def count_tiles(length: int, size: int) -> int:
 
 
 def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of the given strides:
-    (batch, seq, heads, head_dim), as slices of a fused projection have it, or (batch, heads, seq, head_dim)."""
+    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of `strides`."""
     _, heads, length, head_dim = shape
     if strides[1] < strides[2]:
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
@@ -223,10 +219,7 @@ def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tup
 
 
 def empty_in_order_of(x: Tensor) -> Tensor:
-    """Return an uninitialised dense tensor shaped as x (batch, heads, seq, head_dim), in x's memory order.
-
-    Then the model's next view of the output needs no copy.
-    """
+    """Return an uninitialised dense tensor shaped as x (batch, heads, seq, head_dim), in x's memory order."""
     if x.is_contiguous():
         return torch.empty_like(x)
     return x.new_empty_strided(x.shape, strides_in_order_of(x.shape, x.stride()))

@@ -52,10 +52,10 @@ def text_file_status(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, reason(error)) from error
+        raise unreadable(path, reason(error)) from error
     if not stat.S_ISREG(status.st_mode):
         is_folder = stat.S_ISDIR(status.st_mode)
-        raise _unreadable(path, "is a directory" if is_folder else "is not a regular file")
+        raise unreadable(path, "is a directory" if is_folder else "is not a regular file")
     return status
 
 
@@ -70,10 +70,11 @@ def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
             while block := file.read(size):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise _unreadable(path, reason(error)) from error
+        raise unreadable(path, reason(error)) from error
 
 
-def _unreadable(path: Path, why: str) -> UsageError:
+def unreadable(path: Path, why: str) -> UsageError:
+    """Return the error for a text file that cannot be read."""
     return UsageError("text.unreadable", f"{path}: {why}", hint="give the path of a text file")
 
 
@@ -172,9 +173,7 @@ class TextFiles:
 
     def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
         self.paths, self._specials, self.errors = list(paths), specials, errors
-        self.sizes: list[int] = []
-        for path in paths:
-            self.sizes.append(text_file_status(path).st_size)
+        self.sizes = [text_file_status(path).st_size for path in paths]
         self.num_bytes = sum(self.sizes)
         if not self.num_bytes:
             names = ", ".join(map(str, paths)) or "no files"

@@ -132,15 +132,10 @@ class SpecialTokens:
         if allowed == "all":
             return self
         allowed = {allowed} if isinstance(allowed, str) else set(allowed)
-        kept, unknown = {}, set(allowed)
-        for token, token_id in self.ids.items():
-            unknown.discard(token.text)
-            if not token.special or token.text in allowed:
-                kept[token] = token_id
-        if unknown:
-            known = ", ".join(repr(token.text) for token in self.ids)
-            raise ValueError(f"no special token {min(unknown)!r}; known: {known}")
-        return SpecialTokens(kept)
+        known = [token.text for token in self.ids]
+        if unknown := allowed.difference(known):
+            raise ValueError(f"no special token {min(unknown)!r}; known: {', '.join(map(repr, known))}")
+        return SpecialTokens({t: i for t, i in self.ids.items() if not t.special or t.text in allowed})
 
     @functools.cached_property
     def of_normal_form(self) -> SpecialTokens:

@@ -181,11 +181,8 @@ def flash_backward(
     naive: bool = False,
     build: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run.
-
-    Args:
-        dout, out, lse: of `flash_forward`; the others as there.
-    """
+    """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run. Arguments as `flash_forward`'s
+    and what it returned."""
     dout, q, k, v, out = (in_place(x) for x in (dout, q, k, v, out))
     dq, dk, dv = (empty_in_order_of(x) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}

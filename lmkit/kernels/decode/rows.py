@@ -92,10 +92,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 def plain_advance(tokens: Any, rows: Rows, rules: Rules, most: int, logprobs: Any = None) -> None:
     """Add a token to every row that is not done and update `rows`. All arguments are tensors, or all NumPy's arrays.
 
-    Args:
-        tokens: (rows) int64, what `draw` returned.
-        most: drawn tokens that end a row.
-        logprobs: (rows) float32, see `log_probabilities`.
+    tokens: (rows) int64, of `draw`; most: drawn tokens that end a row; logprobs: (rows), of `log_probabilities`.
     """
     place, text, number, done, _, drawn, kept = rows
     live = done == 0

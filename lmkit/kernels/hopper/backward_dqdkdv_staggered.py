@@ -289,8 +289,7 @@ def _ds_number(tiles, step, index, part):
 
 @gluon.jit
 def _ds_tile(tiles, step, index, part):
-    """Return dS of `step`, (64 keys, 64 queries): consumer `index`'s keys, the queries of this `part` of the
-    step."""
+    """Return dS of `step`, (64 keys, 64 queries): consumer `index`'s keys, the queries of this `part`."""
     return tiles.ds.index(_ds_number(tiles, step, index, part)).reshape([HALF, HALF])
 
 
@@ -309,8 +308,7 @@ def _announce_ds(index: gl.constexpr, tiles, step, ds):
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step, buffer, is_real, FIRST: gl.constexpr):
-    """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS of `step` (or of the
-    step two before)."""
+    """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS."""
     DQ: gl.constexpr = wgmma.accumulator_layout(HALF, 4)
     if FIRST:
         sync.named_barrier_wait_if(is_real, _ds_full(1 - index, step), BOTH_CONSUMERS)
@@ -324,8 +322,8 @@ def _issue_dq(index: gl.constexpr, tiles, step, buffer, is_real, FIRST: gl.const
 
 @gluon.jit
 def _dq_factors(index: gl.constexpr, tiles, step, buffer, owner: gl.constexpr):
-    """Return the factors of consumer `index`'s part of dQ over the keys of consumer `owner`: (64 queries, 64 keys)
-    of dS and (64 keys, 64) of K."""
+    """Return the factors of consumer `index`'s dQ over consumer `owner`'s keys: (64 queries, 64 keys) of dS, of K
+    (64 keys, 64)."""
     D: gl.constexpr = tiles.k.shape[4]
     k = tiles.k.index(2 * buffer + owner).reshape([HALF, D])
     if D == 64:
@@ -347,8 +345,7 @@ def _stage_dq(index: gl.constexpr, tiles, dq):
 
 @gluon.jit
 def _add_dq(index: gl.constexpr, descriptors, tiles, row):
-    """Have TMA add this consumer's part of dQ to the sum. Its queries begin at `row`; at D = 128 its columns are
-    those of consumer `index`."""
+    """Have TMA add this consumer's part of dQ to the sum, whose queries begin at `row`."""
     D: gl.constexpr = tiles.k.shape[4]
     place = [row * (D // 32), 0] if D == 64 else [row // 16, index * (HALF // 2), 0]
     tma_add(descriptors.dq, place, tiles.dq.index(index))
@@ -438,8 +435,7 @@ def _load_keys(descriptors, tiles, full, work, buffer):
 
 @gluon.jit
 def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):
-    """Compute as warp group `index`, 0 or 1: dK and dV of its 64 keys of each tile, and its part of each step's
-    dQ."""
+    """Compute as warp group `index`, 0 or 1: dK and dV of its keys of each tile, and its part of each step's dQ."""
     descriptors, _, barriers, _, _, _, _, _ = call
     if FIRST:
         QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]
