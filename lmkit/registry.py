@@ -55,8 +55,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass
 class Entry(Generic[F]):
-    """One registered object: the module that is imported when it is asked for, its name there, and the object itself
-    once it was loaded."""
+    """One registered object: its name, and the module to import with its name there; `loaded`: the object itself."""
 
     name: str
     module: str
@@ -66,7 +65,7 @@ class Entry(Generic[F]):
 
     @property
     def file(self) -> str:
-        """The file of its module, which is imported; for errors."""
+        """The file of its imported module, for errors."""
         return str(getattr(sys.modules[self.module], "__file__", self.module))
 
 
@@ -90,8 +89,7 @@ class Registry(Generic[F]):
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
         """Register the decorated function or class under `name`; `facts` are fields of the registry's dataclass.
 
-        Inside lmkit all arguments are literals: they are read from the source, too. A function or class that a module
-        defines anew replaces its first definition.
+        A function or class that a module defines anew replaces its first definition.
 
         Raises:
             UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
@@ -126,7 +124,7 @@ class Registry(Generic[F]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, ordered by their fact `order`, then those from outside."""
+        """All names, by their fact `order`, then those from outside."""
         return tuple(self._entries)
 
     @property
@@ -147,11 +145,7 @@ class Registry(Generic[F]):
         return self.entry(name).facts
 
     def load(self, name: str) -> Any:
-        """Import the module of an object and return the object.
-
-        Raises:
-            UsageError: no object has this name, or a package that it requires is not installed.
-        """
+        """Import the module of an object and return the object; UsageError if a package that it needs is missing."""
         entry = self.entry(name)
         if entry.loaded is None:
             try:
@@ -167,11 +161,7 @@ class Registry(Generic[F]):
         return entry.loaded
 
     def function_of(self, name: str, function: str) -> Any:
-        """Return another function of the module in which `name` is registered; facts refer to such by name.
-
-        Raises:
-            UsageError: the module has no such function.
-        """
+        """Return another function of the module in which `name` is registered; UsageError if there is none."""
         module = sys.modules[self.load(name).__module__]
         if not callable(found := getattr(module, function, None)):
             functions = [
@@ -212,18 +202,17 @@ class Registry(Generic[F]):
 class KernelFacts(Facts):
     """An attention kernel: `kernel(q, k, v, *, causal, scale=None) -> out`, see `lmkit.attention`.
 
+    `check`, `implementation` and `fallback` name functions of the module.
+
     Attributes:
-        devices: where it runs.
-        check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
-            does not support.
+        check: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel does not support.
         masks: whether it takes `mask=`.
         windows: whether it takes `first=`: with `causal`, query i sees no key before first[i].
         sees_all: whether each query sees all keys, or with `causal` all earlier ones. If not, generation reads the
             whole text again for every token: the attention of the key-value cache sees all keys.
         keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
-        implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
-        fallback: a function of the module: `fallback(q, k, v)` says why a call does not run the fastest
-            implementation; None if it does.
+        implementation: `implementation(q, k, v)` names what a call would run.
+        fallback: `fallback(q, k, v)` says why a call does not run the fastest implementation; None if it does.
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
         joined: "module:function" of the same causal attention on a joined projection,
             `joined(qkv, *, kv_heads, head_dim) -> out`: (batch, seq, (heads + 2 kv_heads) * head_dim) ->
@@ -247,9 +236,7 @@ class OperationsFacts(Facts):
     """What a model computes around its matrix products: a subclass of `lmkit.model.operations.Operations`.
 
     Attributes:
-        devices: where the operations run.
-        check: a function of the module: `check(weight)` raises UsageError for a device or dtype that they do not
-            support.
+        check: a function of the module: `check(weight)` raises UsageError for a wrong device or dtype.
         reuses_memory: whether RoPE turns q and k in place, SwiGLU keeps its input only, and the loss writes gradients
             over the logits; see `lmkit.model.memory`.
     """
@@ -318,11 +305,7 @@ class OptimizerFacts(Facts):
 
 @dataclass(frozen=True)
 class ScheduleFacts(Facts):
-    """A learning-rate schedule.
-
-    Attributes:
-        uses: further keys of [optimizer], which it gets by name.
-    """
+    """A learning-rate schedule; `uses`: further keys of [optimizer], which it gets by name."""
 
     uses: tuple[str, ...] = ()
 

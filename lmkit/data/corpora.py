@@ -119,9 +119,8 @@ def check_corpus(table: CorpusConfig, folder: Path) -> None:
     """Refuse a corpus that `prepare_corpus` could not make, before anything is made.
 
     Raises:
-        UsageError: generated text is larger than what is free on the disk of `folder` ("output.too_large"); a file
-            is named twice, so that its documents would be learned and held out ("corpus.named_twice"); no file holds
-            JSON, and there is a field ("corpus.unused_field").
+        UsageError: more text than is free on the disk of `folder` ("output.too_large"); a file is named twice, and
+            would be learned and held out ("corpus.named_twice"); no file has the field ("corpus.unused_field").
     """
     if table.source == "files" and table.field != "text":
         refuse_unused_field("corpus.field", (*table.train, *table.valid))
@@ -155,10 +154,7 @@ def plain_text_files(
         mark: ends a document in text files.
         separator: left out at the end of the text of a JSON object.
 
-    Raises:
-        UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
-            ("corpus.no_field"); no file holds JSON, and there is a field ("corpus.unused_field").
-        LmkitError: as `prepare_corpus`.
+    Errors are those of `prepare_corpus`; UsageError: a field, and no file holds JSON ("corpus.unused_field").
     """
     texts = as_paths(paths)
     if field is not None:
@@ -192,8 +188,7 @@ def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
     """Return what ends a document when files are one text: `separator` in text files, `end` in JSON objects.
 
-    Raises:
-        UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
+    UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
     """
     kinds = set(map(holds_json, paths))
     if separator is not None and len(kinds) > 1:
@@ -234,8 +229,7 @@ def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -
 
 
 def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
-    """Return the offset at which the held-out part begins: between documents, else lines, else characters; the first
-    of them that is near the wanted offset."""
+    """Return where the held-out part begins: between documents, lines or characters, the first that is near."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         size = len(text)
         # White space at the end is no text to hold out.

@@ -108,9 +108,8 @@ def encode_corpus(
 
 
 class _Encoded(NamedTuple):
-    """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, how
-    often it has `END_OF_TEXT` as ordinary text, and special tokens inside documents, with their number. `sizes`: see
-    `_Encoding._sizes_in`."""
+    """A chunk's ids, without prefixes and suffixes; the indices of its end-of-text tokens; the bytes of its text; how
+    often it has `END_OF_TEXT` as ordinary text; its other special tokens; `sizes`: see `_Encoding._sizes_in`."""
 
     ids: np.ndarray
     ends: np.ndarray
@@ -121,11 +120,8 @@ class _Encoded(NamedTuple):
 
 
 class _Encoding:
-    """Text files on their way into a token file.
-
-    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `sources`: the files
-    as the user knows them.
-    """
+    """Text files on their way into a token file. `specials` are the tokenizer's, and `mark`, which ends a document
+    (None: each file is one). `sources`: the files as the user knows them."""
 
     def __init__(
         self,
@@ -225,11 +221,8 @@ class _Encoding:
         return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
     def _sizes_in(self, text: bytes, num_specials: int, num_ends: int) -> list[int]:
-        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one.
-
-        Args:
-            num_specials, num_ends: how many special tokens the chunk has, and how many of them end a text.
-        """
+        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one, given how
+        many special tokens the chunk has, and how many of them end a text."""
         parts = text.split(self._mark) if self._mark else [text]
         if num_specials == num_ends == len(parts) - 1:
             return list(map(len, parts))
@@ -249,12 +242,8 @@ def _framed(
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Put prefix and suffix around the documents of a chunk.
 
-    Args:
-        ends: indices of the end-of-text tokens.
-        begins: whether the first id begins a document.
-
-    Returns:
-        ids, the indices at which documents begin, and whether the id after the last one begins a document.
+    `ends` are the indices of the end-of-text tokens, `begins` says whether the first id begins a document. Return the
+    ids, the indices at which documents begin, and whether the id after the last one begins a document.
     """
     if not len(ids):
         return ids, np.empty(0, np.int64), begins
@@ -288,10 +277,7 @@ def encode_chat(
     The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
     unless it ends its last message. A conversation is a document.
 
-    Raises:
-        UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of
-            them ("chat.no_answer").
-        LmkitError: a line is not JSON, or not UTF-8.
+    Errors are those of `messages_of`; UsageError: there is no word of an assistant to learn ("chat.no_answer").
     """
     from lmkit.tokenizer.chat import Part
 

@@ -101,11 +101,8 @@ class TokenFileWriter:
         ...     writer.append(ids, documents=[0])
         ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
 
-    If the `with` block fails or ends without `finish`, no file is left.
-
-    Raises:
-        ValueError: `path` does not end in `.npy`.
-        UsageError: the description would replace another JSON file, such as the tokenizer ("tokens.replaces_json").
+    If the `with` block fails or ends without `finish`, no file is left. UsageError: the description would replace
+    another JSON file, such as the tokenizer ("tokens.replaces_json").
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str, masked: bool = False) -> None:
@@ -165,15 +162,12 @@ class TokenFileWriter:
         documents: Sequence[int] | np.ndarray = (),
         sizes: Sequence[int] = (),
     ) -> None:
-        """Add ids at the end.
+        """Add ids at the end; ValueError: they are no integers of the vocabulary in one dimension.
 
         Args:
             counts: whether they count as targets.
             documents: indices of `ids` at which documents begin, ascending.
             sizes: bytes of the text of documents, in order: at the end of all documents or of none.
-
-        Raises:
-            ValueError: `ids` are not integers in one dimension, negative or beyond the vocabulary.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
@@ -188,8 +182,7 @@ class TokenFileWriter:
         self._num_tokens += len(ids)
         size = self._num_tokens * self._dtype.itemsize
         if size - self._write_back_from >= _WRITE_BACK_BYTES and sys.platform == "linux":
-            # Linux begins to write dirty pages back without waiting: little is left for the fsync at the end, which
-            # reports a failure.
+            # Linux begins to write dirty pages back without waiting: little is left for the fsync at the end.
             part = self._write_back_from, size - self._write_back_from
             os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
             self._write_back_from = size
@@ -301,8 +294,8 @@ def read_meta(path: Path) -> TokenMeta:
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     """Map the ids of a token file, and check that all are in the vocabulary.
 
-    Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
-    header as Python, fails with different errors for different damage, and may unpickle an array of objects.
+    Only the form in which numpy writes a flat array of numbers is accepted: numpy's own reader evaluates the header
+    as Python, fails with different errors for different damage, and may unpickle an array of objects.
     """
     with open_input(path) as file:
         magic = file.read(len(_MAGIC) + 2)
@@ -363,11 +356,7 @@ _log = logging.getLogger("lmkit")
 
 
 def document_starts(file: TokenFile) -> np.ndarray:
-    """Return the positions at which the documents of a token file begin.
-
-    Raises:
-        UsageError: the token file has no `.documents` file ("tokens.no_documents").
-    """
+    """Return the positions at which documents begin; UsageError: no `.documents` file ("tokens.no_documents")."""
     if file.documents is None:
         message = f"{_name(file.tokens)}: no .documents beside it says where its documents begin"
         hint = 'copy it, too, or encode the text again; or use data.sampling = "windows"'
@@ -378,9 +367,8 @@ def document_starts(file: TokenFile) -> np.ndarray:
 def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) -> np.ndarray:
     """Return the document starts whose windows of `context_length` tokens have a target that counts.
 
-    Raises:
-        UsageError: no document is followed by enough tokens ("tokens.too_short"), or no target counts
-            ("tokens.no_targets").
+    UsageError: no document is followed by enough tokens ("tokens.too_short"), or no target counts
+    ("tokens.no_targets").
     """
     starts = starts[starts <= len(file.tokens) - context_length - 1]
     if len(starts) == 0:
@@ -414,11 +402,7 @@ def check_divisible(batch_size: int, ranks: int, accumulation: int) -> None:
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
-    """Refuse token ids that are too few for one window and its targets.
-
-    Raises:
-        UsageError: there are fewer than `context_length + 1` ids ("tokens.too_short"); names the file.
-    """
+    """Refuse fewer than `context_length + 1` token ids, one window and its targets ("tokens.too_short")."""
     if len(tokens) < context_length + 1:
         raise UsageError(
             "tokens.too_short",

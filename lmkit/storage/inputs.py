@@ -30,13 +30,9 @@ def in_home(path: Path) -> Path:
 
 
 def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:
-    """Open a file to read its bytes.
+    """Open a regular file to read its bytes. Errors are those of `open`; PermissionError: it is none.
 
-    Args:
-        pipes: whether it may be a named pipe, too: only a text that is read once from its beginning to its end.
-
-    Raises:
-        OSError: as `open`; a PermissionError for what is not a regular file.
+    pipes: it may be a named pipe, too: only a text that is read once from its beginning to its end.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     is_refused = kind in _KINDS and not (pipes and kind == stat.S_IFIFO)  # `open` refuses folders
@@ -55,12 +51,7 @@ def read_input(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
 
 
 def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: says in a few words what is wrong with its content.
-    """
+    """Return the JSON object that a file holds; ValueError says in a few words what is wrong with its content."""
     with open_input(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -73,11 +64,7 @@ def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_json(text: str, kind: type = object) -> Any:
-    """Return what a text holds as JSON; kind: dict for an object.
-
-    Raises:
-        ValueError: says in a few words what is wrong with the text.
-    """
+    """Return what a text holds as JSON (kind: dict for an object); ValueError says in a few words what is wrong."""
     try:
         content = json.loads(text)
     except RecursionError:

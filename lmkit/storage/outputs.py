@@ -30,11 +30,7 @@ def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None
 
 
 def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
-    """Refuse outputs that would replace a source, also through a link and with --force.
-
-    Raises:
-        UsageError: names the source ("output.replaces_source").
-    """
+    """Refuse outputs that would replace a source, also through a link and with --force ("output.replaces_source")."""
     written = list(outputs)
     places = list(map(os.path.realpath, written))
     for source in sources:
@@ -44,13 +40,10 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
-    """Refuse a folder that cannot be created or written to, before time is spent on its content.
+    """Refuse a folder that cannot be created or written to ("output.unwritable").
 
     Tries to write a temporary file to the folder, or to the nearest parent that exists. `option` chooses another
     folder, for the hint; "" if it is no option.
-
-    Raises:
-        UsageError: names the obstacle ("output.unwritable").
     """
     place = folder
     try:
@@ -63,11 +56,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
 
 
 def refuse_too_large(output: Path, num_bytes: float) -> None:
-    """Refuse an output that is larger than what is free on its disk, before that is filled.
-
-    Raises:
-        UsageError: names both sizes ("output.too_large").
-    """
+    """Refuse an output that is larger than what is free on its disk ("output.too_large")."""
     free = shutil.disk_usage(_nearest(output.parent)).free
     if num_bytes > free:
         raise UsageError(

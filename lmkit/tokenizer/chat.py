@@ -28,12 +28,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 class Message(NamedTuple):
-    """One turn of a conversation.
-
-    Attributes:
-        role: one of `ROLES`.
-        learned: whether a model shall learn to write it, if it is the assistant's.
-    """
+    """One turn of a conversation. `learned`: whether a model shall learn to write it, if it is the assistant's."""
 
     role: str
     content: str
@@ -51,13 +46,8 @@ class Part(NamedTuple):
 class ChatTemplate:
     """What stands around messages. White space at both ends of a message is dropped.
 
-    Attributes:
-        begin: begins every conversation.
-        before: stands before a message; `{role}` becomes its role.
-        after: stands after a message: a special token, which ends the assistant's turn, and perhaps white space.
-
-    Raises:
-        ValueError: a conversation could not be taken apart again.
+    `begin` begins every conversation; `before` stands before a message, with its role for `{role}`; `after` stands
+    after a message: a special token, which ends the assistant's turn, and perhaps white space.
 
     >>> CHATML.render([Message("user", "Hi"), Message("assistant", " Ho ")])
     '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHo<|im_end|>\\n'
@@ -96,9 +86,8 @@ class ChatTemplate:
     def check(self, tokenizer: Tokenizer, path: str | Path) -> None:
         """Refuse a tokenizer that does not keep the template's tokens apart from those of a message.
 
-        Raises:
-            UsageError: it lacks the special token at the end of a message ("chat.no_end"), or its words cross the
-                border between a message and what stands before it ("chat.border").
+        UsageError: it lacks the special token at the end of a message ("chat.no_end"), or its words cross the border
+        between a message and what stands before it ("chat.border").
         """
         if self.end not in tokenizer.special_ids:
             raise UsageError(
@@ -189,11 +178,7 @@ def named_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Read a `chat_template.json`.
-
-    Raises:
-        LmkitError: it is damaged ("chat.damaged_template").
-    """
+    """Read a `chat_template.json`; LmkitError: it is damaged ("chat.damaged_template")."""
     try:
         content = read_object(path, most_bytes=_MOST_BYTES)
         are_texts = all(isinstance(value, str) for value in content.values())

@@ -44,11 +44,7 @@ class Chunk(NamedTuple):
 
 
 def text_file_status(path: Path) -> os.stat_result:
-    """Return the status of a text file.
-
-    Raises:
-        UsageError: the file is missing, or is not a regular file (a pipe could be read only once).
-    """
+    """Return the status of a regular file; UsageError for others (a pipe could be read only once)."""
     try:
         status = path.stat()
     except OSError as error:
@@ -60,11 +56,7 @@ def text_file_status(path: Path) -> os.stat_result:
 
 
 def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the content of a file, `size` bytes at a time.
-
-    Raises:
-        UsageError: the file is missing or cannot be read.
-    """
+    """Yield the content of a file, `size` bytes at a time; UsageError if it cannot be read."""
     try:
         with open_input(path) as file:
             while block := file.read(size):
@@ -145,12 +137,9 @@ def _cuts_after_letter(data: bytes, low: int, high: int) -> Iterator[int]:
 
 
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
-    """Return the chunk as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
+    """Return the chunk as valid UTF-8, without a byte order mark, with which some editors begin a file.
 
-    A byte order mark, with which some editors begin a file, is no text and is left out.
-
-    Raises:
-        LmkitError: the text is not UTF-8 and `errors` is "strict" ("text.not_utf8"); names the byte offset.
+    With errors="replace", invalid bytes become U+FFFD. "strict": LmkitError names the offset ("text.not_utf8").
     """
     bom = len(codecs.BOM_UTF8) if not chunk.offset and chunk.data.startswith(codecs.BOM_UTF8) else 0
     data = chunk.data[bom:] if bom else chunk.data
@@ -167,8 +156,7 @@ def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
 class TextFiles:
     """Text files to be read once, in chunks.
 
-    Raises:
-        UsageError: a file is missing or not a regular file ("text.unreadable"), or all are empty ("text.empty").
+    UsageError: a file is missing or not a regular file ("text.unreadable"), or all are empty ("text.empty").
     """
 
     def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
@@ -182,11 +170,7 @@ class TextFiles:
             )
 
     def chunks(self, source: int) -> Iterator[Chunk]:
-        """Yield the chunks of file number `source`.
-
-        Raises:
-            LmkitError: the file changes meanwhile ("corpus.changed").
-        """
+        """Yield the chunks of file number `source`; LmkitError: it changes meanwhile ("corpus.changed")."""
         path, num_bytes = self.paths[source], 0
         before = text_file_status(path)
         for chunk in exact_chunks(read_blocks(path), self._specials, source=source):

@@ -253,11 +253,8 @@ class NativeEncoder:
 
 
 class NormalizingEncoder:
-    """Encodes in Unicode's normal form C what lies between special tokens.
-
-    Texts may be cut before a space, or between a letter or number and a character that is neither one of them nor a
-    mark: nothing composes across such a cut.
-    """
+    """Encodes in Unicode's normal form C what lies between special tokens. Nothing composes across a cut of
+    `chunks.exact_chunks`."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -372,9 +369,9 @@ _AHEAD = 3  # chunks per worker that are under way or wait to be finished
 def share_out(items: Iterable[T], workers: Sequence[Callable[[T], R]]) -> Generator[tuple[T, R], None, None]:
     """Pass every item to a free worker; yield every item with its result, in the order of the items.
 
-    Each worker is used by one thread at a time; `items` is read in the calling thread. At most `_AHEAD` items per
-    worker are under way, which bounds the memory. The first error, in the order of the items, stops everything and is
-    raised. A caller that may raise one closes the generator. One worker does everything in the calling thread.
+    `items` is read in the calling thread, and one worker does everything there. At most `_AHEAD` items per worker are
+    under way, which bounds the memory. The first error, in the order of the items, stops everything and is raised. A
+    caller that may raise one closes the generator.
 
     >>> list(share_out([2, 3], [lambda x: x * x, lambda x: x * x]))
     [(2, 4), (3, 9)]

@@ -117,11 +117,7 @@ _SPELLINGS = [
 
 
 def to_json(tokenizer: Tokenizer) -> str:
-    """Return the content of `tokenizer.json`.
-
-    Raises:
-        UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
-    """
+    """Return the content of `tokenizer.json`. Errors are those of `names_of`."""
     names = names_of(tokenizer)
     content = {
         "version": "1.0",
@@ -390,11 +386,8 @@ def read_merges(
 ) -> list[tuple[bytes, bytes]]:
     """Return the merges of a file as Hugging Face's library reads them, given the tokens by name.
 
-    Of a merge that is listed twice the last place counts. No text has a token that is not in the byte alphabet, so
-    that its merges are left out.
-
-    Raises:
-        ValueError: says which merge is wrong.
+    Of a merge that is listed twice the last place counts. Merges of tokens that are not in the byte alphabet are left
+    out, because no text has these. ValueError says which merge is wrong.
     """
     pairs: list[tuple[str, str]] = []
     for merge in merges:
@@ -433,8 +426,7 @@ def by_id(tokens: Iterable[tuple[bytes | str, Any]]) -> dict[int, bytes | str]:
 def names_of(tokenizer: Tokenizer) -> dict[int, str]:
     """Return id -> the token as it is written: in the byte alphabet, or as it is.
 
-    Raises:
-        UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
+    UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
     """
     names = {}
     for token_id, content in tokenizer.vocab.items():

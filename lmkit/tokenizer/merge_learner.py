@@ -72,12 +72,9 @@ def learn_merges_fast(
     *,
     max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus; returns what `core.bpe.learn_merges` does.
+    """Learn merges from the distinct words of a corpus, at most 2 GiB; returns what `core.bpe.learn_merges` does.
 
     `progress` is called with (merges learned, merges wanted) after each step.
-
-    Raises:
-        LmkitError: the distinct words exceed 2 GiB.
     """
     if num_merges <= 0 or not len(words.lengths):
         return []
@@ -270,9 +267,7 @@ class _Learner:
     def _add_pairs(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Add one pair for each distinct group; return the numbers of the new pairs.
 
-        Args:
-            places: slots at which a new pair begins.
-            groups: integers below 2**32, equal for equal pairs.
+        `places`: slots at which a new pair begins; `groups`: integers below 2**32, equal for equal pairs.
         """
         if not len(places):
             return places

@@ -179,8 +179,7 @@ class Tokenizer:
     def with_end_of_text(self, token: str) -> Tokenizer:
         """Return this tokenizer with another special token that ends a text.
 
-        Raises:
-            UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
+        UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
         """
         if token not in self.special_ids:
             message = f"{token!r} is not a special token, so that it cannot end a text"
@@ -190,10 +189,8 @@ class Tokenizer:
         return make(marks=self.marks._replace(end=token, stops=()))
 
     def for_training(self) -> Tokenizer:
-        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents.
-
-        A prompt must not begin with another begin-of-text token, which the training never saw.
-        """
+        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents: a
+        prompt must not begin with another begin-of-text token."""
         begin = self.marks.begin
         if begin is None or self.special_ids[begin] in self.prefix:
             return self
@@ -220,8 +217,7 @@ class Tokenizer:
             allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.
             add_special_tokens: whether to put the prefix and suffix of the tokenizer around the text.
 
-        Raises:
-            ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
+        ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
         """
         ids = self._encode_utf8(text.encode(), self.specials.only(allowed_special))
         if self._is_silent and not {*self.missing_bytes}.isdisjoint(text.encode()):
@@ -234,10 +230,7 @@ class Tokenizer:
     def encode_bytes(
         self, data: bytes, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark.
-
-        Raises:
-            ValueError: as `encode`.
+        """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark. See `encode`.
 
         >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
         [97, 255]
@@ -252,9 +245,7 @@ class Tokenizer:
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """Yield the ids of the joined strings, in constant memory; for example of an open text file.
-
-        The ids do not depend on where one string ends and the next begins.
+        """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file.
 
         >>> list(Tokenizer.from_merges([(b"a", b"b")]).encode_iterable(["a", "b"]))
         [256]
@@ -280,8 +271,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
         """Return the text of `ids`; by default, parts of characters become U+FFFD.
 
-        Raises:
-            ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
+        ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
         """
         return self.decode_bytes(ids).decode("utf-8", errors)
 
@@ -294,11 +284,7 @@ class Tokenizer:
 
     def specials_in(self, ids: np.ndarray, places: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
-        are no text.
-
-        Args:
-            places: indices of all special tokens, perhaps of other tokens too; None: not known.
-        """
+        are no text. `places`: indices of all special tokens, perhaps of others too; None: not known."""
         if places is None:  # most ids are lower than the lowest special one
             places = np.flatnonzero(ids >= min(self.special_ids.values(), default=self.vocab_size))
         written = self._special_sizes[ids[places]]
@@ -347,18 +333,14 @@ class Tokenizer:
     def save_gpt2(self, folder: str | Path) -> None:
         """Write GPT-2's `vocab.json` and `merges.txt` into `folder`, without `prefix` and `suffix`, with a warning.
 
-        Raises:
-            UsageError: the words are not GPT-2's.
+        UsageError: the words are not GPT-2's.
         """
         files.save_gpt2(self, Path(folder))
 
     @classmethod
     def load_gpt2(cls, vocab_json: str | Path, merges_txt: str | Path) -> Tokenizer:
-        """Read GPT-2's two files. A token that is no byte and comes from no merge is a special token.
-
-        Raises:
-            UsageError: no such file. LmkitError: a file is damaged.
-        """
+        """Read GPT-2's two files. A token that is no byte and comes from no merge is a special token. UsageError: no
+        such file; LmkitError: a file is damaged."""
         try:
             return cls(**files.load_gpt2(Path(vocab_json), Path(merges_txt)))
         except ValueError as error:
