@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import logging
@@ -333,10 +334,9 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
     data, offset = b"", 0
     while block := stream.read(CHUNK_BYTES):
         data += block
-        # Every byte but 10xxxxxx begins a character, which may not end here. Four of these in a row do not.
-        last = range(len(data) - 1, max(-1, len(data) - 5), -1)
-        begins = (index + (data[index] < 0x80) for index in last if data[index] & 0xC0 != 0x80)
-        cut = next(begins, len(data))
+        _, cut = codecs.utf_8_decode(
+            data, "replace", False
+        )  # without the beginning of a character at the end
         yield valid_utf8(Chunk(0, offset, cut, data[:cut]), path, table.errors)
         data, offset = data[cut:], offset + cut
     if data:

@@ -16,12 +16,6 @@ from typing import Any
 
 _HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _MOST_BYTES = 1 << 26  # of a JSON file
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def in_home(path: Path) -> Path:
@@ -34,10 +28,11 @@ def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> Buffered
 
     pipes: it may be a named pipe, too: only a text that is read once from its beginning to its end.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    is_refused = kind in _KINDS and not (pipes and kind == stat.S_IFIFO)  # `open` refuses folders
-    if is_refused and not os.path.abspath(path).startswith(_HANDED_OVER):
-        raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))
+    mode = os.stat(path).st_mode
+    # `open` refuses folders.
+    is_taken = stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))
+    if not is_taken and not os.path.abspath(path).startswith(_HANDED_OVER):
+        raise PermissionError(errno.EPERM, "is not a regular file", str(path))
     return open(path, "rb")
 
 

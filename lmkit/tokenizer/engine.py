@@ -321,7 +321,7 @@ def library() -> ctypes.CDLL | None:
     try:
         code = load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("%s: the tokenizer runs in Python, much slower", _why_not_compiled(error))
+        _log.warning("no compiled code (%s): the tokenizer runs in Python, much slower", error)
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     data = (ctypes.c_char_p, size)
@@ -342,20 +342,13 @@ def library() -> ctypes.CDLL | None:
     return code
 
 
-def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
-    """Return why there is no compiled code; a compiler that failed is quoted."""
-    if not isinstance(error, subprocess.CalledProcessError):
-        return f"no compiled code ({error})"
-    lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
-    words = next((line for line in lines if "error" in line.lower()), lines[-1])
-    return f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
-
-
 def _compile(compiler: str, output: Path) -> None:
     command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=120)
-    if not output.exists():
-        raise subprocess.CalledProcessError(done.returncode, command, stderr=b"it made no file")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+    if done.returncode or not output.exists():
+        lines = done.stderr.splitlines() or ["it said nothing"]
+        words = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise OSError(f"{compiler} failed with exit code {done.returncode}: {words.strip()[:200]}")
 
 
 # ---- threads

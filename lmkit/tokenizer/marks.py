@@ -92,12 +92,11 @@ def read_beside(path: Path) -> tuple[Beside, Marks]:
     named, generation = beside.get(TOKENIZER_CONFIG, {}), beside.get(GENERATION_CONFIG, {})
     found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
-    return beside, Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
+    return beside, Marks(_text(named.get("bos_token")), _text(named.get("eos_token")), stops)
 
 
-def _text(content: Mapping[str, Any], key: str) -> str | None:
+def _text(token: Any) -> str | None:
     """Return a token, which older files describe as an object."""
-    token = content.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
@@ -140,8 +139,7 @@ def named_by(config: Mapping[str, Any]) -> set[str]:
     for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
         value = config.get(key) or ()
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    names = (token.get("content") if isinstance(token, dict) else token for token in found)
-    return {name for name in names if isinstance(name, str) and name}
+    return set(filter(None, map(_text, found)))
 
 
 def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:

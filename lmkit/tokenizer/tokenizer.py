@@ -87,20 +87,13 @@ class Tokenizer:
         fuse_unk: bool = False,
         marks: Marks = NO_MARKS,
     ) -> None:
-        added: dict[str, AddedToken] = {}
-        for given in special_tokens:
-            added_token = AddedToken(given) if isinstance(given, str) else given
-            added[added_token.text] = added_token
+        self.added_tokens = tuple(AddedToken(t) if isinstance(t, str) else t for t in special_tokens)
+        added = {token.text: token for token in self.added_tokens}
         if "" in added or len(added) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
-        self.added_tokens = tuple(added.values())
-        ordinary: dict[bytes, int] = {}
-        verbatim: dict[str, int] = {}
-        for token_id, token in sorted(vocab.items()):
-            if isinstance(token, bytes):
-                ordinary[token] = token_id
-            else:
-                verbatim[token] = token_id
+        in_order = sorted(vocab.items())
+        ordinary = {token: i for i, token in in_order if isinstance(token, bytes)}
+        verbatim = {token: i for i, token in in_order if isinstance(token, str)}
         if len(ordinary) + len(verbatim) < len(vocab):
             raise ValueError("two ids have the same token")
         self.merges = list(merges)
@@ -227,22 +220,19 @@ class Tokenizer:
                 _log.warning("the tokenizer has no token for characters of this text: they are lost")
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
-    def encode_bytes(
-        self, data: bytes, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark. See `encode`.
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Return the ids of any bytes, as `encode`. A byte that is not valid UTF-8 counts as a punctuation mark.
 
         >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
         [97, 255]
         """
-        specials = self.specials.only(allowed_special)
         if is_utf8(data):
-            ids = self._encode_utf8(data, specials)
+            ids = self._encode_utf8(data, self.specials)
         else:
             encoder = PythonEncoder(self.merge_table)
             encoded = NormalizingEncoder(encoder) if self.nfc else encoder
-            ids = encoded.encode_and_find(data, specials)[0].tolist()
-        return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
+            ids = encoded.encode_and_find(data, self.specials)[0].tolist()
+        return [*self.prefix, *ids, *self.suffix]
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file.
