@@ -73,8 +73,8 @@ class Registry(Generic[F]):
     """Named objects of one kind.
 
     Args:
-        variable: what this registry is called in this module; decorators are found by it.
-        noun: what an object of this kind is called in messages.
+        variable: the name of this registry in this module; decorators are found by it.
+        noun: an object of this kind, in messages.
         facts: a dataclass; its fields are the keyword arguments of `register`.
         folders: the folders below `lmkit` whose files register objects.
         core: objects of `lmkit.core`, which knows no registry.
@@ -141,7 +141,6 @@ class Registry(Generic[F]):
         return found
 
     def facts(self, name: str) -> F:
-        """Return what is known of an object without importing its module."""
         return self.entry(name).facts
 
     def load(self, name: str) -> Any:

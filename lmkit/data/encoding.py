@@ -103,8 +103,7 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        encoding = _Encoding(files, specials, tokenizer, mark, paths)
-        return encoding.write(output, workers or usable_cpus(), progress)
+        return _Encoding(files, tokenizer, mark, paths).write(output, workers or usable_cpus(), progress)
 
 
 class _Encoded(NamedTuple):
@@ -115,27 +114,20 @@ class _Encoded(NamedTuple):
     ends: np.ndarray
     num_bytes: int
     unknown_marks: int
-    inside: Counter[int] | None
+    inside: Counter[int]
     sizes: list[int]
 
 
 class _Encoding:
-    """Text files on their way into a token file. `specials` are the tokenizer's, and `mark`, which ends a document
-    (None: each file is one). `sources`: the files as the user knows them."""
+    """Text files on their way into a token file. `mark`, one of their special tokens, ends a document (None: each
+    file is one). `sources`: the files as the user knows them."""
 
-    def __init__(
-        self,
-        files: TextFiles,
-        specials: SpecialTokens,
-        tokenizer: Tokenizer,
-        mark: str | None,
-        sources: list[Path],
-    ) -> None:
-        self._files, self._specials, self._tokenizer, self._sources = files, specials, tokenizer, sources
+    def __init__(self, files: TextFiles, tokenizer: Tokenizer, mark: str | None, sources: list[Path]) -> None:
+        self._files, self._tokenizer, self._sources = files, tokenizer, sources
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
-        is_known = END_OF_TEXT in map(attrgetter("text"), specials.ids)
+        is_known = END_OF_TEXT in map(attrgetter("text"), files.specials.ids)
         self._unknown = b"" if is_known else END_OF_TEXT.encode()
         self._digest = hashlib.sha256()
         # Whether tokens have other bytes than the text.
@@ -162,8 +154,7 @@ class _Encoding:
                 writer.append(ids, documents=documents, sizes=sizes)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
-                if encoded.inside:
-                    inside.update(encoded.inside)
+                inside.update(encoded.inside)
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
@@ -206,18 +197,16 @@ class _Encoding:
     def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
         tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
         text = valid_utf8(chunk, self._files.paths[chunk.source], self._files.errors)
-        ids, places = encoder.encode_and_find(text, self._specials)
+        ids, places = encoder.encode_and_find(text, self._files.specials)
         places, no_text = tokenizer.specials_in(ids, places)
         ends = places[ids[places] == end]
         if self._longer:
             no_text += self._longer * text.count(self._mark)
         unknown_marks = text.count(self._unknown) if self._unknown else 0
         sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
-        inside = None
-        if len(places) > len(ends):
-            inside = Counter(ids[places].tolist())
-            for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
-                inside.pop(frame, None)
+        inside = Counter(ids[places].tolist() if len(places) > len(ends) else ())
+        for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
+            inside.pop(frame, None)
         return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
     def _sizes_in(self, text: bytes, num_specials: int, num_ends: int) -> list[int]:
@@ -228,7 +217,7 @@ class _Encoding:
             return list(map(len, parts))
         sizes, tokenizer = [0], self._tokenizer
         marks = {*tokenizer.special_ids.values()} - {tokenizer.unk_id}
-        for part, token_id in self._specials.split(text):
+        for part, token_id in self._files.specials.split(text):
             sizes[-1] += len(part)
             if token_id == tokenizer.end_of_text_id and token_id is not None:
                 sizes.append(0)

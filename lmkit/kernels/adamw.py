@@ -163,15 +163,13 @@ class AdamWLaunch:
         """Update on the current stream of the tensors' device.
 
         Args:
-            params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the
-            parameters'.
+            params, grads, means, squares: contiguous, each of one dtype of TYPES, the moments' the parameters'.
             copies: receive the new parameters in their own dtype; as many as `params`, or none.
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.core.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
             decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
 
-        Raises:
-            ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
+        ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
         """
         arrays = [params, grads, means, squares, *([copies] if copies else [])]
         addresses = [[tensor.data_ptr() for tensor in array] for array in arrays]
@@ -226,11 +224,8 @@ class AdamWLaunch:
         self._addresses, self._sizes = addresses, sizes
 
     def for_graph(self) -> AdamWLaunch:
-        """Return a launch of the same tensors for a CUDA graph. Call its `send` after the capture.
-
-        It has a table already: memory that is allocated during a capture may be written to by what was captured
-        before, in every replay.
-        """
+        """Return a launch of the same tensors for a CUDA graph, with a table already: memory that is allocated during
+        a capture may be written to in every replay. Call its `send` after the capture."""
         launch = AdamWLaunch()
         if self._table is not None:
             launch._table, launch._owners = torch.empty_like(self._table), self._owners

@@ -100,12 +100,8 @@ def prepare_call(
     *,
     pdl: bool | None = None,
 ) -> Callable[[], None]:
-    """Prepare a launch on these very tensors, whose memory stays where it is.
-
-    Args:
-        pdl: whether the kernel begins before the previous kernel has ended (programmatic dependent launch), which its
-            parameter PDL says, too; None: it has none.
-    """
+    """Prepare a launch on these very tensors, whose memory stays where it is. `pdl`: whether the kernel begins before
+    the previous kernel has ended (programmatic dependent launch), as its parameter PDL says; None: it has none."""
     if pdl is not None:
         constants = {**constants, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     start = prepare_launch(kernel, grid, tensors, numbers, constants)
@@ -116,9 +112,8 @@ def prepare_call(
 def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) -> Iterator[None]:
     """Record the launches of the block as a CUDA graph, with the options of `torch.cuda.graph`.
 
-    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. Where
-    PyTorch cannot end a recording, it stays on the stream of the graph, and its allocator in the recording; here the
-    stream is again what it was, and so is the allocator.
+    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. If
+    PyTorch cannot end a recording, stream and allocator are again what they were.
     """
     collects, began = gc.isenabled(), False
     gc.disable()

@@ -12,12 +12,8 @@ from lmkit.errors import UsageError, reason
 
 
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
-    """Refuse an output that exists, unless `force`, or whose folder cannot be written to.
-
-    Raises:
-        UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
-            ("output.not_a_file": the hint names `such_as` in the folder), or cannot be written ("output.unwritable").
-    """
+    """Refuse an output that exists, unless `force` ("output.exists"), that is not a file ("output.not_a_file": the
+    hint names `such_as` in a folder), or that cannot be written ("output.unwritable")."""
     if output.is_dir():
         hint = f"name a file: {output / such_as}"
         raise UsageError("output.not_a_file", f"{output}: is a folder", hint=hint)

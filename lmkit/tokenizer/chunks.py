@@ -29,7 +29,8 @@ REPLACE = (
     'convert the file, or read what is invalid as U+FFFD: corpus.errors = "replace", or --errors replace'
 )
 
-_AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])")
+# Between a letter or number and another character that is no mark, or visible ASCII and a space; from the end
+_CUT = regex.compile(r"(?r)(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])|(?<=[!-~])(?= )")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _TRIES = 16  # places to try per window; some may lie in special tokens
 
@@ -78,7 +79,7 @@ def exact_chunks(
     Memory: `size` bytes plus the longest stretch of text without a cut (usually one word).
 
     >>> [chunk.data for chunk in exact_chunks([b"one two thr", b"ee four"], SpecialTokens({}), size=10)]
-    [b'one', b' two three', b' four']
+    [b'one two', b' three', b' four']
     """
     waiting: list[bytes] = []
     length = offset = 0
@@ -105,32 +106,23 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
     """Return the last offset at which `data` may be cut, whatever follows; 0 if there is none."""
     # The end of `data` may be the beginning of a special token or of a character.
     limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
-    window = 1 << 8
+    window = 1 << 6
     while True:
         low = max(0, limit - window)
-        for cuts in (_cuts_before_space, _cuts_after_letter):
-            for cut in itertools.islice(cuts(data, low, limit), _TRIES):
-                if not specials.would_be_cut(data, cut):
-                    return cut
+        for cut in itertools.islice(_cuts(data, low, limit), _TRIES):
+            if not specials.would_be_cut(data, cut):
+                return cut
         if low == 0:
             return 0
         window *= 16
 
 
-def _cuts_before_space(data: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield the places between a printable character of ASCII and a space, backwards."""
-    at = max(high, 0)
-    while (at := data.rfind(b" ", low + 1, at)) > 0:
-        if 0x21 <= data[at - 1] <= 0x7E:
-            yield at
-
-
-def _cuts_after_letter(data: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield some of the last places behind a letter or number that no letter, number or mark follows, backwards."""
+def _cuts(data: bytes, low: int, high: int) -> Iterator[int]:
+    """Yield the places up to `high` that `_CUT` finds, from the last one on."""
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
     # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
-    for match in list(_AFTER_LETTER.finditer(text))[: -2 * _TRIES - 1 : -1]:
+    for match in _CUT.finditer(text):
         cut = low + len(text[: match.start()].encode("utf-8", "surrogateescape"))
         if cut <= high:
             yield cut
@@ -160,7 +152,7 @@ class TextFiles:
     """
 
     def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
-        self.paths, self._specials, self.errors = list(paths), specials, errors
+        self.paths, self.specials, self.errors = list(paths), specials, errors
         self.sizes = [text_file_status(path).st_size for path in paths]
         self.num_bytes = sum(self.sizes)
         if not self.num_bytes:
@@ -173,7 +165,7 @@ class TextFiles:
         """Yield the chunks of file number `source`; LmkitError: it changes meanwhile ("corpus.changed")."""
         path, num_bytes = self.paths[source], 0
         before = text_file_status(path)
-        for chunk in exact_chunks(read_blocks(path), self._specials, source=source):
+        for chunk in exact_chunks(read_blocks(path), self.specials, source=source):
             num_bytes += chunk.num_bytes
             yield chunk
         # A write to the file changes its size or its time.

@@ -157,8 +157,6 @@ class _Learner:
         self._merge(pairs, found)
         return True
 
-    # ---- choosing the pairs of a step
-
     def _next_candidates(self, wanted: int) -> list[_Candidate]:
         """Take the next pairs off the heap, in order of their current counts."""
         chosen: list[_Candidate] = []
@@ -226,8 +224,6 @@ class _Learner:
         most = np.maximum.accumulate(bound.reshape(2, len(pairs), _BUCKETS).max(axis=(0, 2)))
         overtaken = np.flatnonzero(most[:-1] >= self._count[pairs[1:]])
         return min(keep, int(overtaken[0]) + 1) if len(overtaken) else keep
-
-    # ---- merging the pairs of a step
 
     def _merge(self, pairs: np.ndarray, found: _Occurrences) -> None:
         first_new = NUM_BYTES + len(self.merges)

@@ -66,8 +66,7 @@ _FIRST_BEYOND_LETTERS = 0x40000
 def character_classes() -> np.ndarray:
     """Return the class of every code point, uint8, shape (0x110000,): 1 letter, 2 number, 3 space, 0 anything else.
 
-    Patterns look at nothing else of a character, apart from spaces and apostrophes. The table is computed with the
-    regex engine, so that `words.c` agrees with `split_words`.
+    The table is computed with the regex engine, so that `words.c` agrees with `split_words`.
     """
     # Surrogates are included: bytes that are not UTF-8 are decoded to them.
     text = np.arange(_FIRST_BEYOND_LETTERS, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
@@ -90,8 +89,7 @@ class AddedToken(NamedTuple):
     Attributes:
         special: whether the token is a mark; otherwise it is text, and is always recognized.
         normalized: whether it is searched for after Unicode's normal form was made, in what the others left.
-        lstrip: whether it takes the whitespace before it.
-        rstrip: whether it takes the whitespace after it.
+        lstrip, rstrip: whether it takes the whitespace before, after it.
     """
 
     text: str
@@ -124,11 +122,8 @@ class SpecialTokens:
         """Most bytes of a text that are one token."""
 
     def only(self, allowed: str | Collection[str]) -> SpecialTokens:
-        """Return the tokens that are in `allowed` (a name, a collection, or "all") or are not special.
-
-        Raises:
-            ValueError: a name in `allowed` is none of these tokens.
-        """
+        """Return the tokens that are in `allowed` (a name, a collection, or "all") or are not special; ValueError: a
+        name is none of these tokens."""
         if allowed == "all":
             return self
         allowed = {allowed} if isinstance(allowed, str) else set(allowed)
@@ -181,7 +176,6 @@ class _Strings:
         return re.compile(_any_of(sorted(self._tokens))) if self._tokens else None
 
     def split(self, data: bytes) -> Iterator[tuple[bytes, int | None]]:
-        """Do what `SpecialTokens.split` does."""
         start = 0
         for match in self._pattern.finditer(data) if self._pattern else ():
             token, token_id = self._tokens[match.group()]
@@ -197,7 +191,6 @@ class _Strings:
         yield data[start:], None
 
     def would_be_cut(self, data: bytes, at: int) -> bool:
-        """Do what `SpecialTokens.would_be_cut` does."""
         low, high = max(0, at - self.longest), at + self.longest
         if self._pattern is None or not self._pattern.search(data, low, high):
             return False

@@ -199,8 +199,6 @@ class Tokenizer:
             content += f"\0{self.marks.end}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    # ---- encoding
-
     def encode(
         self, text: str, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
     ) -> list[int]:
@@ -256,8 +254,6 @@ class Tokenizer:
                 ids += encoder.encode_and_find(chunk.data, specials)[0].tolist()
             return ids
 
-    # ---- decoding
-
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
         """Return the text of `ids`; by default, parts of characters become U+FFFD.
 
@@ -280,19 +276,13 @@ class Tokenizer:
         written = self._special_sizes[ids[places]]
         return places[written > 0], int(written.sum())
 
-    # ---- files
-
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there.
-
-        Characters that only one of the two libraries' versions of Unicode knows as letters are an exception.
+        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there,
+        but for characters that only one of the two libraries' versions of Unicode knows as letters.
 
         If the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
-        `generation_config.json` beside it do.
-
-        Raises:
-            UsageError: these are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
-                somebody else's ("tokenizer.replaces_marks").
+        `generation_config.json` beside it do. UsageError: these are needed, and the file is not called tokenizer.json
+        ("tokenizer.marks"), or they are somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
         write_atomic(path, files.to_json(self))

@@ -65,15 +65,12 @@ def macros(head_dim: int, *, bf16: bool, arch: int, build: str) -> Mapping[str, 
 
 @cache
 def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: str = "") -> ctypes.CDLL:
-    """Return the compiled kernels; compile them if this machine has not yet.
+    """Return the compiled kernels; compile them if this machine has not yet. UsageError: nvcc is missing; LmkitError:
+    it failed.
 
     Args:
         head_dim: of the inputs, at most the last of HEAD_DIMS.
         build: exceptions from the macros; "PTX=75" among them compiles for sm_75, as PTX that newer GPUs run, too.
-
-    Raises:
-        UsageError: nvcc is missing.
-        LmkitError: nvcc failed.
     """
     padded = next(size for size in HEAD_DIMS if size >= head_dim)
     arch = 10 * capability[0] + capability[1]

@@ -64,8 +64,7 @@ class Rules(NamedTuple):
         settings: see `settings_of`; the rules read only the penalty.
         penalizes: whether there is a repetition penalty; if not, `seen` is not read.
         stop: the id that ends a row; -1: none, or `stops` has them.
-        stops: (vocab_size) int8, not zero at ids that end a row; None: there is one at most, which costs no memory
-            access.
+        stops: (vocab_size) int8, not zero at ids that end a row; None: there is one at most, without memory access.
     """
 
     banned: Tensor

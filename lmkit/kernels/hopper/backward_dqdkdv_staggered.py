@@ -26,26 +26,19 @@ then it loads the rest of this tile's Q and dO, and the first of the next. The c
 their last products. dK and dV leave through a buffer of dS, and `step` goes on counting. Without `first`, the
 registers that this takes cost more than it saves.
 
-Barriers. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES. `turn` counts tiles of keys.
+Barriers, beside q_full, do_full, Q_FREE and DO_FREE of `backward_dqdkdv_lockstep`. `turn` counts tiles of keys.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
 | kv_full | the producer's `expect`, then TMA's bytes of K and V | both consumers, phase 0, once |
 | with `first`, kv_full [turn % 2] | the same, behind what is announced | both consumers, (turn // 2) & 1 |
 | the same, kv_empty [turn % 2] | both consumers, when they are done | the producer, ((turn // 2) & 1) ^ 1 |
-| q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both consumers, round & 1 |
-| do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
-| named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
-| named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
 | named, DS_FULL + 2 consumer + step % 2 | it, when its dS is stored; once before step 0 | the other, a step late |
 | named, LAST (without `first`) | each consumer, when its last dQ has read K | both: then K's tiles may stage dK |
 
-With `first`, a tile's first step waits for no dS, and none is announced before step 0.
-Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was announced when
-the other's dQ(j-2), the last reader of this buffer, was done.
-
-Without `first`, the few bytes that a thread spills lie outside of the loop or at its rim
-(tests/kernels/hopper/test_compile.py); with `first`, shared memory is full, 226 of 227 KiB.
+With `first`, a tile's first step waits for no dS, and none is announced before step 0; shared memory is full, 226 of
+227 KiB. Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was
+announced when the other's dQ(j-2), the last reader of this buffer, was done.
 """
 
 from collections import namedtuple
