@@ -224,11 +224,11 @@ def test_files_are_named_after_ideas(word):
 # that needs more changes the number, and says why.
 BUDGETS = {
     "": 508,
-    "attention": 570,
+    "attention": 600,
     "bench": 4705,
     "cli": 2450,
     "core": 1511,
-    "data": 1507,
+    "data": 1495,
     "generation": 953,
     "kernels": 5585,
     "measure": 1515,
