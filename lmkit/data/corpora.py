@@ -22,8 +22,7 @@ from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.tables import CorpusConfig
-from lmkit.storage import atomic_path, scratch_folder
-from lmkit.storage.atomic import naming
+from lmkit.storage.atomic import atomic_path, naming, scratch_folder
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
 from lmkit.streams import Progress

@@ -35,8 +35,7 @@ from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
 from lmkit.registry import DATASETS
-from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
-from lmkit.storage.atomic import PARTIAL_SUFFIX, naming
+from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, atomic_path, naming, sha256_file, write_atomic
 from lmkit.storage.inputs import open_input, read_input
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress

@@ -26,7 +26,7 @@ from typing import Any
 
 from lmkit.errors import UsageError
 from lmkit.recipe import END_OF_TEXT
-from lmkit.storage import atomic_path
+from lmkit.storage.atomic import atomic_path
 from lmkit.storage.outputs import refuse_existing, refuse_too_large
 from lmkit.streams import Progress
 

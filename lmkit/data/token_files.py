@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
-from lmkit.storage import atomic_path, write_atomic
+from lmkit.storage.atomic import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, read_object
 
 FORMAT = 2

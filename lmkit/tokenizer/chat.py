@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.pretokenize import split_words
 from lmkit.tokenizer.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import parse_json, read_input
 from lmkit.tokenizer.marks import added_by, named_by, read_beside
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken

@@ -21,7 +21,7 @@ from lmkit.recipe.run_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")

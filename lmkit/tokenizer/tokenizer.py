@@ -19,7 +19,7 @@ from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.run_folder import tokenizer_in
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import (
