@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -179,17 +179,12 @@ class Registry(Generic[F]):
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
-        paths: list[Path] = []
-        for folder in self._folders:
-            paths += sorted((_PACKAGE / folder).glob("*.py"))
-        for path in paths:
+        for path in chain.from_iterable(sorted((_PACKAGE / folder).glob("*.py")) for folder in self._folders):
             text = path.read_text("utf-8")
             for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
-                facts = {}
-                for keyword in call.keywords:
-                    facts[str(keyword.arg)] = ast.literal_eval(keyword.value)
+                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
@@ -269,11 +264,6 @@ class StrategyFacts(Facts):
     steps_alike: bool = True
     gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph may hold a step and its collectives of NCCL."""
-        return self.steps_alike and not self.rival
 
 
 @dataclass(frozen=True)

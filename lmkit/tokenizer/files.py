@@ -391,12 +391,9 @@ def read_merges(
     """
     pairs: list[tuple[str, str]] = []
     for merge in merges:
-        if not isinstance(merge, str):
-            left, right = merge
-        elif merge.startswith("#version"):
+        if isinstance(merge, str) and merge.startswith("#version"):
             continue
-        else:
-            left, right = merge.split(" ")
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
         pairs.append((left, right))
     read = []
     try:

@@ -94,11 +94,9 @@ class _Learner:
             message = "the distinct words of the corpus exceed 2 GiB"
             raise LmkitError("tokenizer.corpus_too_large", message, hint="train on less text")
         self.merges: list[Pair] = []
-        self._token_bytes: list[bytes] = []
-        self._token_order: list[str] = []  # each byte is inverted, and the end sorts last
-        for byte in range(NUM_BYTES):
-            self._token_bytes.append(bytes([byte]))
-            self._token_order.append(chr(255 - byte) + "\u0100")
+        self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
+        # Each byte is inverted, and the end sorts last.
+        self._token_order = [chr(255 - byte) + "\u0100" for byte in range(NUM_BYTES)]
         self._token_size = np.ones(NUM_BYTES + num_merges, np.int64)
         self._longest, self._max_token_bytes = 1, max_token_bytes
 

@@ -110,14 +110,9 @@ class SpecialTokens:
     """
 
     def __init__(self, ids: Mapping[str, int] | Mapping[AddedToken, int]) -> None:
-        self.ids: dict[AddedToken, int] = {}
-        first: dict[bytes, tuple[AddedToken, int]] = {}
-        second: dict[bytes, tuple[AddedToken, int]] = {}
-        for key, token_id in ids.items():
-            token = AddedToken(key) if isinstance(key, str) else key
-            self.ids[token] = token_id
-            (second if token.normalized else first)[token.text.encode()] = token, token_id
-        self.first, self.second = _Strings(first), _Strings(second)
+        self.ids = {AddedToken(key) if isinstance(key, str) else key: i for key, i in ids.items()}
+        self.first = _Strings({token: i for token, i in self.ids.items() if not token.normalized})
+        self.second = _Strings({token: i for token, i in self.ids.items() if token.normalized})
         self.longest = max(self.first.longest, _NORMAL_FORM * self.second.longest)
         """Most bytes of a text that are one token."""
 
@@ -167,9 +162,9 @@ class SpecialTokens:
 class _Strings:
     """Strings with the ids of their tokens, to find in bytes."""
 
-    def __init__(self, tokens: dict[bytes, tuple[AddedToken, int]]) -> None:
-        self._tokens = tokens
-        self.longest = max(map(len, tokens), default=0)
+    def __init__(self, ids: dict[AddedToken, int]) -> None:
+        self._tokens = {token.text.encode(): (token, token_id) for token, token_id in ids.items()}
+        self.longest = max(map(len, self._tokens), default=0)
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern[bytes] | None:
@@ -203,13 +198,10 @@ class _Strings:
         tokens = sorted(self._tokens)
         # Where the tokens begin that begin with each byte, and their number
         numbers = np.searchsorted(list(map(operator.itemgetter(0), tokens)), np.arange(257)).tolist()
-        ids, flags, ends = [], [], [0]
-        for text in tokens:
-            token, token_id = self._tokens[text]
-            ids.append(token_id)
-            flags.append(token.lstrip + 2 * token.rstrip)
-            ends.append(ends[-1] + len(text))
-        numbers += [*ids, *flags, *ends]
+        found = [self._tokens[text] for text in tokens]
+        numbers += [token_id for _, token_id in found]
+        numbers += [token.lstrip + 2 * token.rstrip for token, _ in found]
+        numbers += itertools.accumulate(map(len, tokens), initial=0)
         text = b"".join(tokens)
         text += bytes(-len(text) % 4)
         head = [len(tokens), 4 * (2 + len(numbers)) + len(text)]
