@@ -228,7 +228,7 @@ BUDGETS = {
     "bench": 4705,
     "cli": 2450,
     "core": 1511,
-    "data": 1495,
+    "data": 1493,
     "generation": 953,
     "kernels": 5585,
     "measure": 1515,
@@ -237,8 +237,8 @@ BUDGETS = {
     "parallel": 2556,
     "profile": 968,
     "recipe": 1219,
-    "storage": 384,
-    "tokenizer": 1838,
+    "storage": 376,
+    "tokenizer": 1828,
     "training": 4825,
 }
 
