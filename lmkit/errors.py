@@ -56,9 +56,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def reason(error: OSError) -> str:
-    """Return the words of the operating system for the rest of a line: `no such file or directory`."""
-    return (error.strerror or str(error)).lower()
+def reason(error: Exception) -> str:
+    """Return the words of an error; of the operating system's in lower case: `no such file or directory`."""
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
 
 
 def limit_reached(error: BaseException) -> LmkitError | None:

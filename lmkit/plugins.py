@@ -17,11 +17,7 @@ PLUGINS: list[Path] = []
 
 
 def load_plugin(path: Path) -> None:
-    """Import a Python file of the user's; what it registers is known from then on.
-
-    Raises:
-        UsageError: no such file, not a Python file, or it raises an error.
-    """
+    """Import a Python file of the user's; UsageError: no such file, not a Python file, or it raises an error."""
     path = Path(os.path.realpath(path))  # `resolve` has no error for a link loop that users understand
     if path in PLUGINS:
         return
@@ -46,10 +42,8 @@ def load_plugin(path: Path) -> None:
 
 
 def plugin_error(error: BaseException) -> LmkitError | None:
-    """Return an error that a plugin's code raised as one line that names the plugin's entry, file and line.
-
-    None for errors of other code, and for what ends a program.
-    """
+    """Return an error that a plugin's code raised as one line that names the plugin's entry, file and line; None for
+    errors of other code, and for what ends a program."""
     walked = traceback.walk_tb(error.__traceback__)
     frames = [(frame, line) for frame, line in walked if Path(frame.f_code.co_filename) in PLUGINS]
     if not frames or isinstance(error, KeyboardInterrupt | SystemExit):
@@ -67,11 +61,7 @@ def plugin_error(error: BaseException) -> LmkitError | None:
 
 
 def checked(registry: Registry[Any], name: str, made: Any, *attributes: str) -> Any:
-    """Return what a registered object returned.
-
-    Raises:
-        LmkitError: it lacks one of the attributes ("plugin.returned").
-    """
+    """Return what a registered object returned; LmkitError: it lacks one of the attributes ("plugin.returned")."""
     for attribute in attributes:
         if not hasattr(made, attribute):
             raise wrong_result(registry, name, f"{type(made).__name__} without {attribute}")

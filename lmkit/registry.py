@@ -2,7 +2,7 @@
 
 Each of them registers itself in its own file, with a decorator whose arguments are literals:
 
-    @ATTENTION.register("flash_torch", second_derivatives=False)
+    @ATTENTION.register("flash_torch", windows=True)
     def flash_torch(q, k, v, *, causal, scale=None): ...
 
 Names and facts are read from the source of the package, so that a recipe is validated and help is printed before
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,8 +55,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass
 class Entry(Generic[F]):
-    """One registered object: the module that is imported when it is asked for, its name there, and the object itself
-    once it was loaded."""
+    """One registered object: its name, and the module to import with its name there; `loaded`: the object itself."""
 
     name: str
     module: str
@@ -66,7 +65,7 @@ class Entry(Generic[F]):
 
     @property
     def file(self) -> str:
-        """The file of its module, which is imported; for errors."""
+        """The file of its imported module, for errors."""
         return str(getattr(sys.modules[self.module], "__file__", self.module))
 
 
@@ -74,8 +73,8 @@ class Registry(Generic[F]):
     """Named objects of one kind.
 
     Args:
-        variable: what this registry is called in this module; decorators are found by it.
-        noun: what an object of this kind is called in messages.
+        variable: the name of this registry in this module; decorators are found by it.
+        noun: an object of this kind, in messages.
         facts: a dataclass; its fields are the keyword arguments of `register`.
         folders: the folders below `lmkit` whose files register objects.
         core: objects of `lmkit.core`, which knows no registry.
@@ -90,8 +89,7 @@ class Registry(Generic[F]):
     def register(self, name: str, **facts: Any) -> Callable[[Registered], Registered]:
         """Register the decorated function or class under `name`; `facts` are fields of the registry's dataclass.
 
-        Inside lmkit all arguments are literals: they are read from the source, too. A function or class that a module
-        defines anew replaces its first definition.
+        A function or class that a module defines anew replaces its first definition.
 
         Raises:
             UsageError: another object has this name or alias ("registry.name_taken"), or the name has a character
@@ -126,7 +124,7 @@ class Registry(Generic[F]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, ordered by their fact `order`, then those from outside."""
+        """All names, by their fact `order`, then those from outside."""
         return tuple(self._entries)
 
     @property
@@ -143,15 +141,10 @@ class Registry(Generic[F]):
         return found
 
     def facts(self, name: str) -> F:
-        """Return what is known of an object without importing its module."""
         return self.entry(name).facts
 
     def load(self, name: str) -> Any:
-        """Import the module of an object and return the object.
-
-        Raises:
-            UsageError: no object has this name, or a package that it requires is not installed.
-        """
+        """Import the module of an object and return the object; UsageError if a package that it needs is missing."""
         entry = self.entry(name)
         if entry.loaded is None:
             try:
@@ -167,11 +160,7 @@ class Registry(Generic[F]):
         return entry.loaded
 
     def function_of(self, name: str, function: str) -> Any:
-        """Return another function of the module in which `name` is registered; facts refer to such by name.
-
-        Raises:
-            UsageError: the module has no such function.
-        """
+        """Return another function of the module in which `name` is registered; UsageError if there is none."""
         module = sys.modules[self.load(name).__module__]
         if not callable(found := getattr(module, function, None)):
             functions = [
@@ -190,17 +179,12 @@ class Registry(Generic[F]):
         # The decorator's arguments and the name of what it decorates
         decorated = rf"^@{self._variable}\.register\((.*?)\)\n(?:@.*\n)*(?:def|class) (\w+)"
         found = list(self._core)
-        paths: list[Path] = []
-        for folder in self._folders:
-            paths += sorted((_PACKAGE / folder).glob("*.py"))
-        for path in paths:
+        for path in chain.from_iterable(sorted((_PACKAGE / folder).glob("*.py")) for folder in self._folders):
             text = path.read_text("utf-8")
             for arguments, attribute in re.findall(decorated, text, re.MULTILINE | re.DOTALL):
                 call = ast.parse(f"register({arguments})", mode="eval").body
                 assert isinstance(call, ast.Call)
-                facts = {}
-                for keyword in call.keywords:
-                    facts[str(keyword.arg)] = ast.literal_eval(keyword.value)
+                facts = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
                 name = ast.literal_eval(call.args[0])
                 module = ".".join(("lmkit", *path.relative_to(_PACKAGE).with_suffix("").parts))
                 found.append(Entry(name, module, attribute, self._facts(**facts)))
@@ -212,19 +196,17 @@ class Registry(Generic[F]):
 class KernelFacts(Facts):
     """An attention kernel: `kernel(q, k, v, *, causal, scale=None) -> out`, see `lmkit.attention`.
 
+    `check`, `implementation` and `fallback` name functions of the module.
+
     Attributes:
-        devices: where it runs.
-        check: a function of the module: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel
-            does not support.
+        check: `check(q)` raises UsageError for a dtype, head_dim or device that the kernel does not support.
         masks: whether it takes `mask=`.
         windows: whether it takes `first=`: with `causal`, query i sees no key before first[i].
         sees_all: whether each query sees all keys, or with `causal` all earlier ones. If not, generation reads the
             whole text again for every token: the attention of the key-value cache sees all keys.
-        second_derivatives: whether its backward pass can be differentiated.
         keeps_scores: whether it holds all scores in memory, in the dtype of the inputs.
-        implementation: a function of the module: `implementation(q, k, v)` names what a call would run.
-        fallback: a function of the module: `fallback(q, k, v)` says why a call does not run the fastest
-            implementation; None if it does.
+        implementation: `implementation(q, k, v)` names what a call would run.
+        fallback: `fallback(q, k, v)` says why a call does not run the fastest implementation; None if it does.
         variants: name -> keyword arguments of the kernel, for `bench attention --kernels KERNEL:NAME`.
         joined: "module:function" of the same causal attention on a joined projection,
             `joined(qkv, *, kv_heads, head_dim) -> out`: (batch, seq, (heads + 2 kv_heads) * head_dim) ->
@@ -236,7 +218,6 @@ class KernelFacts(Facts):
     masks: bool = False
     windows: bool = False
     sees_all: bool = True
-    second_derivatives: bool = False
     keeps_scores: bool = False
     implementation: str | None = None
     fallback: str | None = None
@@ -249,9 +230,7 @@ class OperationsFacts(Facts):
     """What a model computes around its matrix products: a subclass of `lmkit.model.operations.Operations`.
 
     Attributes:
-        devices: where the operations run.
-        check: a function of the module: `check(weight)` raises UsageError for a device or dtype that they do not
-            support.
+        check: a function of the module: `check(weight)` raises UsageError for a wrong device or dtype.
         reuses_memory: whether RoPE turns q and k in place, SwiGLU keeps its input only, and the loss writes gradients
             over the logits; see `lmkit.model.memory`.
     """
@@ -286,11 +265,6 @@ class StrategyFacts(Facts):
     gives_shards: bool = False
     options: Mapping[str, int | float | str | bool] = field(default_factory=dict)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph may hold a step and its collectives of NCCL."""
-        return self.steps_alike and not self.rival
-
 
 @dataclass(frozen=True)
 class OptimizerFacts(Facts):
@@ -320,11 +294,7 @@ class OptimizerFacts(Facts):
 
 @dataclass(frozen=True)
 class ScheduleFacts(Facts):
-    """A learning-rate schedule.
-
-    Attributes:
-        uses: further keys of [optimizer], which it gets by name.
-    """
+    """A learning-rate schedule; `uses`: further keys of [optimizer], which it gets by name."""
 
     uses: tuple[str, ...] = ()
 
@@ -359,9 +329,7 @@ class BenchFacts(Facts):
         return f"{name}_" if self.stem is None else f"{self.stem}_" if self.stem else ""
 
 
-_REFERENCE = KernelFacts(
-    1, ("scaled_dot_prod_attention",), masks=True, windows=True, second_derivatives=True, keeps_scores=True
-)
+_REFERENCE = KernelFacts(1, ("scaled_dot_prod_attention",), masks=True, windows=True, keeps_scores=True)
 _IN_CORE = [
     Entry("reference", "lmkit.core.attention", "reference", _REFERENCE),
     Entry("flash_torch", "lmkit.core.attention", "flash_torch", KernelFacts(order=3, windows=True)),

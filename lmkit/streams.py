@@ -47,10 +47,7 @@ def results() -> TextIO:
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """Redirect stdout to stderr, except for `results()`.
-
-    The redirection includes what C libraries and child processes write to descriptor 1.
-    """
+    """Redirect stdout to stderr, except for `results()`, also for C libraries and child processes."""
     before, kept = sys.stdout, None
     before.flush()
     with suppress(OSError, ValueError):  # somebody replaced the stream by one in memory

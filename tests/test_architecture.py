@@ -223,12 +223,12 @@ def test_files_are_named_after_ideas(word):
 # Code lines (neither blank, comment nor docstring) that a room may have; the files beside the rooms are "". A commit
 # that needs more changes the number, and says why.
 BUDGETS = {
-    "": 511,
+    "": 508,
     "attention": 600,
     "bench": 4705,
     "cli": 2450,
     "core": 1511,
-    "data": 1535,
+    "data": 1493,
     "generation": 953,
     "kernels": 5585,
     "measure": 1450,
@@ -237,8 +237,8 @@ BUDGETS = {
     "parallel": 2556,
     "profile": 968,
     "recipe": 1219,
-    "storage": 396,
-    "tokenizer": 1919,
+    "storage": 376,
+    "tokenizer": 1828,
     "training": 4825,
 }
 

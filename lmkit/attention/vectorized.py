@@ -11,13 +11,7 @@ from lmkit.registry import ATTENTION
 
 
 @ATTENTION.register(
-    "vectorized",
-    order=2,
-    aliases=("vectorized_torch",),
-    masks=True,
-    windows=True,
-    second_derivatives=True,
-    keeps_scores=True,
+    "vectorized", order=2, aliases=("vectorized_torch",), masks=True, windows=True, keeps_scores=True
 )
 def vectorized(
     q: Tensor,

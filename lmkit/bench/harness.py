@@ -44,7 +44,7 @@ from lmkit.measure.statistics import PairedRatio, spread
 from lmkit.measure.tables import Rows, row_files, wrote
 from lmkit.recipe.run_folder import ENVIRONMENT, RECIPE, refuse_results
 from lmkit.registry import BENCHES
-from lmkit.storage import FolderLock, write_atomic
+from lmkit.storage.atomic import FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress
 

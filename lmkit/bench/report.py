@@ -16,7 +16,7 @@ from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.measure.tables import Rows, grouped
 from lmkit.recipe.run_folder import ENVIRONMENT
 from lmkit.registry import BENCHES
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_existing
 

@@ -32,8 +32,7 @@ from lmkit.parallel.place import read_place
 from lmkit.recipe import END_OF_TEXT, run_folder
 from lmkit.recipe.load import load_recipe, required, save_recipe, shipped_recipes
 from lmkit.recipe.recipe import Recipe, differences, is_under, refused
-from lmkit.storage import FolderLock, keep_damaged, remove_partials, write_atomic
-from lmkit.storage.atomic import noted_digest
+from lmkit.storage.atomic import FolderLock, keep_damaged, noted_digest, remove_partials, write_atomic
 from lmkit.storage.inputs import read_input, read_object
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress

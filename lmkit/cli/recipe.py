@@ -66,7 +66,7 @@ def copy(recipe: str, output: Path, force: bool = False) -> Result:
         output: The new file.
     """
     from lmkit.recipe.load import find_recipe
-    from lmkit.storage import write_atomic
+    from lmkit.storage.atomic import write_atomic
     from lmkit.storage.inputs import read_input
     from lmkit.storage.outputs import refuse_existing
 

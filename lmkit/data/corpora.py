@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import logging
@@ -21,12 +22,11 @@ from lmkit.data.synth import write_stories
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe import END_OF_TEXT
 from lmkit.recipe.tables import CorpusConfig
-from lmkit.storage import atomic_path, scratch_folder
-from lmkit.storage.atomic import naming
+from lmkit.storage.atomic import atomic_path, naming, scratch_folder
 from lmkit.storage.inputs import open_input
 from lmkit.storage.outputs import refuse_too_large
 from lmkit.streams import Progress
-from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, valid_utf8
+from lmkit.tokenizer.chunks import Chunk, ErrorMode, text_file_status, unreadable, valid_utf8
 from lmkit.tokenizer.engine import CHUNK_BYTES
 from lmkit.tokenizer.marks import no_end_of_text
 
@@ -94,14 +94,12 @@ def prepare_corpus(
 
         train, valid = download_dataset(table.source, table.folder, progress=progress)
     else:
-        for key, paths in (("corpus.train", table.train), ("corpus.valid", table.valid)):
+        given = (("corpus.train", table.train, train), ("corpus.valid", table.valid, valid))
+        for key, paths, _ in given:
             _check_files(key, paths)
         check_corpus(table, folder)
         parts = []
-        for key, paths, target in (
-            ("corpus.train", table.train, train),
-            ("corpus.valid", table.valid, valid),
-        ):
+        for key, paths, target in given:
             if not paths:  # a part of the training text is held out
                 continue
             if table.valid and table.source == "files" and not any(map(_is_converted, paths)):
@@ -121,9 +119,8 @@ def check_corpus(table: CorpusConfig, folder: Path) -> None:
     """Refuse a corpus that `prepare_corpus` could not make, before anything is made.
 
     Raises:
-        UsageError: generated text is larger than what is free on the disk of `folder` ("output.too_large"); a file
-            is named twice, so that its documents would be learned and held out ("corpus.named_twice"); no file holds
-            JSON, and there is a field ("corpus.unused_field").
+        UsageError: more text than is free on the disk of `folder` ("output.too_large"); a file is named twice, and
+            would be learned and held out ("corpus.named_twice"); no file has the field ("corpus.unused_field").
     """
     if table.source == "files" and table.field != "text":
         refuse_unused_field("corpus.field", (*table.train, *table.valid))
@@ -157,10 +154,7 @@ def plain_text_files(
         mark: ends a document in text files.
         separator: left out at the end of the text of a JSON object.
 
-    Raises:
-        UsageError: such a file is missing or has no text ("corpus.empty"), or a line has no "text"
-            ("corpus.no_field"); no file holds JSON, and there is a field ("corpus.unused_field").
-        LmkitError: as `prepare_corpus`.
+    Errors are those of `prepare_corpus`; UsageError: a field, and no file holds JSON ("corpus.unused_field").
     """
     texts = as_paths(paths)
     if field is not None:
@@ -194,8 +188,7 @@ def refuse_unused_field(key: str, paths: Sequence[Path]) -> None:
 def mark_of(paths: Sequence[Path], separator: str | None, end: str | None) -> str | None:
     """Return what ends a document when files are one text: `separator` in text files, `end` in JSON objects.
 
-    Raises:
-        UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
+    UsageError: there is a separator, and there are files of both kinds ("corpus.mixed_kinds").
     """
     kinds = set(map(holds_json, paths))
     if separator is not None and len(kinds) > 1:
@@ -236,8 +229,7 @@ def _hold_out(train: Path, valid: Path, table: CorpusConfig, mark: str | None) -
 
 
 def _find_cut(file: BinaryIO, table: CorpusConfig, mark: str | None) -> int:
-    """Return the offset at which the held-out part begins: between documents, else lines, else characters; the first
-    of them that is near the wanted offset."""
+    """Return where the held-out part begins: between documents, lines or characters, the first that is near."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         size = len(text)
         # White space at the end is no text to hold out.
@@ -322,8 +314,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, IO[bytes] | gzip.GzipFile]]:
     try:
         file = open_input(path, pipes=True)
     except OSError as error:
-        hint = "give the path of a text file"
-        raise UsageError("text.unreadable", f"{path}: {reason(error)}", hint=hint) from error
+        raise unreadable(path, reason(error)) from error
     with file:
         if path.suffix.lower() != ".gz":
             yield file, file
@@ -342,10 +333,9 @@ def _text_pieces(stream: IO[bytes] | gzip.GzipFile, path: Path, table: CorpusCon
     data, offset = b"", 0
     while block := stream.read(CHUNK_BYTES):
         data += block
-        # Every byte but 10xxxxxx begins a character, which may not end here. Four of these in a row do not.
-        last = range(len(data) - 1, max(-1, len(data) - 5), -1)
-        begins = (index + (data[index] < 0x80) for index in last if data[index] & 0xC0 != 0x80)
-        cut = next(begins, len(data))
+        _, cut = codecs.utf_8_decode(
+            data, "replace", False
+        )  # without the beginning of a character at the end
         yield valid_utf8(Chunk(0, offset, cut, data[:cut]), path, table.errors)
         data, offset = data[cut:], offset + cut
     if data:

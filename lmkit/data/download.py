@@ -35,8 +35,7 @@ from typing import IO, Any
 
 from lmkit.errors import LmkitError, reason
 from lmkit.registry import DATASETS
-from lmkit.storage import FolderLock, atomic_path, sha256_file, write_atomic
-from lmkit.storage.atomic import PARTIAL_SUFFIX, naming
+from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, atomic_path, naming, sha256_file, write_atomic
 from lmkit.storage.inputs import open_input, read_input
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.streams import Progress
@@ -50,12 +49,9 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A text file of a dataset.
+    """A text file of a dataset: its name in the folder of downloads and on the server. `.gz` files are unpacked.
 
-    Attributes:
-        name: the file's name in the folder of downloads.
-        remote: the file's name on the server; `.gz` files are unpacked.
-        max_bytes: limit of both download and unpacked text, so that a small archive cannot fill the disk.
+    `max_bytes` limits both download and unpacked text, so that a small archive cannot fill the disk.
     """
 
     name: str
@@ -107,11 +103,10 @@ def download_dataset(
     `progress` is called with (stage, bytes done, bytes in all or 0 if the server does not say).
 
     Raises:
-        UsageError: no dataset has this name ("registry.unknown_name").
         LmkitError: the server cannot be reached or lacks the file ("download.failed"); the digest is wrong
-            ("download.wrong_digest") or the file too large ("download.too_large"), in which case the download is
-            removed; the archive is damaged ("download.damaged"); another file has the name ("download.file_exists");
-            a file in `folder` changed since it was fetched ("download.changed"); the disk refuses ("download.disk").
+            ("download.wrong_digest") or the file too large ("download.too_large"): the download is removed; the
+            archive is damaged ("download.damaged"); another file has the name ("download.file_exists"); a file
+            changed since it was fetched ("download.changed"); the disk refuses ("download.disk").
     """
     if isinstance(dataset, str):
         dataset = DATASETS.load(dataset)()
@@ -122,9 +117,8 @@ def download_dataset(
     files = dataset.train, dataset.valid
     with FolderLock(folder):
         for file in files:
-            path, fetched = folder / file.name, folder / file.name
-            if file.remote.endswith(".gz"):
-                fetched = folder / file.remote
+            path = folder / file.name
+            fetched = folder / file.remote if file.remote.endswith(".gz") else path
             if _is_complete(path):
                 continue
             if fetched == path or not _is_complete(fetched):
@@ -160,10 +154,7 @@ def _refuse_to_replace(path: Path) -> None:
 
 
 def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
-    """Download a file, again after failures of the network; check and record its digest.
-
-    The bytes so far lie in `<name>.lmkit-partial`, and a note of their version beside it.
-    """
+    """Download a file by `<name>.lmkit-partial`, again after failures of the network; check and record its digest."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     note = partial.with_name(partial.name + ".json")
     failure = ""
@@ -200,10 +191,8 @@ def _fetch(url: str, path: Path, max_bytes: int, report: Progress) -> None:
 def _receive(url: str, partial: Path, note: Path, max_bytes: int, report: Progress) -> str:
     """Request the bytes that `partial` lacks, and append them. Return the digest that the server promised, or "".
 
-    `note` holds the entity tag, size and digest of the version that `partial` is of.
-
-    Raises:
-        OSError, http.client.HTTPException: the bytes received stay for the next attempt.
+    `note` holds the entity tag, size and digest of the version that `partial` is of. After an error of the network,
+    the bytes received stay for the next attempt.
     """
     etag, size, digest = json.loads(read_input(note)) if note.exists() else ("", 0, "")
     headers = {"User-Agent": "lmkit"}
@@ -243,10 +232,8 @@ def _receive(url: str, partial: Path, note: Path, max_bytes: int, report: Progre
 
 
 class _KeepDigest(urllib.request.HTTPRedirectHandler):
-    """Keep the digest that the hub sends with its redirect to the storage: urllib would drop it.
-
-    A renamed repository redirects once more before that, without a digest.
-    """
+    """Keep the digest that the hub sends with its redirect to the storage: urllib would drop it. A renamed repository
+    redirects once more before that, without a digest."""
 
     digest = ""
 

@@ -103,43 +103,31 @@ def encode_corpus(
             known = {token: i for token, i in specials.ids.items() if token.text != mark}
             specials = SpecialTokens({**known, AddedToken(mark): tokenizer.special_ids[end]})
         files = TextFiles(texts, specials, errors)
-        encoding = _Encoding(files, specials, tokenizer, mark, paths)
-        return encoding.write(output, workers or usable_cpus(), progress)
+        return _Encoding(files, tokenizer, mark, paths).write(output, workers or usable_cpus(), progress)
 
 
 class _Encoded(NamedTuple):
-    """A chunk's ids, without prefixes and suffixes, the indices of its end-of-text tokens, the bytes of its text, how
-    often it has `END_OF_TEXT` as ordinary text, and special tokens inside documents, with their number. `sizes`: see
-    `_Encoding._sizes_in`."""
+    """A chunk's ids, without prefixes and suffixes; the indices of its end-of-text tokens; the bytes of its text; how
+    often it has `END_OF_TEXT` as ordinary text; its other special tokens; `sizes`: see `_Encoding._sizes_in`."""
 
     ids: np.ndarray
     ends: np.ndarray
     num_bytes: int
     unknown_marks: int
-    inside: Counter[int] | None
+    inside: Counter[int]
     sizes: list[int]
 
 
 class _Encoding:
-    """Text files on their way into a token file.
+    """Text files on their way into a token file. `mark`, one of their special tokens, ends a document (None: each
+    file is one). `sources`: the files as the user knows them."""
 
-    `specials` are the tokenizer's, and `mark`, which ends a document (None: each file is one). `sources`: the files
-    as the user knows them.
-    """
-
-    def __init__(
-        self,
-        files: TextFiles,
-        specials: SpecialTokens,
-        tokenizer: Tokenizer,
-        mark: str | None,
-        sources: list[Path],
-    ) -> None:
-        self._files, self._specials, self._tokenizer, self._sources = files, specials, tokenizer, sources
+    def __init__(self, files: TextFiles, tokenizer: Tokenizer, mark: str | None, sources: list[Path]) -> None:
+        self._files, self._tokenizer, self._sources = files, tokenizer, sources
         self._mark = b"" if mark is None else mark.encode()
         # Another spelling of the end-of-text token than the tokenizer's is no text either.
         self._longer = len(self._mark) - len((tokenizer.marks.end or "").encode())
-        is_known = END_OF_TEXT in map(attrgetter("text"), specials.ids)
+        is_known = END_OF_TEXT in map(attrgetter("text"), files.specials.ids)
         self._unknown = b"" if is_known else END_OF_TEXT.encode()
         self._digest = hashlib.sha256()
         # Whether tokens have other bytes than the text.
@@ -150,9 +138,8 @@ class _Encoding:
         num_bytes = done_bytes = unknown_marks = open_size = 0
         inside: Counter[int] = Counter()
         begins = True  # whether the next token begins a document
-        threads = []  # an encoder serves one
-        for _ in range(workers):
-            threads.append(partial(self._encode, new_encoder(tokenizer.merge_table)))
+        # An encoder serves one thread.
+        threads = [partial(self._encode, new_encoder(tokenizer.merge_table)) for _ in range(workers)]
         with (
             TokenFileWriter(
                 output, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
@@ -167,8 +154,7 @@ class _Encoding:
                 writer.append(ids, documents=documents, sizes=sizes)
                 num_bytes += encoded.num_bytes
                 unknown_marks += encoded.unknown_marks
-                if encoded.inside:
-                    inside.update(encoded.inside)
+                inside.update(encoded.inside)
                 done_bytes += chunk.num_bytes
                 if progress is not None:
                     progress("encode", done_bytes, files.num_bytes)
@@ -211,32 +197,27 @@ class _Encoding:
     def _encode(self, encoder: Encoder, chunk: Chunk) -> _Encoded:
         tokenizer, end = self._tokenizer, self._tokenizer.end_of_text_id
         text = valid_utf8(chunk, self._files.paths[chunk.source], self._files.errors)
-        ids, places = encoder.encode_and_find(text, self._specials)
+        ids, places = encoder.encode_and_find(text, self._files.specials)
         places, no_text = tokenizer.specials_in(ids, places)
         ends = places[ids[places] == end]
         if self._longer:
             no_text += self._longer * text.count(self._mark)
         unknown_marks = text.count(self._unknown) if self._unknown else 0
         sizes = self._sizes_in(text, len(places), len(ends)) if self._is_sized else [0]
-        inside = None
-        if len(places) > len(ends):
-            inside = Counter(ids[places].tolist())
-            for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
-                inside.pop(frame, None)
+        inside = Counter(ids[places].tolist() if len(places) > len(ends) else ())
+        for frame in (end, *tokenizer.prefix, *tokenizer.suffix, tokenizer.start_id):
+            inside.pop(frame, None)
         return _Encoded(ids, ends, len(text) - no_text, unknown_marks, inside, sizes)
 
     def _sizes_in(self, text: bytes, num_specials: int, num_ends: int) -> list[int]:
-        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one.
-
-        Args:
-            num_specials, num_ends: how many special tokens the chunk has, and how many of them end a text.
-        """
+        """Return the bytes of the text before each end-of-text token of a chunk, and behind the last one, given how
+        many special tokens the chunk has, and how many of them end a text."""
         parts = text.split(self._mark) if self._mark else [text]
         if num_specials == num_ends == len(parts) - 1:
             return list(map(len, parts))
         sizes, tokenizer = [0], self._tokenizer
         marks = {*tokenizer.special_ids.values()} - {tokenizer.unk_id}
-        for part, token_id in self._specials.split(text):
+        for part, token_id in self._files.specials.split(text):
             sizes[-1] += len(part)
             if token_id == tokenizer.end_of_text_id and token_id is not None:
                 sizes.append(0)
@@ -250,12 +231,8 @@ def _framed(
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Put prefix and suffix around the documents of a chunk.
 
-    Args:
-        ends: indices of the end-of-text tokens.
-        begins: whether the first id begins a document.
-
-    Returns:
-        ids, the indices at which documents begin, and whether the id after the last one begins a document.
+    `ends` are the indices of the end-of-text tokens, `begins` says whether the first id begins a document. Return the
+    ids, the indices at which documents begin, and whether the id after the last one begins a document.
     """
     if not len(ids):
         return ids, np.empty(0, np.int64), begins
@@ -289,10 +266,7 @@ def encode_chat(
     The assistant's words count, with the token that ends its turn. The end-of-text token ends every conversation,
     unless it ends its last message. A conversation is a document.
 
-    Raises:
-        UsageError: a line is no conversation (`messages_of`), or there is no word of an assistant to learn in all of
-            them ("chat.no_answer").
-        LmkitError: a line is not JSON, or not UTF-8.
+    Errors are those of `messages_of`; UsageError: there is no word of an assistant to learn ("chat.no_answer").
     """
     from lmkit.tokenizer.chat import Part
 

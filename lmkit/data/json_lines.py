@@ -57,9 +57,8 @@ def json_records(
     """Yield the place, for errors, and the content of every line that is not blank; of a file that holds one JSON
     array, of every item.
 
-    Raises:
-        LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
-            UTF-8; it is an error or becomes U+FFFD, as `errors` says.
+    LmkitError: a line is too long, not JSON or not UTF-8. Half a surrogate pair (`\\ud800`) is valid JSON and no
+    UTF-8; it is an error or becomes U+FFFD, as `errors` says.
     """
     if path.name.lower().removesuffix(".gz").endswith(".json"):
         data = _read_line(stream.read, str(path))
@@ -97,11 +96,7 @@ def _read_line(read: Callable[[int], bytes], where: str) -> bytes:
 
 
 def _without_halves(record: Any, source: str, where: str, errors: ErrorMode) -> Any:
-    """Return the content of a line, `source`, with U+FFFD in place of surrogates that are in no pair.
-
-    Raises:
-        LmkitError: there are such, and `errors` is "strict".
-    """
+    """Return a record with U+FFFD for surrogates without their other half; LmkitError if `errors` is "strict"."""
     if not _SURROGATE.search(source):
         return record
     text = json.dumps(record, ensure_ascii=False)
@@ -122,10 +117,8 @@ def is_learned(
 ) -> bool:
     """Return whether a model shall learn a line or a message.
 
-    Keys of `learned` say so, and those of `lost` may not hold anything; `field` is the key that holds the text.
-
-    Raises:
-        UsageError: a key changes what a model reads or learns, and lmkit cannot follow it ("corpus.unsupported_key").
+    Keys of `learned` say so; `field` is the key that holds the text. UsageError: a key of `lost` holds anything, or
+    one of `learned` is neither 0 nor 1 ("corpus.unsupported_key").
     """
     for key in lost:
         value = keys.get(key)
@@ -147,9 +140,8 @@ def is_learned(
 def messages_of(record: Any, where: str) -> list[Message]:
     """Return the messages of a conversation, the content of a JSON line; `where` names the line in errors.
 
-    Raises:
-        UsageError: it has no messages ("chat.no_messages"), or one that is not a role of `ROLES` with a text
-            ("chat.wrong_message"); a key changes what a model reads or learns ("corpus.unsupported_key").
+    UsageError: no messages ("chat.no_messages"), or one without a role of `ROLES` or a text ("chat.wrong_message"); a
+    key changes what a model reads or learns ("corpus.unsupported_key").
     """
     from lmkit.tokenizer.chat import ROLES, Message
 

@@ -61,14 +61,12 @@ class PackedBatches(Sampler):
 
     @property
     def seen_context(self) -> float:
-        """The context length with as many visible tokens on average: in a packed row, a token sees only its own
-        document."""
+        """The context length with as many visible tokens on average: a token sees only its own document."""
         context = self.context_length
         whole, rest = np.divmod(self._lengths, context)
         return float((whole * context**2 + rest**2).sum() / len(self.tokens))
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
         count = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * count
         shape = (self.accumulation, count // self.accumulation, self.context_length)
@@ -149,8 +147,8 @@ def pack(documents: list[Piece], sizes: list[int]) -> list[list[Piece]]:
 class _Shelf:
     """Documents by length, to be taken one by one.
 
-    Bit n of `_there` says whether there is one of n tokens, up to the longest row; bit longest - n of `_backwards`
-    says the same. Shifted over each other, they show all pairs that fill a gap at once.
+    Bit n of `_there` says whether there is one of n tokens, up to the longest row; so does bit longest - n of
+    `_backwards`. Shifted over each other, they show all pairs that fill a gap at once.
     """
 
     def __init__(self, documents: list[Piece], longest: int) -> None:
@@ -197,17 +195,12 @@ class ShuffledBatches(FileSampler):
 
     An epoch cuts the file into consecutive windows of T tokens, the context length, from a random token on; they come
     in random order. Epochs follow one another without a gap. Windows that are drawn with replacement leave out e^-n
-    of the tokens in n epochs: a model that sees a small text three times overfits sooner.
+    of the tokens in n epochs. Arguments and errors are those of `FileSampler`; `per_epoch`: windows of an epoch.
 
         >>> batches = ShuffledBatches(np.arange(1000), batch_size=4, context_length=8, seed=0)
         >>> starts = sorted(batches.start(row) for row in range(batches.per_epoch))
         >>> set(np.diff(starts).tolist())
         {8}
-
-    Arguments and errors are those of `FileSampler`.
-
-    Attributes:
-        per_epoch: windows of an epoch.
     """
 
     def __post_init__(self) -> None:
@@ -217,7 +210,6 @@ class ShuffledBatches(FileSampler):
         self._order = lru_cache(maxsize=2)(self._drawn)  # of one object, not of the class: orders are large
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's (inputs, targets) of `step`, each int64 (accumulation, rows, context_length)."""
         count = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * count
         return self._cut([self.start(row) for row in range(first, first + count)])

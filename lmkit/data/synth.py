@@ -9,7 +9,7 @@ A story is drawn from a grammar. In its rules
     //       begins a paragraph
 
 and words of `VOICE` are facts, too. Facts hold a story together: the kite that is lost in the first paragraph is the
-kite that is found in the last. They give a language model something to learn beyond pairs of words.
+kite that is found in the last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from lmkit.errors import UsageError
 from lmkit.recipe import END_OF_TEXT
-from lmkit.storage import atomic_path
+from lmkit.storage.atomic import atomic_path
 from lmkit.storage.outputs import refuse_existing, refuse_too_large
 from lmkit.streams import Progress
 
@@ -170,10 +170,8 @@ class _Story(dict[str, str]):
 
 
 def generate_stories(seed: int) -> Iterator[str]:
-    """Yield stories without end, each closed by a line break.
-
-    Python promises to keep the numbers of `random.Random.random` for a seed: everything is drawn with it.
-    """
+    """Yield stories without end, each closed by a line break. Everything is drawn with `random.Random.random`, whose
+    numbers Python promises to keep for a seed."""
     draw = random.Random(seed).random
     while True:
         text = _Story(draw).expand(_RULES["story"]).replace(" // ", "\n\n")
@@ -201,9 +199,8 @@ def write_stories(
         force: replace a file that exists.
         progress: called with ("stories", bytes written, bytes wanted).
 
-    Raises:
-        UsageError: `size_mb` is not a finite positive number ("synth.size"), or is more than the disk has
-            free ("output.too_large"); the file exists ("output.exists").
+    UsageError: `size_mb` is not finite and positive ("synth.size"), or more than the disk has free
+    ("output.too_large"); the file exists ("output.exists").
     """
     if not 0 < size_mb < math.inf:
         raise UsageError("synth.size", f"size_mb: {size_mb} is not a size", hint="for example --size-mb 20")

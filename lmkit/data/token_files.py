@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import RECIPE, read_record, token_file
-from lmkit.storage import atomic_path, write_atomic
+from lmkit.storage.atomic import atomic_path, write_atomic
 from lmkit.storage.inputs import open_input, read_object
 
 FORMAT = 2
@@ -44,7 +44,6 @@ _HEADER = re.compile(
 )
 _WRITE_BACK_BYTES = 1 << 22  # passed to the disk at a time
 _CHECK_TOKENS = 1 << 24  # compared at a time when ids are checked
-_COUNTS_AT_ONCE = 1 << 12  # appended parts whose bits wait to be written
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -102,11 +101,8 @@ class TokenFileWriter:
         ...     writer.append(ids, documents=[0])
         ...     writer.finish(num_bytes=5, source_sha256=digest_of_text)
 
-    If the `with` block fails or ends without `finish`, no file is left.
-
-    Raises:
-        ValueError: `path` does not end in `.npy`.
-        UsageError: the description would replace another JSON file, such as the tokenizer ("tokens.replaces_json").
+    If the `with` block fails or ends without `finish`, no file is left. UsageError: the description would replace
+    another JSON file, such as the tokenizer ("tokens.replaces_json").
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: str, masked: bool = False) -> None:
@@ -120,7 +116,6 @@ class TokenFileWriter:
         self._write_back_from = 0
         self._meta: TokenMeta | None = None
         self._masked = masked
-        self._counts: list[np.ndarray] = []  # of tokens whose bits are not yet written
         self._counted_tokens = 0
 
     def __enter__(self) -> TokenFileWriter:
@@ -140,6 +135,7 @@ class TokenFileWriter:
             self._file, self._documents_file = files[:2]
             self._mask_file = files[-1]  # written to if `masked`
             self._sizes_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
+            self._counts_file = stack.enter_context(tempfile.TemporaryFile(dir=self._path.parent))
             self._write_header()
             self._stack = stack.pop_all()
         return self
@@ -166,15 +162,12 @@ class TokenFileWriter:
         documents: Sequence[int] | np.ndarray = (),
         sizes: Sequence[int] = (),
     ) -> None:
-        """Add ids at the end.
+        """Add ids at the end; ValueError: they are no integers of the vocabulary in one dimension.
 
         Args:
             counts: whether they count as targets.
             documents: indices of `ids` at which documents begin, ascending.
             sizes: bytes of the text of documents, in order: at the end of all documents or of none.
-
-        Raises:
-            ValueError: `ids` are not integers in one dimension, negative or beyond the vocabulary.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"ids must be integers in one dimension, got {ids.dtype} {ids.shape}")
@@ -189,26 +182,24 @@ class TokenFileWriter:
         self._num_tokens += len(ids)
         size = self._num_tokens * self._dtype.itemsize
         if size - self._write_back_from >= _WRITE_BACK_BYTES and sys.platform == "linux":
-            # Linux begins to write dirty pages back without waiting: little is left for the fsync at the end, which
-            # reports a failure.
+            # Linux begins to write dirty pages back without waiting: little is left for the fsync at the end.
             part = self._write_back_from, size - self._write_back_from
             os.posix_fadvise(self._file.fileno(), *part, os.POSIX_FADV_DONTNEED)
             self._write_back_from = size
         if self._masked:
-            self._counts.append(np.full(len(ids), counts))
+            self._counts_file.write(bytes([counts]) * len(ids))
             self._counted_tokens += len(ids) * counts
-            if len(self._counts) == _COUNTS_AT_ONCE:
-                self._write_mask()
 
     def finish(self, *, num_bytes: int, source_sha256: str, counted_bytes: int | None = None) -> TokenMeta:
         """Complete the file; it appears when the `with` block ends."""
         self._sizes_file.seek(0)
         shutil.copyfileobj(self._sizes_file, self._documents_file)
         self._documents_file.flush()
-        if self._masked:
-            self._write_mask(is_last=True)
-        header_end = self._write_header()
-        assert header_end + self._num_tokens * self._dtype.itemsize == os.fstat(self._file.fileno()).st_size
+        self._counts_file.seek(0)
+        while counts := self._counts_file.read(1 << 20):  # bits of whole bytes, but for the last one
+            self._mask_file.write(np.packbits(np.frombuffer(counts, bool)).data)
+        self._mask_file.flush()
+        self._write_header()
         self._meta = TokenMeta(
             tokenizer_sha256=self._tokenizer_sha256,
             vocab_size=self._vocab_size,
@@ -222,15 +213,7 @@ class TokenFileWriter:
         )
         return self._meta
 
-    def _write_mask(self, *, is_last: bool = False) -> None:
-        """Write the bits of whole bytes; at last also those of the byte that is not full."""
-        counts = np.concatenate(self._counts or [np.empty(0, bool)])
-        whole = len(counts) if is_last else len(counts) // 8 * 8
-        self._mask_file.write(np.packbits(counts[:whole]).data)
-        self._mask_file.flush()
-        self._counts = [counts[whole:]]
-
-    def _write_header(self) -> int:
+    def _write_header(self) -> None:
         # numpy leaves room in the header for the count to grow, so that it can be overwritten in place.
         self._file.seek(0)
         shape = {
@@ -239,9 +222,7 @@ class TokenFileWriter:
             "shape": (self._num_tokens,),
         }
         npy.write_array_header_1_0(self._file, shape)
-        end = self._file.tell()
         self._file.flush()
-        return end
 
 
 def open_tokens(path: str | Path, *, tokenizer_sha256: str | None = None) -> TokenFile:
@@ -298,8 +279,7 @@ def read_meta(path: Path) -> TokenMeta:
     try:
         content = read_object(sidecar, most_bytes=_MAX_SIDECAR_BYTES)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        raise _damaged(path, f"{sidecar}: {why}; it has to describe {path.name}") from None
+        raise _damaged(path, f"{sidecar}: {reason(error)}; it has to describe {path.name}") from None
     if content.get("format", FORMAT) != FORMAT:
         message = f"{sidecar}: format {content['format']!r}, but this lmkit reads {FORMAT}"
         raise LmkitError("tokens.other_format", message, hint="encode the text again, or upgrade lmkit")
@@ -314,8 +294,8 @@ def read_meta(path: Path) -> TokenMeta:
 def _map(path: Path, meta: TokenMeta) -> np.ndarray:
     """Map the ids of a token file, and check that all are in the vocabulary.
 
-    Only the one form in which numpy writes a flat array of numbers is accepted. numpy's own reader evaluates the
-    header as Python, fails with different errors for different damage, and may unpickle an array of objects.
+    Only the form in which numpy writes a flat array of numbers is accepted: numpy's own reader evaluates the header
+    as Python, fails with different errors for different damage, and may unpickle an array of objects.
     """
     with open_input(path) as file:
         magic = file.read(len(_MAGIC) + 2)
@@ -376,11 +356,7 @@ _log = logging.getLogger("lmkit")
 
 
 def document_starts(file: TokenFile) -> np.ndarray:
-    """Return the positions at which the documents of a token file begin.
-
-    Raises:
-        UsageError: the token file has no `.documents` file ("tokens.no_documents").
-    """
+    """Return the positions at which documents begin; UsageError: no `.documents` file ("tokens.no_documents")."""
     if file.documents is None:
         message = f"{_name(file.tokens)}: no .documents beside it says where its documents begin"
         hint = 'copy it, too, or encode the text again; or use data.sampling = "windows"'
@@ -391,9 +367,8 @@ def document_starts(file: TokenFile) -> np.ndarray:
 def starts_that_count(file: TokenFile, starts: np.ndarray, context_length: int) -> np.ndarray:
     """Return the document starts whose windows of `context_length` tokens have a target that counts.
 
-    Raises:
-        UsageError: no document is followed by enough tokens ("tokens.too_short"), or no target counts
-            ("tokens.no_targets").
+    UsageError: no document is followed by enough tokens ("tokens.too_short"), or no target counts
+    ("tokens.no_targets").
     """
     starts = starts[starts <= len(file.tokens) - context_length - 1]
     if len(starts) == 0:
@@ -427,11 +402,7 @@ def check_divisible(batch_size: int, ranks: int, accumulation: int) -> None:
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
-    """Refuse token ids that are too few for one window and its targets.
-
-    Raises:
-        UsageError: there are fewer than `context_length + 1` ids ("tokens.too_short"); names the file.
-    """
+    """Refuse fewer than `context_length + 1` token ids, one window and its targets ("tokens.too_short")."""
     if len(tokens) < context_length + 1:
         raise UsageError(
             "tokens.too_short",

@@ -10,16 +10,10 @@ if TYPE_CHECKING:  # a type checker would take the file of the same name
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "generate": "generate",
-        "generate_tokens": "generate",
-        "Generation": "generate",
-        "GenerateConfig": "generate",
-        "TextStream": "generate",
-        "Drawn": "generate",
-        "Interrupted": "generate",
-        "write_samples": "generate",
-        "Decoder": "decoder",
-        "KVCache": "decoder",
-        "Sampling": "decoder",
+        "generate": (
+            *("generate", "generate_tokens", "Generation", "GenerateConfig"),
+            *("TextStream", "Drawn", "Interrupted", "write_samples"),
+        ),
+        "decoder": ("Decoder", "KVCache", "Sampling"),
     },
 )

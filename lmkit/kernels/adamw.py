@@ -5,8 +5,7 @@ scalars that `lmkit.core.adamw.Scalars` explains:
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        w = kept w + rate m / (sqrt(v) + eps)
 
-`lmkit.core.adamw` states the same update as PyTorch operations, each of which goes through memory; the tests
-compare the two, and both with float64. A table on the device says where the tensors are.
+`lmkit.core.adamw` states the same update as PyTorch operations. A table on the device says where the tensors are.
 """
 
 from __future__ import annotations
@@ -126,11 +125,8 @@ def decide_kernel(
 def decide(decision: Tensor, step: Tensor, lr: Tensor, settings: Tensor) -> Tensor:
     """Return the scalars of an update, calculated on the device, for `AdamWLaunch`.
 
-    Args:
-        decision: a scalar; zero: the update changes nothing.
-        step: the number of the update, counted from 1; a scalar.
-        lr: the learning rate; a scalar.
-        settings: float64, both betas, eps and weight decay.
+    `decision`, `step` (counted from 1) and `lr` are scalars; a decision of zero changes nothing. `settings`: float64,
+    both betas, eps and weight decay.
     """
     decided = torch.empty(4, dtype=torch.float32, device=decision.device)
     with selected(decision.device):
@@ -167,15 +163,13 @@ class AdamWLaunch:
         """Update on the current stream of the tensors' device.
 
         Args:
-            params, grads, means, squares: contiguous; every list of one dtype of TYPES, the moments' the
-            parameters'.
+            params, grads, means, squares: contiguous, each of one dtype of TYPES, the moments' the parameters'.
             copies: receive the new parameters in their own dtype; as many as `params`, or none.
             scalars: beta1, beta2, kept, eps and rate, as `lmkit.core.adamw.Scalars` explains them.
             factor: multiplies every gradient; a float32 scalar on the device.
             decided: made by `decide`; takes the place of kept, eps and rate, and may call the update off.
 
-        Raises:
-            ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
+        ValueError: the tensors of one parameter differ in size, device or (moments) dtype.
         """
         arrays = [params, grads, means, squares, *([copies] if copies else [])]
         addresses = [[tensor.data_ptr() for tensor in array] for array in arrays]
@@ -230,11 +224,8 @@ class AdamWLaunch:
         self._addresses, self._sizes = addresses, sizes
 
     def for_graph(self) -> AdamWLaunch:
-        """Return a launch of the same tensors for a CUDA graph. Call its `send` after the capture.
-
-        It has a table already: memory that is allocated during a capture may be written to by what was captured
-        before, in every replay.
-        """
+        """Return a launch of the same tensors for a CUDA graph, with a table already: memory that is allocated during
+        a capture may be written to in every replay. Call its `send` after the capture."""
         launch = AdamWLaunch()
         if self._table is not None:
             launch._table, launch._owners = torch.empty_like(self._table), self._owners

@@ -72,9 +72,8 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,  # logits that share a maximum, so that it changes once for all of them
 ):  # fmt: skip
-    """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, so that the
-    second pass begins where the row is still in the cache. A row is padding from vocab_size to stride: that may be
-    overwritten."""
+    """One row a program, in two passes: forwards for the statistics, then backwards for the gradient, because the end
+    of the row is still in the cache. From vocab_size to stride a row is padding: that may be overwritten."""
     row = tl.program_id(0)
     logits = logits_pointer + row.to(tl.int64) * stride
     target = tl.load(targets_pointer + row)
@@ -163,13 +162,10 @@ def empty_logits(rows: int, weight: Tensor) -> Tensor:
 def cross_entropy_(
     logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor, *, gradient: bool = True
 ) -> None:
-    """Write the losses in nats, and in the place of the logits `scale` times their gradient.
+    """Write the losses in nats, and in the place of the logits (of `empty_logits`) `scale` times their gradient.
 
-    Args:
-        logits: made by `empty_logits`.
-        targets: (rows) int64; losses: (rows) float32; both contiguous.
-        scale: a float32 scalar on the device.
-        gradient: False leaves the logits as they are.
+    Targets (rows) int64 and losses (rows) float32 are contiguous; `scale` is a float32 scalar on the device. Without
+    `gradient` the logits stay.
     """
     if len(logits):
         calls((logits, targets, scale), (losses,), (gradient,))

@@ -95,12 +95,8 @@ sorted_calls = LaunchCache(_prepare_sorted)
 
 
 def gradient(grad: Tensor, ids: Tensor, vocab_size: int, deterministic: bool, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the table, (vocab_size, d_model), rounded once to `dtype`.
-
-    Args:
-        grad: (..., d_model), of the rows.
-        ids: (...) int64
-    """
+    """Return the gradient of the table, (vocab_size, d_model), rounded once to `dtype`, from the gradient of the
+    rows, (..., d_model)."""
     grad, ids = as_rows(grad), ids.reshape(-1)
     table = grad.new_zeros(vocab_size, grad.shape[1], dtype=dtype if deterministic else torch.float32)
     if len(ids) and deterministic:

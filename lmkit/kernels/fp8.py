@@ -37,10 +37,8 @@ def plain_cast_transposed(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x (rows, columns) in fp8 and its scales, float32 (rows, 1); columns are a multiple of 16.
-
-    A row with an infinity or NaN becomes NaN wherever it is multiplied.
-    """
+    """Return x (rows, columns) in fp8 and its scales, float32 (rows, 1); columns are a multiple of 16. A row with an
+    infinity or NaN becomes NaN wherever it is multiplied."""
     x = as_rows(x)
     cast, places = make_room(x)
     row_calls((x,), places, ())
@@ -48,8 +46,7 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_room(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return tensors for the cast of x (rows, columns) and its scales, and the same for a kernel, which writes
-    words."""
+    """Return tensors for the cast of x (rows, columns) and its scales, and the same for a kernel, as words."""
     low = torch.empty(x.shape, dtype=E4M3, device=x.device)
     scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     return (low, scale), (low.view(torch.int32), scale)
@@ -69,13 +66,9 @@ def take_cast(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def cast_transposed(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the transpose of x (rows, columns) in fp8, (columns, rows), and the scale once for each column.
+    """Return the transpose of x (rows, columns) in fp8, (columns, rows), and the scale of each column, (1, columns).
 
-    Args:
-        scale: float32, a scalar on the device: x / scale is stored. Rows are a multiple of 16.
-
-    Returns:
-        fp8 (columns, rows), float32 (1, columns).
+    scale: float32, a scalar on the device: x / scale is stored. Rows are a multiple of 16.
     """
     x = as_rows(x)
     rows, columns = x.shape

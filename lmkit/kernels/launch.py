@@ -100,12 +100,8 @@ def prepare_call(
     *,
     pdl: bool | None = None,
 ) -> Callable[[], None]:
-    """Prepare a launch on these very tensors, whose memory stays where it is.
-
-    Args:
-        pdl: whether the kernel begins before the previous kernel has ended (programmatic dependent launch), which its
-            parameter PDL says, too; None: it has none.
-    """
+    """Prepare a launch on these very tensors, whose memory stays where it is. `pdl`: whether the kernel begins before
+    the previous kernel has ended (programmatic dependent launch), as its parameter PDL says; None: it has none."""
     if pdl is not None:
         constants = {**constants, "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     start = prepare_launch(kernel, grid, tensors, numbers, constants)
@@ -116,9 +112,8 @@ def prepare_call(
 def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) -> Iterator[None]:
     """Record the launches of the block as a CUDA graph, with the options of `torch.cuda.graph`.
 
-    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. Where
-    PyTorch cannot end a recording, it stays on the stream of the graph, and its allocator in the recording; here the
-    stream is again what it was, and so is the allocator.
+    The garbage collector is off meanwhile: if it freed another graph, the recording would end with an error. If
+    PyTorch cannot end a recording, stream and allocator are again what they were.
     """
     collects, began = gc.isenabled(), False
     gc.disable()
@@ -138,11 +133,8 @@ def recording(graph: torch.cuda.CUDAGraph, *, pool: Any = None, **options: Any) 
 
 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End what the allocator does for a recording, if PyTorch could not end the recording.
-
-    Otherwise memory that several streams used would never be free again, and a `MemPool` that is freed would abort
-    the process.
-    """
+    """End what the allocator does for a recording that PyTorch could not end: memory of several streams would never
+    be free again, and freeing a `MemPool` would abort the process."""
     if TorchVersion(torch.__version__) >= RESET_RELEASES:
         return
     try:
@@ -214,8 +206,7 @@ def count_tiles(length: int, size: int) -> int:
 
 
 def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of the given strides:
-    (batch, seq, heads, head_dim), as slices of a fused projection have it, or (batch, heads, seq, head_dim)."""
+    """Return dense strides for a (batch, heads, seq, head_dim) tensor in the memory order of `strides`."""
     _, heads, length, head_dim = shape
     if strides[1] < strides[2]:
         return (length * heads * head_dim, head_dim, heads * head_dim, 1)
@@ -223,10 +214,7 @@ def strides_in_order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tup
 
 
 def empty_in_order_of(x: Tensor) -> Tensor:
-    """Return an uninitialised dense tensor shaped as x (batch, heads, seq, head_dim), in x's memory order.
-
-    Then the model's next view of the output needs no copy.
-    """
+    """Return an uninitialised dense tensor shaped as x (batch, heads, seq, head_dim), in x's memory order."""
     if x.is_contiguous():
         return torch.empty_like(x)
     return x.new_empty_strided(x.shape, strides_in_order_of(x.shape, x.stride()))

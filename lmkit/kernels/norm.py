@@ -7,8 +7,8 @@ layer reads. So the backward pass gets two gradients: dy, through the norm, and 
 
     dx = ddelta = dh + r (g - u mean(g u)),   g = dy gain        dgain = sum over rows of dy u
 
-Statistics are float32. Each program adds up the gain's gradient over its rows, and one sum over the programs follows:
-the same bits on every run.
+Statistics are float32. Each program adds up the gain's gradient over its rows. The sums of the programs are added in
+any order, or, if algorithms have to be deterministic, in one that gives the same bits on every run.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, its RMSNorm times gain). Differentiable once in x, delta and gain.
 
-    Args:
-        x: (..., d_model), the residual stream; the sum has its dtype.
-        delta: shaped as x, any float dtype.
-        gain: (d_model)
-        eps: added to the mean square.
-        dtype: of the norm; None takes x's.
+    x: (..., d_model), the residual stream; the sum has its dtype. delta: shaped as x, any float dtype. gain:
+    (d_model). eps: added to the mean square. dtype: of the norm; None takes x's.
     """
     normed, total = AddRMSNorm.apply(x, delta, gain, (eps, dtype or x.dtype))
     return total, normed
@@ -178,13 +174,8 @@ class AddRMSNorm(torch.autograd.Function):
 def _gradients(
     grad: Tensor, past: Tensor | None, total: Tensor, gain: Tensor, inverse_rms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (which is delta's too) and of gain, in their dtypes.
-
-    Unless algorithms have to be deterministic, the gain's is a sum in an order that changes from run to run.
-
-    Args:
-        grad, past: of the norm and of the sum (None: it has none).
-    """
+    """Return the gradients of x (which is delta's too) and of gain, in their dtypes, from those of the norm and of
+    the sum (None: it has none)."""
     grad, rows = as_rows(grad), as_rows(total)
     count, width = rows.shape
     per_sm = 8 if width <= 1024 else 4  # too few programs cannot keep the memory busy
@@ -204,17 +195,13 @@ def _gradients(
 #
 #     q' = q gain_q / sqrt(mean(q^2) + eps)        k' likewise, with its own gain
 #
-# v is copied. A decode step adds the bias of the projection in the same pass. The gains' gradients are the same bits
-# on every run.
+# v is copied. A decode step adds the bias of the projection in the same pass. The gains' gradients are reproducible.
 
 
 def heads_norm(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, kv_heads: int, *, eps: float = 1e-5) -> Tensor:
     """Return q|k|v with normalised queries and keys, a new tensor. Differentiable once in qkv and the gains.
 
-    Args:
-        qkv: (..., (heads + 2 kv_heads) * head_dim)
-        q_gain, k_gain: (head_dim)
-        eps: added to the mean square.
+    qkv: (..., (heads + 2 kv_heads) * head_dim); q_gain, k_gain: (head_dim); eps: added to the mean square.
     """
     return HeadsNorm.apply(qkv, q_gain, k_gain, kv_heads, eps)[0]
 
@@ -304,13 +291,8 @@ def _heads_launch(
 def prepare_heads_norm(
     qkv: Tensor, gains: tuple[Tensor, Tensor] | None, bias: Tensor | None, **sizes: Any
 ) -> Callable[[], None]:
-    """Prepare the launch that adds the bias, if there is one, and normalises queries and keys, if there are gains; in
-    place.
-
-    Args:
-        qkv: (tokens, (heads + 2 kv_heads) * head_dim), contiguous.
-        sizes: head_dim, kv_heads, eps.
-    """
+    """Prepare the launch that adds the bias, if there is one, and normalises queries and keys, if there are gains, in
+    place: qkv (tokens, (heads + 2 kv_heads) * head_dim), contiguous. `sizes`: head_dim, kv_heads, eps."""
     return prepare_call(*_heads_launch(qkv, gains, bias, qkv, **sizes))
 
 

@@ -36,10 +36,8 @@ def rope_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, reuse_grad: bool = Fal
 
 
 def rotate_(qkv: Tensor, cos_sin: Tensor, kv_heads: int, *, inverse: bool = False) -> None:
-    """Rotate q and k of a (batch, seq, channels) array with stride 1 along the channels, without autograd.
-
-    For gradients that attention's backward pass has written into one array.
-    """
+    """Rotate q and k of a (batch, seq, channels) array with stride 1 along the channels, without autograd: gradients
+    that attention's backward pass has written into one array."""
     _rotate(qkv, qkv, cos_sin, kv_heads, inverse)
     torch.autograd.graph.increment_version(qkv)
 

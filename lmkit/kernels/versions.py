@@ -121,10 +121,8 @@ def gluon_operations() -> SimpleNamespace:
 
 
 def _let_scalars_index() -> None:
-    """Let loop bounds work with NumPy 2.4 and later in the interpreter of Triton 3.6.
-
-    That interpreter holds a scalar as an array of one element and calls `int()` on it, which NumPy 2.4 refuses.
-    """
+    """Let loop bounds work in the interpreter of Triton 3.6, which holds a scalar as an array of one element and
+    calls `int()` on it: NumPy 2.4 refuses that."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -8,17 +8,11 @@ from lmkit.lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "AdamW": "adamw",
-        "decay_groups": "lmkit.core.adamw",
-        "HostAdamW": "host",
-        "Muon": "muon",
-        "orthogonalize": "muon",
-        "clip_gradients": "lmkit.core.step",
-        "clip_for": "lmkit.core.step",
-        "gradient_norm": "lmkit.core.step",
-        "cosine_lr": "lmkit.core.schedule",
-        "linear_lr": "lmkit.core.schedule",
-        "constant_lr": "lmkit.core.schedule",
-        "wsd_lr": "lmkit.core.schedule",
+        "adamw": ("AdamW",),
+        "lmkit.core.adamw": ("decay_groups",),
+        "host": ("HostAdamW",),
+        "muon": ("Muon", "orthogonalize"),
+        "lmkit.core.step": ("clip_gradients", "clip_for", "gradient_norm"),
+        "lmkit.core.schedule": ("cosine_lr", "linear_lr", "constant_lr", "wsd_lr"),
     },
 )

@@ -16,15 +16,9 @@ from lmkit.lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "DataParallel": "modules",
-        "FSDP": "modules",
-        "ParallelConfig": "strategy",
-        "Ranks": "ranks",
-        "ShardedOptimizer": "modules",
-        "Strategy": "strategy",
-        "build_strategy": "strategy",
-        "gather_full_parameters": "modules",
-        "process_group": "ranks",
-        "spawn_ranks": "launch",
+        "modules": ("DataParallel", "FSDP", "ShardedOptimizer", "gather_full_parameters"),
+        "strategy": ("ParallelConfig", "Strategy", "build_strategy"),
+        "ranks": ("Ranks", "process_group"),
+        "launch": ("spawn_ranks",),
     },
 )

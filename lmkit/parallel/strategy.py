@@ -102,7 +102,7 @@ class Strategy(Sync):
         facts = STRATEGIES.facts(self.config.strategy)
         if self.ranks.device.type != "cuda" or "nccl" not in str(dist.get_backend_config()):
             return "the ranks do not communicate by NCCL"
-        if facts.is_captured:
+        if facts.steps_alike and not facts.rival:
             return ""
         why = "is PyTorch's" if facts.rival else "makes steps that differ"
         return f"{self.config.strategy} {why}"

@@ -15,9 +15,8 @@ MAX_TOKEN_BYTES = 256
 MAX_VOCABULARY = (1 << 20) - 1
 """The merge search packs an id into 20 bits and needs one value for "no token"."""
 
-_TABLES = "Run Corpus Tokenizer Data Model Optimizer Train Parallel Checkpoint Generate Wandb"
+_NAMES = "Run Corpus Tokenizer Data Model Optimizer Train Parallel Checkpoint Generate Wandb"
+_TABLES = [f"{name}Config" for name in _NAMES.split()]
 __getattr__, __dir__, __all__ = lmkit.lazy.exports(
-    __name__,
-    {"load_recipe": "load", "recipe_to_toml": "load", "Recipe": "recipe"}
-    | {f"{name}Config": "tables" for name in _TABLES.split()},
+    __name__, {"load": ("load_recipe", "recipe_to_toml"), "recipe": ("Recipe",), "tables": _TABLES}
 )

@@ -181,7 +181,7 @@ def save_recipe(recipe: Recipe) -> None:
     with suppress(UsageError):  # it is damaged
         if path.exists() and read_toml(path) == tomllib.loads(text):
             return
-    from lmkit.storage import write_atomic  # not to load a recipe
+    from lmkit.storage.atomic import write_atomic  # not to load a recipe
 
     write_atomic(path, text)
 

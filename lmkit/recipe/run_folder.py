@@ -92,7 +92,7 @@ def is_entry(entry: Any) -> bool:
 
 def save_record(folder: Path, entries: Mapping[str, Any]) -> None:
     """Write the record `stages.json`, which makes the folder a run of lmkit."""
-    from lmkit.storage import write_atomic  # not to load a recipe
+    from lmkit.storage.atomic import write_atomic  # not to load a recipe
 
     write_atomic(folder / RECORD, json.dumps({**entries, _MARK: {"version": __version__}}, indent=1) + "\n")
 

@@ -30,12 +30,8 @@ _BLOCK = 1 << 20
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield `<path>.lmkit-partial` to write to; on success fsync it and rename it to `path`, else remove it.
 
-    The partial file lies in the same folder, so that the rename never crosses a file system. Missing parent
-    folders are created. A kill leaves the partial file behind: the next writer of `path` reuses it, and
-    `remove_partials` deletes it.
-
-    Raises:
-        LmkitError: another process is writing the same file ("storage.file_busy").
+    Missing parent folders are created. The next writer of `path` reuses what a kill leaves behind, and
+    `remove_partials` deletes it. LmkitError: another process is writing the same file ("storage.file_busy").
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -78,10 +74,10 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield the folder `<path>.lmkit-partial/` to write to; on success fsync and rename it to `path`, else remove it.
 
-    Missing parent folders are created. A kill leaves the partial folder behind: the next writer of `path` empties it.
+    Missing parent folders are created. The next writer of `path` empties what a kill leaves behind.
 
     Raises:
-        UsageError: `path` exists, and is not an empty folder, or one that no rename can replace ("output.exists").
+        UsageError: `path` is neither missing nor an empty folder, or no rename can replace it ("output.exists").
         LmkitError: another process is writing the same folder ("storage.file_busy").
     """
     # The real path of a link that leads to itself is that link.
@@ -115,10 +111,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(parent: Path | None) -> Iterator[Path]:
-    """Yield a temporary folder in `parent`, which is created; None: in the system's, which may be small.
-
-    A kill leaves it behind: the next scratch folder in the same parent deletes it.
-    """
+    """Yield a temporary folder in `parent`, which is created; None: in the system's, which may be small. The next
+    scratch folder in the same parent deletes what a kill leaves behind."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
         for left in parent.glob(f"*{_SCRATCH_SUFFIX}"):
@@ -148,10 +142,7 @@ def naming(what: object) -> Iterator[None]:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> list[Path]:
-    """Delete the partial files that killed processes left directly in `folder`; return their paths.
-
-    A partial file that a live process is writing stays.
-    """
+    """Delete the partial files in `folder` that no live process is writing; return their paths."""
     removed = []
     for partial in sorted(Path(folder).glob(f"*{PARTIAL_SUFFIX}")):
         if not partial.is_file():
@@ -182,13 +173,9 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 
 
 def noted_digest(path: Path, noted: Any) -> list[Any]:
-    """Return size, two times and SHA-256 of a file. It is read only if one of the first three is not as noted.
-
-    A change that restores size and modification time still changes the time of the inode.
-
-    Args:
-        noted: what this function returned before, read from a file that may be damaged.
-    """
+    """Return size, two times and SHA-256 of a file, which is read only if one of the first three is not as `noted`
+    (returned before, kept in a file that may be damaged). Who restores the size and the modification time still
+    changes the time of the inode."""
     facts = path.stat()
     state = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
     if isinstance(noted, list) and noted[:-1] == state and isinstance(noted[-1], str):
@@ -215,10 +202,8 @@ _LONGEST_NAME = 200
 def hold_file(path: Path) -> int | None:
     """Open and lock a file, creating it if it is missing.
 
-    Returns the descriptor (closing it releases the lock), or None if another process holds the lock.
-
-    Raises:
-        LmkitError: the file system has no locks ("storage.no_locks").
+    Return the descriptor (closing it releases the lock), or None if another process holds the lock. LmkitError: the
+    file system has no locks ("storage.no_locks").
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -240,14 +225,11 @@ def hold_file(path: Path) -> int | None:
 
 
 class FolderLock:
-    """Hold `folder/.lock` inside the `with` block; a second holder gets an error at once.
+    """Hold `folder/.lock` inside the `with` block, with the name of this process in it.
 
-    Missing folders are created. If the block fails and left them empty, they are removed again. The file names the
-    process that holds it. A held lock can be an argument of a new process of multiprocessing: then that process holds
-    it, too, until it ends.
-
-    Raises:
-        LmkitError: another process holds the lock ("storage.folder_busy").
+    Missing folders are created; if the block fails and left them empty, they are removed again. A held lock can be an
+    argument of a new process of multiprocessing, which then holds it, too. LmkitError: another process holds the lock
+    ("storage.folder_busy").
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

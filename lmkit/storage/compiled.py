@@ -21,16 +21,13 @@ _log = logging.getLogger("lmkit")
 def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> ctypes.CDLL:
     """Load a shared library from the cache, or build it first. Of several processes one builds and the others wait.
 
-    The name of a kept library has the hash of its content. One with other content is removed and built again: a
-    library that is cut would end the process.
+    The name of a kept library has the hash of its content. Other content is removed and built again: a library that
+    is cut would end the process.
 
     Args:
         name: contains a hash of everything that determines the library.
         build: writes the library to the path that it is given. Its errors pass through.
         what: for the warning where there is no folder to keep it in.
-
-    Raises:
-        OSError: the library cannot be loaded.
     """
     with ExitStack() as held:
         folder = kept = None
@@ -67,9 +64,8 @@ def load_compiled(name: str, build: Callable[[Path], None], *, what: str) -> cty
 
 
 def _warn(what: str, error: Exception) -> None:
-    why = reason(error) if isinstance(error, OSError) else str(error)
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    _log.warning("%s%s: %s is compiled again for each process", where, why, what)
+    _log.warning("%s%s: %s is compiled again for each process", where, reason(error), what)
 
 
 def _find(folder: Path, name: str) -> Path | None:

@@ -16,12 +16,6 @@ from typing import Any
 
 _HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _MOST_BYTES = 1 << 26  # of a JSON file
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def in_home(path: Path) -> Path:
@@ -30,18 +24,15 @@ def in_home(path: Path) -> Path:
 
 
 def open_input(path: str | os.PathLike[str], *, pipes: bool = False) -> BufferedReader:
-    """Open a file to read its bytes.
+    """Open a regular file to read its bytes. Errors are those of `open`; PermissionError: it is none.
 
-    Args:
-        pipes: whether it may be a named pipe, too: only a text that is read once from its beginning to its end.
-
-    Raises:
-        OSError: as `open`; a PermissionError for what is not a regular file.
+    pipes: it may be a named pipe, too: only a text that is read once from its beginning to its end.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    is_refused = kind in _KINDS and not (pipes and kind == stat.S_IFIFO)  # `open` refuses folders
-    if is_refused and not os.path.abspath(path).startswith(_HANDED_OVER):
-        raise PermissionError(errno.EPERM, f"is {_KINDS[kind]}, not a regular file", str(path))
+    mode = os.stat(path).st_mode
+    # `open` refuses folders.
+    is_taken = stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))
+    if not is_taken and not os.path.abspath(path).startswith(_HANDED_OVER):
+        raise PermissionError(errno.EPERM, "is not a regular file", str(path))
     return open(path, "rb")
 
 
@@ -55,12 +46,7 @@ def read_input(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
 
 
 def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: says in a few words what is wrong with its content.
-    """
+    """Return the JSON object that a file holds; ValueError says in a few words what is wrong with its content."""
     with open_input(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -73,11 +59,7 @@ def read_object(path: Path, *, most_bytes: int = _MOST_BYTES) -> dict[str, Any]:
 
 
 def parse_json(text: str, kind: type = object) -> Any:
-    """Return what a text holds as JSON; kind: dict for an object.
-
-    Raises:
-        ValueError: says in a few words what is wrong with the text.
-    """
+    """Return what a text holds as JSON (kind: dict for an object); ValueError says in a few words what is wrong."""
     try:
         content = json.loads(text)
     except RecursionError:

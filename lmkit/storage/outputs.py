@@ -12,12 +12,8 @@ from lmkit.errors import UsageError, reason
 
 
 def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None:
-    """Refuse an output that exists, unless `force`, or whose folder cannot be written to.
-
-    Raises:
-        UsageError: the output exists ("output.exists"), or is a folder or another thing that is not a file
-            ("output.not_a_file": the hint names `such_as` in the folder), or cannot be written ("output.unwritable").
-    """
+    """Refuse an output that exists, unless `force` ("output.exists"), that is not a file ("output.not_a_file": the
+    hint names `such_as` in a folder), or that cannot be written ("output.unwritable")."""
     if output.is_dir():
         hint = f"name a file: {output / such_as}"
         raise UsageError("output.not_a_file", f"{output}: is a folder", hint=hint)
@@ -30,11 +26,7 @@ def refuse_existing(output: Path, *, force: bool, such_as: str = "NAME") -> None
 
 
 def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
-    """Refuse outputs that would replace a source, also through a link and with --force.
-
-    Raises:
-        UsageError: names the source ("output.replaces_source").
-    """
+    """Refuse outputs that would replace a source, also through a link and with --force ("output.replaces_source")."""
     written = list(outputs)
     places = list(map(os.path.realpath, written))
     for source in sources:
@@ -44,13 +36,10 @@ def refuse_replacing(outputs: Iterable[Path], sources: Iterable[Path]) -> None:
 
 
 def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
-    """Refuse a folder that cannot be created or written to, before time is spent on its content.
+    """Refuse a folder that cannot be created or written to ("output.unwritable").
 
     Tries to write a temporary file to the folder, or to the nearest parent that exists. `option` chooses another
     folder, for the hint; "" if it is no option.
-
-    Raises:
-        UsageError: names the obstacle ("output.unwritable").
     """
     place = folder
     try:
@@ -63,11 +52,7 @@ def refuse_unwritable(folder: Path, *, option: str = "--output") -> None:
 
 
 def refuse_too_large(output: Path, num_bytes: float) -> None:
-    """Refuse an output that is larger than what is free on its disk, before that is filled.
-
-    Raises:
-        UsageError: names both sizes ("output.too_large").
-    """
+    """Refuse an output that is larger than what is free on its disk ("output.too_large")."""
     free = shutil.disk_usage(_nearest(output.parent)).free
     if num_bytes > free:
         raise UsageError(

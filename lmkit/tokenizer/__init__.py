@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
-        "Tokenizer": "tokenizer",
-        "train_tokenizer": "training",
-        "inspect_tokenizer": "training",
-        "learn_merges": "lmkit.core.bpe",
-        "split_words": "pretokenize",
-        "PATTERN": "pretokenize",
-        "END_OF_TEXT": "pretokenize",
+        "tokenizer": ("Tokenizer",),
+        "training": ("train_tokenizer", "inspect_tokenizer"),
+        "lmkit.core.bpe": ("learn_merges",),
+        "pretokenize": ("split_words", "PATTERN", "END_OF_TEXT"),
     },
 )

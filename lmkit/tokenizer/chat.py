@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lmkit.errors import LmkitError, UsageError, reason
 from lmkit.recipe.run_folder import CHAT_TEMPLATE
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 from lmkit.tokenizer.pretokenize import split_words
 from lmkit.tokenizer.tokenizer import Tokenizer
@@ -25,16 +25,10 @@ ROLES = ("system", "user", "assistant")
 _ROLE = "{role}"
 _MOST_BYTES = 1 << 16
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DAMAGED_HINT = "copy it again; a template has the keys begin, before (with {role} in it) and after"
 
 
 class Message(NamedTuple):
-    """One turn of a conversation.
-
-    Attributes:
-        role: one of `ROLES`.
-        learned: whether a model shall learn to write it, if it is the assistant's.
-    """
+    """One turn of a conversation. `learned`: whether a model shall learn to write it, if it is the assistant's."""
 
     role: str
     content: str
@@ -52,13 +46,8 @@ class Part(NamedTuple):
 class ChatTemplate:
     """What stands around messages. White space at both ends of a message is dropped.
 
-    Attributes:
-        begin: begins every conversation.
-        before: stands before a message; `{role}` becomes its role.
-        after: stands after a message: a special token, which ends the assistant's turn, and perhaps white space.
-
-    Raises:
-        ValueError: a conversation could not be taken apart again.
+    `begin` begins every conversation; `before` stands before a message, with its role for `{role}`; `after` stands
+    after a message: a special token, which ends the assistant's turn, and perhaps white space.
 
     >>> CHATML.render([Message("user", "Hi"), Message("assistant", " Ho ")])
     '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHo<|im_end|>\\n'
@@ -97,9 +86,8 @@ class ChatTemplate:
     def check(self, tokenizer: Tokenizer, path: str | Path) -> None:
         """Refuse a tokenizer that does not keep the template's tokens apart from those of a message.
 
-        Raises:
-            UsageError: it lacks the special token at the end of a message ("chat.no_end"), or its words cross the
-                border between a message and what stands before it ("chat.border").
+        UsageError: it lacks the special token at the end of a message ("chat.no_end"), or its words cross the border
+        between a message and what stands before it ("chat.border").
         """
         if self.end not in tokenizer.special_ids:
             raise UsageError(
@@ -190,24 +178,13 @@ def named_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Read a `chat_template.json`.
-
-    Raises:
-        LmkitError: it is damaged ("chat.damaged_template").
-    """
-
-    def damaged(what: object) -> LmkitError:
-        return LmkitError("chat.damaged_template", f"{path}: {what}", hint=_DAMAGED_HINT)
-
+    """Read a `chat_template.json`; LmkitError: it is damaged ("chat.damaged_template")."""
     try:
         content = read_object(path, most_bytes=_MOST_BYTES)
-        if content.keys() != ChatTemplate.__dataclass_fields__.keys():
-            raise ValueError("not an object with begin, before and after")
-        for key, value in content.items():
-            if not isinstance(value, str):
-                raise ValueError(f"{key} is not a text")
+        are_texts = all(isinstance(value, str) for value in content.values())
+        if content.keys() != ChatTemplate.__dataclass_fields__.keys() or not are_texts:
+            raise ValueError("not an object with the texts begin, before and after")
         return ChatTemplate(**content)
-    except OSError as error:
-        raise damaged(reason(error)) from error
-    except ValueError as error:
-        raise damaged(error) from None
+    except (OSError, ValueError) as error:
+        hint = "copy it again; a template has the keys begin, before (with {role} in it) and after"
+        raise LmkitError("chat.damaged_template", f"{path}: {reason(error)}", hint=hint) from None

@@ -29,7 +29,8 @@ REPLACE = (
     'convert the file, or read what is invalid as U+FFFD: corpus.errors = "replace", or --errors replace'
 )
 
-_AFTER_LETTER = regex.compile(r"(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])")
+# Between a letter or number and another character that is no mark, or visible ASCII and a space; from the end
+_CUT = regex.compile(r"(?r)(?<=[\p{L}\p{N}])(?=[^\p{L}\p{N}\p{M}])|(?<=[!-~])(?= )")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _TRIES = 16  # places to try per window; some may lie in special tokens
 
@@ -44,36 +45,29 @@ class Chunk(NamedTuple):
 
 
 def text_file_status(path: Path) -> os.stat_result:
-    """Return the status of a text file.
-
-    Raises:
-        UsageError: the file is missing, or is not a regular file (a pipe could be read only once).
-    """
+    """Return the status of a regular file; UsageError for others (a pipe could be read only once)."""
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, reason(error)) from error
+        raise unreadable(path, reason(error)) from error
     if not stat.S_ISREG(status.st_mode):
         is_folder = stat.S_ISDIR(status.st_mode)
-        raise _unreadable(path, "is a directory" if is_folder else "is not a regular file")
+        raise unreadable(path, "is a directory" if is_folder else "is not a regular file")
     return status
 
 
 def read_blocks(path: Path, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the content of a file, `size` bytes at a time.
-
-    Raises:
-        UsageError: the file is missing or cannot be read.
-    """
+    """Yield the content of a file, `size` bytes at a time; UsageError if it cannot be read."""
     try:
         with open_input(path) as file:
             while block := file.read(size):
                 yield block
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise _unreadable(path, reason(error)) from error
+        raise unreadable(path, reason(error)) from error
 
 
-def _unreadable(path: Path, why: str) -> UsageError:
+def unreadable(path: Path, why: str) -> UsageError:
+    """Return the error for a text file that cannot be read."""
     return UsageError("text.unreadable", f"{path}: {why}", hint="give the path of a text file")
 
 
@@ -85,7 +79,7 @@ def exact_chunks(
     Memory: `size` bytes plus the longest stretch of text without a cut (usually one word).
 
     >>> [chunk.data for chunk in exact_chunks([b"one two thr", b"ee four"], SpecialTokens({}), size=10)]
-    [b'one', b' two three', b' four']
+    [b'one two', b' three', b' four']
     """
     waiting: list[bytes] = []
     length = offset = 0
@@ -112,44 +106,32 @@ def last_cut(data: bytes, specials: SpecialTokens) -> int:
     """Return the last offset at which `data` may be cut, whatever follows; 0 if there is none."""
     # The end of `data` may be the beginning of a special token or of a character.
     limit = len(data) - max(specials.longest, _LONGEST_CHARACTER)
-    window = 1 << 8
+    window = 1 << 6
     while True:
         low = max(0, limit - window)
-        for cuts in (_cuts_before_space, _cuts_after_letter):
-            for cut in itertools.islice(cuts(data, low, limit), _TRIES):
-                if not specials.would_be_cut(data, cut):
-                    return cut
+        for cut in itertools.islice(_cuts(data, low, limit), _TRIES):
+            if not specials.would_be_cut(data, cut):
+                return cut
         if low == 0:
             return 0
         window *= 16
 
 
-def _cuts_before_space(data: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield the places between a printable character of ASCII and a space, backwards."""
-    at = max(high, 0)
-    while (at := data.rfind(b" ", low + 1, at)) > 0:
-        if 0x21 <= data[at - 1] <= 0x7E:
-            yield at
-
-
-def _cuts_after_letter(data: bytes, low: int, high: int) -> Iterator[int]:
-    """Yield some of the last places behind a letter or number that no letter, number or mark follows, backwards."""
+def _cuts(data: bytes, low: int, high: int) -> Iterator[int]:
+    """Yield the places up to `high` that `_CUT` finds, from the last one on."""
     # Bytes that are not UTF-8 become surrogates, which are neither letters nor numbers.
     # Decode beyond `high`: a character that `high` divides would look like a surrogate after a letter.
     text = data[low:].decode("utf-8", "surrogateescape")
-    for match in list(_AFTER_LETTER.finditer(text))[: -2 * _TRIES - 1 : -1]:
+    for match in _CUT.finditer(text):
         cut = low + len(text[: match.start()].encode("utf-8", "surrogateescape"))
         if cut <= high:
             yield cut
 
 
 def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
-    """Return the chunk as valid UTF-8; with errors="replace", invalid bytes become U+FFFD.
+    """Return the chunk as valid UTF-8, without a byte order mark, with which some editors begin a file.
 
-    A byte order mark, with which some editors begin a file, is no text and is left out.
-
-    Raises:
-        LmkitError: the text is not UTF-8 and `errors` is "strict" ("text.not_utf8"); names the byte offset.
+    With errors="replace", invalid bytes become U+FFFD. "strict": LmkitError names the offset ("text.not_utf8").
     """
     bom = len(codecs.BOM_UTF8) if not chunk.offset and chunk.data.startswith(codecs.BOM_UTF8) else 0
     data = chunk.data[bom:] if bom else chunk.data
@@ -166,15 +148,12 @@ def valid_utf8(chunk: Chunk, path: Path, errors: ErrorMode) -> bytes:
 class TextFiles:
     """Text files to be read once, in chunks.
 
-    Raises:
-        UsageError: a file is missing or not a regular file ("text.unreadable"), or all are empty ("text.empty").
+    UsageError: a file is missing or not a regular file ("text.unreadable"), or all are empty ("text.empty").
     """
 
     def __init__(self, paths: Sequence[Path], specials: SpecialTokens, errors: ErrorMode) -> None:
-        self.paths, self._specials, self.errors = list(paths), specials, errors
-        self.sizes: list[int] = []
-        for path in paths:
-            self.sizes.append(text_file_status(path).st_size)
+        self.paths, self.specials, self.errors = list(paths), specials, errors
+        self.sizes = [text_file_status(path).st_size for path in paths]
         self.num_bytes = sum(self.sizes)
         if not self.num_bytes:
             names = ", ".join(map(str, paths)) or "no files"
@@ -183,14 +162,10 @@ class TextFiles:
             )
 
     def chunks(self, source: int) -> Iterator[Chunk]:
-        """Yield the chunks of file number `source`.
-
-        Raises:
-            LmkitError: the file changes meanwhile ("corpus.changed").
-        """
+        """Yield the chunks of file number `source`; LmkitError: it changes meanwhile ("corpus.changed")."""
         path, num_bytes = self.paths[source], 0
         before = text_file_status(path)
-        for chunk in exact_chunks(read_blocks(path), self._specials, source=source):
+        for chunk in exact_chunks(read_blocks(path), self.specials, source=source):
             num_bytes += chunk.num_bytes
             yield chunk
         # A write to the file changes its size or its time.

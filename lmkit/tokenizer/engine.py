@@ -26,14 +26,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from lmkit.core import bpe
 from lmkit.core.bpe import NEVER
 from lmkit.storage.compiled import load_compiled
-from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, character_classes, split_words, word_finder
+from lmkit.tokenizer.pretokenize import PATTERNS, SpecialTokens, character_classes, normal_form, word_finder
 
 CHUNK_BYTES = 1 << 18
 """Bytes of text to encode or count at a time: a chunk stays in the cache, and no thread waits long for another."""
@@ -48,7 +48,7 @@ _log = logging.getLogger("lmkit")
 def new_encoder(merges: MergeTable) -> Encoder:
     """Return a new encoder, for one thread: in C if the machine can compile it, otherwise in Python."""
     code = library()
-    encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
+    encoder: Encoder = PythonEncoder(merges) if code is None else NativeEncoder(code, merges)
     return NormalizingEncoder(encoder) if merges.nfc else encoder
 
 
@@ -73,8 +73,7 @@ def is_utf8(data: bytes) -> bool:
 # ---- in Python: `lmkit.core.bpe` has the algorithm to read
 
 _LONG_WORD = 64  # bytes; for a longer word a heap is faster than looking at every pair for each merge
-_MOST_WORDS = 1 << 20  # that a PythonEncoder remembers
-_LONGEST_REMEMBERED = 1 << 12  # characters
+_MOST_WORDS = 1 << 18  # that a PythonEncoder remembers
 
 
 class MergeTable(bpe.MergeTable):
@@ -173,7 +172,7 @@ class PythonCounter:
     def add(self, data: bytes) -> None:
         """Count the words of a chunk."""
         for text, special_id in self._specials.split(data):
-            self._words.update(split_words(text.decode()))
+            self._words.update(word_finder("gpt2")(text.decode()))
             self._num_special += special_id is not None
 
     def absorb(self, other: PythonCounter) -> None:
@@ -187,17 +186,8 @@ class PythonCounter:
         return WordCounts.from_mapping(counts, self._num_special)
 
 
-class Encoder(Protocol):
-    """Encodes chunks of text."""
-
-    def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a chunk and the indices of `specials` among them, both int32. Only `specials` count as
-        special tokens."""
-        ...
-
-
 class PythonEncoder:
-    """Encodes chunks of text. Accepts bytes that are not UTF-8: each counts as a punctuation mark.
+    """Encodes chunks of text. A byte that is not UTF-8 counts as a punctuation mark.
 
     >>> encoder = PythonEncoder(MergeTable(range(256), [(ord("h"), ord("i"), 256)]))
     >>> encoder.encode_and_find(b"hi<|end|>", SpecialTokens({"<|end|>": 257}))[0].tolist()
@@ -205,34 +195,22 @@ class PythonEncoder:
     """
 
     def __init__(self, merges: MergeTable) -> None:
-        self._known = _KnownWords(merges)
+        def ids_of(word: str) -> list[int]:
+            return merges.encode_word(word.encode("utf-8", "surrogateescape"))
+
+        self._ids_of = functools.lru_cache(_MOST_WORDS)(ids_of)
         self._find_words = word_finder(merges.pattern)
 
     def encode_and_find(self, data: bytes, specials: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-        if len(self._known) > _MOST_WORDS:  # memory stays bounded on endless text
-            self._known.clear()
+        """Return the ids of a chunk, and the indices of `specials` among them, both int32."""
         ids, places = array("i"), array("i")
         for text, special_id in specials.split(data):
             words = self._find_words(text.decode("utf-8", "surrogateescape"))
-            ids.extend(chain.from_iterable(map(self._known.__getitem__, words)))
+            ids.extend(chain.from_iterable(map(self._ids_of, words)))
             if special_id is not None:
                 places.append(len(ids))
                 ids.append(special_id)
         return np.array(ids, np.int32), np.array(places, np.int32)
-
-
-class _KnownWords(dict[str, list[int]]):
-    """word -> ids; a word that is not there is merged, and remembered unless it is very long."""
-
-    def __init__(self, merges: MergeTable) -> None:
-        super().__init__()
-        self._merges = merges
-
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._merges.encode_word(word.encode("utf-8", "surrogateescape"))
-        if len(word) <= _LONGEST_REMEMBERED:
-            self[word] = ids
-        return ids
 
 
 # ---- in C
@@ -275,11 +253,8 @@ class NativeEncoder:
 
 
 class NormalizingEncoder:
-    """Encodes in Unicode's normal form C what lies between special tokens.
-
-    Texts may be cut before a space, or between a letter or number and a character that is neither one of them nor a
-    mark: nothing composes across such a cut.
-    """
+    """Encodes in Unicode's normal form C what lies between special tokens. Nothing composes across a cut of
+    `chunks.exact_chunks`."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -289,9 +264,7 @@ class NormalizingEncoder:
             return self._encoder.encode_and_find(data, specials)
         parts, places, size = [], [], 0
         for text, special_id in specials.first.split(data):
-            normal = unicodedata.normalize("NFC", text.decode("utf-8", "surrogateescape"))
-            found = normal.encode("utf-8", "surrogateescape")
-            ids, inside = self._encoder.encode_and_find(found, specials.of_normal_form)
+            ids, inside = self._encoder.encode_and_find(normal_form(text), specials.of_normal_form)
             parts.append(ids)
             places.append(inside + np.int32(size))
             size += len(ids)
@@ -334,6 +307,7 @@ class NativeCounter:
         return WordCounts(text, lengths, counts, num_special)
 
 
+Encoder = NativeEncoder | PythonEncoder | NormalizingEncoder
 WordCounter = NativeCounter | PythonCounter
 
 
@@ -347,7 +321,7 @@ def library() -> ctypes.CDLL | None:
     try:
         code = load_compiled(name, functools.partial(_compile, compiler), what="the tokenizer's C code")
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("%s: the tokenizer runs in Python, much slower", _why_not_compiled(error))
+        _log.warning("no compiled code (%s): the tokenizer runs in Python, much slower", error)
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     data = (ctypes.c_char_p, size)
@@ -368,20 +342,13 @@ def library() -> ctypes.CDLL | None:
     return code
 
 
-def _why_not_compiled(error: OSError | subprocess.SubprocessError) -> str:
-    """Return why there is no compiled code; a compiler that failed is quoted."""
-    if not isinstance(error, subprocess.CalledProcessError):
-        return f"no compiled code ({error})"
-    lines = error.stderr.decode("utf-8", "replace").splitlines() or ["it said nothing"]
-    words = next((line for line in lines if "error" in line.lower()), lines[-1])
-    return f"the C compiler {error.cmd[0]} failed with exit code {error.returncode} ({words.strip()[:200]})"
-
-
 def _compile(compiler: str, output: Path) -> None:
     command = [*compiler.split(), *_FLAGS, "-o", str(output), str(_SOURCE)]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=120)
-    if not output.exists():
-        raise subprocess.CalledProcessError(done.returncode, command, stderr=b"it made no file")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+    if done.returncode or not output.exists():
+        lines = done.stderr.splitlines() or ["it said nothing"]
+        words = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise OSError(f"{compiler} failed with exit code {done.returncode}: {words.strip()[:200]}")
 
 
 # ---- threads
@@ -395,9 +362,9 @@ _AHEAD = 3  # chunks per worker that are under way or wait to be finished
 def share_out(items: Iterable[T], workers: Sequence[Callable[[T], R]]) -> Generator[tuple[T, R], None, None]:
     """Pass every item to a free worker; yield every item with its result, in the order of the items.
 
-    Each worker is used by one thread at a time; `items` is read in the calling thread. At most `_AHEAD` items per
-    worker are under way, which bounds the memory. The first error, in the order of the items, stops everything and is
-    raised. A caller that may raise one closes the generator. One worker does everything in the calling thread.
+    `items` is read in the calling thread, and one worker does everything there. At most `_AHEAD` items per worker are
+    under way, which bounds the memory. The first error, in the order of the items, stops everything and is raised. A
+    caller that may raise one closes the generator.
 
     >>> list(share_out([2, 3], [lambda x: x * x, lambda x: x * x]))
     [(2, 4), (3, 9)]

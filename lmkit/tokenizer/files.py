@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmkit.errors import LmkitError, UsageError, reason, some_of
 from lmkit.recipe.run_folder import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import parse_json, read_input
 from lmkit.tokenizer.marks import added_by, named_by, read_beside
 from lmkit.tokenizer.pretokenize import PATTERN, PATTERNS, AddedToken
@@ -79,6 +79,12 @@ def to_bytes(name: str) -> bytes | None:
         return None
 
 
+def _token(name: str) -> bytes | str:
+    """Return the bytes of a token, or its name if that is not in the byte alphabet."""
+    token = to_bytes(name)
+    return name if token is None else token
+
+
 # ---- tokenizer.json
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -108,15 +114,10 @@ _SPELLINGS = [
     ("gpt2", _split(PATTERN)),
     ("gpt2", _split(PATTERN.replace("'(?:[sdmt]|ll|ve|re)", "'s|'t|'re|'ve|'m|'ll|'d"))),
 ]
-_PATTERN_OF: dict[str, str] = {}  # pre-tokenizers as `_steps` returns them, as JSON -> which of `PATTERNS`
 
 
 def to_json(tokenizer: Tokenizer) -> str:
-    """Return the content of `tokenizer.json`.
-
-    Raises:
-        UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
-    """
+    """Return the content of `tokenizer.json`. Errors are those of `names_of`."""
     names = names_of(tokenizer)
     content = {
         "version": "1.0",
@@ -171,8 +172,7 @@ def _steps(part: dict[str, Any] | None, key: str = "pretokenizers") -> list[dict
     return [step]
 
 
-for _name, _written in _SPELLINGS:
-    _PATTERN_OF[json.dumps(_steps(_written), sort_keys=True)] = _name
+_PATTERN_OF = {json.dumps(_steps(written), sort_keys=True): name for name, written in _SPELLINGS}
 
 
 def _template(tokenizer: Tokenizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -210,10 +210,7 @@ def load_json(path: Path) -> dict[str, Any]:
             hint = "lmkit reads byte-level BPE with the words of GPT-2, Llama 3, Qwen2 or SmolLM"
             raise UsageError("tokenizer.unsupported", f"{path}: not supported: {fields}", hint=hint)
         names = model["vocab"]
-        tokens: dict[str, bytes | str] = {}
-        for name in names:
-            token = to_bytes(name)
-            tokens[name] = name if token is None else token
+        tokens = {name: _token(name) for name in names}
         merges = read_merges(model["merges"], tokens)
         added = {}
         for described in given:
@@ -267,10 +264,7 @@ def _unsupported(content: dict[str, Any], config: dict[str, Any]) -> list[tuple[
     model = content["model"]
     if (kind := model.get("type", "BPE" if "merges" in model else None)) != "BPE":
         return [("model.type", kind)]
-    found = []
-    for key in _CHANGE_MODEL:
-        if model.get(key):
-            found.append((f"model.{key}", model[key]))
+    found = [(f"model.{key}", model[key]) for key in _CHANGE_MODEL if model.get(key)]
     if config.get("add_prefix_space") and config.get("tokenizer_class") not in _ADD_NO_SPACE:
         found.append((f"{TOKENIZER_CONFIG}: add_prefix_space", True))
     vocab = model["vocab"]
@@ -355,13 +349,8 @@ def save_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
     names = names_of(tokenizer)
     vocab = {name: token_id for token_id, name in names.items()}
     lines = [f"{names[left]} {names[right]}" for left, right, _ in tokenizer.merge_table.merges]
-    if tokenizer.prefix or tokenizer.suffix:
-        around = " and ".join(
-            f"{names[token_id]} {where} each text"
-            for where, ids in (("before", tokenizer.prefix), ("after", tokenizer.suffix))
-            for token_id in ids
-        )
-        _log.warning("%s: GPT-2's files cannot say that a tokenizer puts %s; left out", folder, around)
+    if around := ", ".join(map(names.__getitem__, (*tokenizer.prefix, *tokenizer.suffix))):
+        _log.warning("%s: GPT-2's files cannot say that %s stand around each text; left out", folder, around)
     write_atomic(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
     write_atomic(folder / "merges.txt", "\n".join([_MERGES_HEADER, *lines]) + "\n")
 
@@ -370,28 +359,22 @@ def load_gpt2(vocab_json: Path, merges_txt: Path) -> dict[str, Any]:
     """Return the arguments of `Tokenizer`. A token that is no byte and comes from no merge is a special token."""
     text, lines = _read(vocab_json, _TWO_FILES), _read(merges_txt, _TWO_FILES).splitlines()
     lines = list(filter(None, lines))
+    made = {line.replace(" ", "") for line in lines} | _ALPHABET
     try:
         names = parse_json(text, dict)
+        tokens = {name: _token(name) if name in made else name for name in names}
+        vocab = by_id((tokens[name], i) for name, i in names.items())
     except ValueError as error:
         raise damaged(vocab_json, error) from None
-    made = {line.replace(" ", "") for line in lines} | _ALPHABET
     special_tokens = tuple(name for name in names if name not in made)
     lost = [name for name in special_tokens if _SPACE in name]
     if lost:  # nobody spells a special token so
         found = some_of(lost, most=1)
         raise damaged(merges_txt, f"no merge makes {found} of {vocab_json.name}; is it complete?")
-    tokens: dict[str, bytes | str] = {}
-    for name in names:
-        token = to_bytes(name) if name in made else None
-        tokens[name] = name if token is None else token
     try:
         merges = read_merges(lines, tokens)
     except ValueError as error:
         raise damaged(merges_txt, f"not a list of merges ({error})") from error
-    try:
-        vocab = by_id((tokens[name], i) for name, i in names.items())
-    except ValueError as error:
-        raise damaged(vocab_json, error) from error
     return {"vocab": vocab, "merges": merges, "special_tokens": special_tokens}
 
 
@@ -403,26 +386,18 @@ def read_merges(
 ) -> list[tuple[bytes, bytes]]:
     """Return the merges of a file as Hugging Face's library reads them, given the tokens by name.
 
-    Of a merge that is listed twice the last place counts. No text has a token that is not in the byte alphabet, so
-    that its merges are left out.
-
-    Raises:
-        ValueError: says which merge is wrong.
+    Of a merge that is listed twice the last place counts. Merges of tokens that are not in the byte alphabet are left
+    out, because no text has these. ValueError says which merge is wrong.
     """
     pairs: list[tuple[str, str]] = []
     for merge in merges:
-        if not isinstance(merge, str):
-            left, right = merge
-        elif merge.startswith("#version"):
+        if isinstance(merge, str) and merge.startswith("#version"):
             continue
-        else:
-            left, right = merge.split(" ")
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
         pairs.append((left, right))
-    if len(set(pairs)) < len(pairs):
-        pairs = list(dict.fromkeys(reversed(pairs)))[::-1]
     read = []
     try:
-        for left, right in pairs:
+        for left, right in list(dict.fromkeys(reversed(pairs)))[::-1]:
             a, b = tokens[left], tokens[right]
             if isinstance(a, bytes) and isinstance(b, bytes):
                 read.append((a, b))
@@ -448,8 +423,7 @@ def by_id(tokens: Iterable[tuple[bytes | str, Any]]) -> dict[int, bytes | str]:
 def names_of(tokenizer: Tokenizer) -> dict[int, str]:
     """Return id -> the token as it is written: in the byte alphabet, or as it is.
 
-    Raises:
-        UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
+    UsageError: a special token would be read as an ordinary one ("tokenizer.special_tokens").
     """
     names = {}
     for token_id, content in tokenizer.vocab.items():

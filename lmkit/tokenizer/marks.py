@@ -21,7 +21,7 @@ from lmkit.recipe.run_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_object
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -35,8 +35,7 @@ Beside = Mapping[str, dict[str, Any]]
 
 
 class Marks(NamedTuple):
-    """The special tokens that begin and end a text, and the ids at which generation stops, as the files beside a
-    tokenizer say; None and (): nothing."""
+    """The special tokens that begin and end a text, and the ids at which generation stops; None and (): not said."""
 
     begin: str | None = None
     end: str | None = None
@@ -49,11 +48,8 @@ NO_MARKS = Marks()
 def resolve_marks(said: Marks, special_ids: Mapping[str, int]) -> Marks:
     """Return the marks of a tokenizer with these special tokens.
 
-    `said.end` ends a text, else the first of `said.stops` that is a special token, else that with the first of
-    `END_NAMES`. The end-of-text id is the first of the `stops` of the result.
-
-    Raises:
-        ValueError: `said.end` is not a special token.
+    `said.end` ends a text (ValueError: it is none of them), else the first of `said.stops` that is a special token,
+    else that with the first of `END_NAMES`. The end-of-text id is the first of the `stops` of the result.
 
     >>> resolve_marks(NO_MARKS, {"<s>": 0, "</s>": 1})
     Marks(begin=None, end='</s>', stops=(1,))
@@ -80,13 +76,9 @@ def no_end_of_text(where: object) -> UsageError:
 def read_beside(path: Path) -> tuple[Beside, Marks]:
     """Read the files beside a `tokenizer.json`; return them, and what they say of begin, end and stops.
 
-    Files beside a tokenizer of another name belong to something else.
-
-    As in transformers, the keys of `special_tokens_map.json` take precedence over those of `tokenizer_config.json` if
-    this has no `added_tokens_decoder`.
-
-    Raises:
-        LmkitError: a file is damaged ("tokenizer.damaged_marks").
+    Files beside a tokenizer of another name belong to something else. As in transformers, the keys of
+    `special_tokens_map.json` take precedence over those of a `tokenizer_config.json` without `added_tokens_decoder`.
+    LmkitError: a file is damaged ("tokenizer.damaged_marks").
     """
     beside = {}
     for name in _FILES if path.name == TOKENIZER else ():
@@ -100,12 +92,11 @@ def read_beside(path: Path) -> tuple[Beside, Marks]:
     named, generation = beside.get(TOKENIZER_CONFIG, {}), beside.get(GENERATION_CONFIG, {})
     found = (generation if "eos_token_id" in generation else beside.get(CONFIG, {})).get("eos_token_id")
     stops = tuple(i for i in (found if isinstance(found, list) else [found]) if type(i) is int)
-    return beside, Marks(_text(named, "bos_token"), _text(named, "eos_token"), stops)
+    return beside, Marks(_text(named.get("bos_token")), _text(named.get("eos_token")), stops)
 
 
-def _text(content: Mapping[str, Any], key: str) -> str | None:
+def _text(token: Any) -> str | None:
     """Return a token, which older files describe as an object."""
-    token = content.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
@@ -114,12 +105,8 @@ def added_by(beside: Beside, path: Path, known: Collection[int]) -> list[dict[st
     """Return the `added_tokens_decoder` of a `tokenizer_config.json`, else the tokens of `added_tokens.json`, as the
     `added_tokens` of a `tokenizer.json`, each with its `field`, for errors.
 
-    Args:
-        path: of the tokenizer.
-        known: ids of its added tokens, which `added_tokens.json` does not describe.
-
-    Raises:
-        LmkitError: it is damaged ("tokenizer.damaged_marks").
+    `known`: ids of the tokenizer's added tokens, which `added_tokens.json` does not describe. LmkitError: the file is
+    damaged ("tokenizer.damaged_marks").
     """
     config = beside.get(TOKENIZER_CONFIG, {})
     if _DECODER not in config:
@@ -152,16 +139,14 @@ def named_by(config: Mapping[str, Any]) -> set[str]:
     for key in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
         value = config.get(key) or ()
         found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    names = (token.get("content") if isinstance(token, dict) else token for token in found)
-    return {name for name in names if isinstance(name, str) and name}
+    return set(filter(None, map(_text, found)))
 
 
 def write_marks(path: Path, marks: Marks, special_ids: Mapping[str, int]) -> None:
     """Write the marks of a tokenizer into the files beside it, unless these say the same already.
 
-    Raises:
-        UsageError: they have to be written, and the tokenizer is not called tokenizer.json ("tokenizer.marks"), or
-            such a file has more keys than lmkit writes ("tokenizer.replaces_marks").
+    UsageError: they have to be written, and the tokenizer is not called tokenizer.json ("tokenizer.marks"), or such a
+    file has more keys than lmkit writes ("tokenizer.replaces_marks").
     """
     try:
         if resolve_marks(read_beside(path)[1], special_ids) == marks:
@@ -189,7 +174,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
-        raise _damaged(path, reason(error) if isinstance(error, OSError) else error) from None
+        raise _damaged(path, reason(error)) from None
 
 
 def _damaged(path: Path, why: object) -> LmkitError:

@@ -72,12 +72,9 @@ def learn_merges_fast(
     *,
     max_token_bytes: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
-    """Learn merges from the distinct words of a corpus; returns what `core.bpe.learn_merges` does.
+    """Learn merges from the distinct words of a corpus, at most 2 GiB; returns what `core.bpe.learn_merges` does.
 
     `progress` is called with (merges learned, merges wanted) after each step.
-
-    Raises:
-        LmkitError: the distinct words exceed 2 GiB.
     """
     if num_merges <= 0 or not len(words.lengths):
         return []
@@ -97,11 +94,9 @@ class _Learner:
             message = "the distinct words of the corpus exceed 2 GiB"
             raise LmkitError("tokenizer.corpus_too_large", message, hint="train on less text")
         self.merges: list[Pair] = []
-        self._token_bytes: list[bytes] = []
-        self._token_order: list[str] = []  # each byte is inverted, and the end sorts last
-        for byte in range(NUM_BYTES):
-            self._token_bytes.append(bytes([byte]))
-            self._token_order.append(chr(255 - byte) + "\u0100")
+        self._token_bytes = [bytes([byte]) for byte in range(NUM_BYTES)]
+        # Each byte is inverted, and the end sorts last.
+        self._token_order = [chr(255 - byte) + "\u0100" for byte in range(NUM_BYTES)]
         self._token_size = np.ones(NUM_BYTES + num_merges, np.int64)
         self._longest, self._max_token_bytes = 1, max_token_bytes
 
@@ -159,8 +154,6 @@ class _Learner:
             found = found.at((index - run_start) % 2 == 0)
         self._merge(pairs, found)
         return True
-
-    # ---- choosing the pairs of a step
 
     def _next_candidates(self, wanted: int) -> list[_Candidate]:
         """Take the next pairs off the heap, in order of their current counts."""
@@ -230,8 +223,6 @@ class _Learner:
         overtaken = np.flatnonzero(most[:-1] >= self._count[pairs[1:]])
         return min(keep, int(overtaken[0]) + 1) if len(overtaken) else keep
 
-    # ---- merging the pairs of a step
-
     def _merge(self, pairs: np.ndarray, found: _Occurrences) -> None:
         first_new = NUM_BYTES + len(self.merges)
         for left_id, right_id in zip(self._left[pairs].tolist(), self._right[pairs].tolist(), strict=True):
@@ -270,9 +261,7 @@ class _Learner:
     def _add_pairs(self, places: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Add one pair for each distinct group; return the numbers of the new pairs.
 
-        Args:
-            places: slots at which a new pair begins.
-            groups: integers below 2**32, equal for equal pairs.
+        `places`: slots at which a new pair begins; `groups`: integers below 2**32, equal for equal pairs.
         """
         if not len(places):
             return places

@@ -66,8 +66,7 @@ _FIRST_BEYOND_LETTERS = 0x40000
 def character_classes() -> np.ndarray:
     """Return the class of every code point, uint8, shape (0x110000,): 1 letter, 2 number, 3 space, 0 anything else.
 
-    Patterns look at nothing else of a character, apart from spaces and apostrophes. The table is computed with the
-    regex engine, so that `words.c` agrees with `split_words`.
+    The table is computed with the regex engine, so that `words.c` agrees with `split_words`.
     """
     # Surrogates are included: bytes that are not UTF-8 are decoded to them.
     text = np.arange(_FIRST_BEYOND_LETTERS, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
@@ -78,14 +77,19 @@ def character_classes() -> np.ndarray:
     return classes
 
 
+def normal_form(data: bytes) -> bytes:
+    """Return a text in Unicode's normal form C; bytes that are not UTF-8 stay."""
+    text = unicodedata.normalize("NFC", data.decode("utf-8", "surrogateescape"))
+    return text.encode("utf-8", "surrogateescape")
+
+
 class AddedToken(NamedTuple):
     """A string that is one token wherever a text contains it; the fields are those of `tokenizer.json`.
 
     Attributes:
         special: whether the token is a mark; otherwise it is text, and is always recognized.
         normalized: whether it is searched for after Unicode's normal form was made, in what the others left.
-        lstrip: whether it takes the whitespace before it.
-        rstrip: whether it takes the whitespace after it.
+        lstrip, rstrip: whether it takes the whitespace before, after it.
     """
 
     text: str
@@ -106,35 +110,22 @@ class SpecialTokens:
     """
 
     def __init__(self, ids: Mapping[str, int] | Mapping[AddedToken, int]) -> None:
-        self.ids: dict[AddedToken, int] = {}
-        first: dict[bytes, tuple[AddedToken, int]] = {}
-        second: dict[bytes, tuple[AddedToken, int]] = {}
-        for key, token_id in ids.items():
-            token = AddedToken(key) if isinstance(key, str) else key
-            self.ids[token] = token_id
-            (second if token.normalized else first)[token.text.encode()] = token, token_id
-        self.first, self.second = _Strings(first), _Strings(second)
+        self.ids = {AddedToken(key) if isinstance(key, str) else key: i for key, i in ids.items()}
+        self.first = _Strings({token: i for token, i in self.ids.items() if not token.normalized})
+        self.second = _Strings({token: i for token, i in self.ids.items() if token.normalized})
         self.longest = max(self.first.longest, _NORMAL_FORM * self.second.longest)
         """Most bytes of a text that are one token."""
 
     def only(self, allowed: str | Collection[str]) -> SpecialTokens:
-        """Return the tokens that are in `allowed` (a name, a collection, or "all") or are not special.
-
-        Raises:
-            ValueError: a name in `allowed` is none of these tokens.
-        """
+        """Return the tokens that are in `allowed` (a name, a collection, or "all") or are not special; ValueError: a
+        name is none of these tokens."""
         if allowed == "all":
             return self
         allowed = {allowed} if isinstance(allowed, str) else set(allowed)
-        kept, unknown = {}, set(allowed)
-        for token, token_id in self.ids.items():
-            unknown.discard(token.text)
-            if not token.special or token.text in allowed:
-                kept[token] = token_id
-        if unknown:
-            known = ", ".join(repr(token.text) for token in self.ids)
-            raise ValueError(f"no special token {min(unknown)!r}; known: {known}")
-        return SpecialTokens(kept)
+        known = [token.text for token in self.ids]
+        if unknown := allowed.difference(known):
+            raise ValueError(f"no special token {min(unknown)!r}; known: {', '.join(map(repr, known))}")
+        return SpecialTokens({t: i for t, i in self.ids.items() if not t.special or t.text in allowed})
 
     @functools.cached_property
     def of_normal_form(self) -> SpecialTokens:
@@ -157,12 +148,9 @@ class SpecialTokens:
         """Tell whether a cut of `data` at offset `at` would divide a special token."""
         if not self.second.longest:
             return self.first.would_be_cut(data, at)
-        parts = (data[max(0, at - self.longest) : at], data[at : at + self.longest])
         left, right = (
-            unicodedata.normalize("NFC", part.decode("utf-8", "surrogateescape")).encode(
-                "utf-8", "surrogateescape"
-            )
-            for part in parts
+            normal_form(data[max(0, at - self.longest) : at]),
+            normal_form(data[at : at + self.longest]),
         )
         return (
             self.first.would_be_cut(data, at)
@@ -174,16 +162,15 @@ class SpecialTokens:
 class _Strings:
     """Strings with the ids of their tokens, to find in bytes."""
 
-    def __init__(self, tokens: dict[bytes, tuple[AddedToken, int]]) -> None:
-        self._tokens = tokens
-        self.longest = max(map(len, tokens), default=0)
+    def __init__(self, ids: dict[AddedToken, int]) -> None:
+        self._tokens = {token.text.encode(): (token, token_id) for token, token_id in ids.items()}
+        self.longest = max(map(len, self._tokens), default=0)
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern[bytes] | None:
         return re.compile(_any_of(sorted(self._tokens))) if self._tokens else None
 
     def split(self, data: bytes) -> Iterator[tuple[bytes, int | None]]:
-        """Do what `SpecialTokens.split` does."""
         start = 0
         for match in self._pattern.finditer(data) if self._pattern else ():
             token, token_id = self._tokens[match.group()]
@@ -199,7 +186,6 @@ class _Strings:
         yield data[start:], None
 
     def would_be_cut(self, data: bytes, at: int) -> bool:
-        """Do what `SpecialTokens.would_be_cut` does."""
         low, high = max(0, at - self.longest), at + self.longest
         if self._pattern is None or not self._pattern.search(data, low, high):
             return False
@@ -212,13 +198,10 @@ class _Strings:
         tokens = sorted(self._tokens)
         # Where the tokens begin that begin with each byte, and their number
         numbers = np.searchsorted(list(map(operator.itemgetter(0), tokens)), np.arange(257)).tolist()
-        ids, flags, ends = [], [], [0]
-        for text in tokens:
-            token, token_id = self._tokens[text]
-            ids.append(token_id)
-            flags.append(token.lstrip + 2 * token.rstrip)
-            ends.append(ends[-1] + len(text))
-        numbers += [*ids, *flags, *ends]
+        found = [self._tokens[text] for text in tokens]
+        numbers += [token_id for _, token_id in found]
+        numbers += [token.lstrip + 2 * token.rstrip for token, _ in found]
+        numbers += itertools.accumulate(map(len, tokens), initial=0)
         text = b"".join(tokens)
         text += bytes(-len(text) % 4)
         head = [len(tokens), 4 * (2 + len(numbers)) + len(text)]

@@ -10,7 +10,6 @@ import operator
 import threading
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lmkit.core.bpe import Pair
 from lmkit.errors import UsageError
 from lmkit.recipe import NUM_BYTES
 from lmkit.recipe.run_folder import tokenizer_in
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.tokenizer import files
 from lmkit.tokenizer.chunks import exact_chunks
 from lmkit.tokenizer.engine import (
@@ -88,20 +87,13 @@ class Tokenizer:
         fuse_unk: bool = False,
         marks: Marks = NO_MARKS,
     ) -> None:
-        added: dict[str, AddedToken] = {}
-        for given in special_tokens:
-            added_token = AddedToken(given) if isinstance(given, str) else given
-            added[added_token.text] = added_token
+        self.added_tokens = tuple(AddedToken(t) if isinstance(t, str) else t for t in special_tokens)
+        added = {token.text: token for token in self.added_tokens}
         if "" in added or len(added) != len(special_tokens):
             raise ValueError("special tokens must be distinct and not empty")
-        self.added_tokens = tuple(added.values())
-        ordinary: dict[bytes, int] = {}
-        verbatim: dict[str, int] = {}
-        for token_id, token in sorted(vocab.items()):
-            if isinstance(token, bytes):
-                ordinary[token] = token_id
-            else:
-                verbatim[token] = token_id
+        in_order = sorted(vocab.items())
+        ordinary = {token: i for i, token in in_order if isinstance(token, bytes)}
+        verbatim = {token: i for i, token in in_order if isinstance(token, str)}
         if len(ordinary) + len(verbatim) < len(vocab):
             raise ValueError("two ids have the same token")
         self.merges = list(merges)
@@ -116,12 +108,8 @@ class Tokenizer:
             # A special token is never merged, even if the list of merges has it.
             self.merges = [pair for pair in merges if pair[0] in ordinary and pair[1] in ordinary]
             table = [row for row in table if special.isdisjoint(row)]
-        self.special_ids: dict[str, int] = {}
-        by_token: dict[AddedToken, int] = {}
-        for text, token_id in added_ids.items():
-            by_token[added[text]] = token_id
-            if added[text].special:
-                self.special_ids[text] = token_id
+        self.specials = SpecialTokens({added[text]: token_id for text, token_id in added_ids.items()})
+        self.special_ids = {token.text: i for token, i in self.specials.ids.items() if token.special}
         self.special_tokens = tuple(self.special_ids)
         self.verbatim = frozenset(special)
         """Ids of the tokens that `tokenizer.json` writes as they are, not in the byte alphabet."""
@@ -131,7 +119,6 @@ class Tokenizer:
         self.vocab = dict(sorted(by_id.items()))
         self.vocab_size = max(self.vocab) + 1
         """One more than the largest id: the rows that an embedding needs."""
-        self.specials = SpecialTokens(by_token)
         self.prefix, self.suffix = tuple(prefix), tuple(suffix)
         for token_id in (*self.prefix, *self.suffix, *([] if unk_id is None else [unk_id])):
             if token_id not in self.vocab:
@@ -185,8 +172,7 @@ class Tokenizer:
     def with_end_of_text(self, token: str) -> Tokenizer:
         """Return this tokenizer with another special token that ends a text.
 
-        Raises:
-            UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
+        UsageError: `token` is not a special token of this tokenizer ("tokenizer.end_of_text").
         """
         if token not in self.special_ids:
             message = f"{token!r} is not a special token, so that it cannot end a text"
@@ -196,10 +182,8 @@ class Tokenizer:
         return make(marks=self.marks._replace(end=token, stops=()))
 
     def for_training(self) -> Tokenizer:
-        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents.
-
-        A prompt must not begin with another begin-of-text token, which the training never saw.
-        """
+        """Return this tokenizer for a model trained on token files, in which only the prefix begins documents: a
+        prompt must not begin with another begin-of-text token."""
         begin = self.marks.begin
         if begin is None or self.special_ids[begin] in self.prefix:
             return self
@@ -215,8 +199,6 @@ class Tokenizer:
             content += f"\0{self.marks.end}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    # ---- encoding
-
     def encode(
         self, text: str, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
     ) -> list[int]:
@@ -226,8 +208,7 @@ class Tokenizer:
             allowed_special: the special tokens to recognize ("all" or a collection); the others are plain text.
             add_special_tokens: whether to put the prefix and suffix of the tokenizer around the text.
 
-        Raises:
-            ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
+        ValueError: `allowed_special` has an unknown name, or `text` a lone surrogate, which has no UTF-8.
         """
         ids = self._encode_utf8(text.encode(), self.specials.only(allowed_special))
         if self._is_silent and not {*self.missing_bytes}.isdisjoint(text.encode()):
@@ -237,30 +218,22 @@ class Tokenizer:
                 _log.warning("the tokenizer has no token for characters of this text: they are lost")
         return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
 
-    def encode_bytes(
-        self, data: bytes, *, allowed_special: str | Collection[str] = "all", add_special_tokens: bool = True
-    ) -> list[int]:
-        """Return the ids of any bytes. A byte that is not valid UTF-8 counts as a punctuation mark.
-
-        Raises:
-            ValueError: as `encode`.
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Return the ids of any bytes, as `encode`. A byte that is not valid UTF-8 counts as a punctuation mark.
 
         >>> Tokenizer.from_merges([]).encode_bytes(b"a\\xff")
         [97, 255]
         """
-        specials = self.specials.only(allowed_special)
         if is_utf8(data):
-            ids = self._encode_utf8(data, specials)
+            ids = self._encode_utf8(data, self.specials)
         else:
             encoder = PythonEncoder(self.merge_table)
             encoded = NormalizingEncoder(encoder) if self.nfc else encoder
-            ids = encoded.encode_and_find(data, specials)[0].tolist()
-        return [*self.prefix, *ids, *self.suffix] if add_special_tokens else ids
+            ids = encoded.encode_and_find(data, self.specials)[0].tolist()
+        return [*self.prefix, *ids, *self.suffix]
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """Yield the ids of the joined strings, in constant memory; for example of an open text file.
-
-        The ids do not depend on where one string ends and the next begins.
+        """Yield the ids of the joined strings, wherever one ends, in constant memory; for example of a text file.
 
         >>> list(Tokenizer.from_merges([(b"a", b"b")]).encode_iterable(["a", "b"]))
         [256]
@@ -281,54 +254,35 @@ class Tokenizer:
                 ids += encoder.encode_and_find(chunk.data, specials)[0].tolist()
             return ids
 
-    # ---- decoding
-
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
         """Return the text of `ids`; by default, parts of characters become U+FFFD.
 
-        Raises:
-            ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
+        ValueError: an id is not in the vocabulary; with errors="strict" also bytes that are not UTF-8.
         """
         return self.decode_bytes(ids).decode("utf-8", errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`, joined. Raises ValueError as `decode`."""
-        ids = ids if isinstance(ids, (list, tuple)) else list(ids)
-        with suppress(KeyError):  # a wrong id, or an id as a tensor, which is not equal to a key
-            return b"".join(map(self.vocab.__getitem__, ids))
-        parts = []
-        for token_id in ids:
-            try:
-                parts.append(self.vocab[operator.index(token_id)])
-            except (KeyError, TypeError):
-                raise ValueError(f"{token_id} is not a token id of this vocabulary") from None
-        return b"".join(parts)
+        try:
+            return b"".join(map(self.vocab.__getitem__, map(operator.index, ids)))  # an id may be a tensor
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a token id of this vocabulary: {error}") from None
 
     def specials_in(self, ids: np.ndarray, places: np.ndarray | None = None) -> tuple[np.ndarray, int]:
         """Return the indices of the special tokens among `ids` (n,), and how many bytes they are written with, which
-        are no text.
-
-        Args:
-            places: indices of all special tokens, perhaps of other tokens too; None: not known.
-        """
+        are no text. `places`: indices of all special tokens, perhaps of others too; None: not known."""
         if places is None:  # most ids are lower than the lowest special one
             places = np.flatnonzero(ids >= min(self.special_ids.values(), default=self.vocab_size))
         written = self._special_sizes[ids[places]]
         return places[written > 0], int(written.sum())
 
-    # ---- files
-
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there.
-
-        Characters that only one of the two libraries' versions of Unicode knows as letters are an exception.
+        """Write a `tokenizer.json` that Hugging Face `tokenizers` loads unchanged and that encodes identically there,
+        but for characters that only one of the two libraries' versions of Unicode knows as letters.
 
         If the names of the special tokens do not tell which one ends a text, `tokenizer_config.json` and
-        `generation_config.json` beside it do.
-
-        Raises:
-            UsageError: these are needed, and the file is not called tokenizer.json ("tokenizer.marks"), or they are
-                somebody else's ("tokenizer.replaces_marks").
+        `generation_config.json` beside it do. UsageError: these are needed, and the file is not called tokenizer.json
+        ("tokenizer.marks"), or they are somebody else's ("tokenizer.replaces_marks").
         """
         write_marks(Path(path), self.marks, self.special_ids)
         write_atomic(path, files.to_json(self))
@@ -359,18 +313,14 @@ class Tokenizer:
     def save_gpt2(self, folder: str | Path) -> None:
         """Write GPT-2's `vocab.json` and `merges.txt` into `folder`, without `prefix` and `suffix`, with a warning.
 
-        Raises:
-            UsageError: the words are not GPT-2's.
+        UsageError: the words are not GPT-2's.
         """
         files.save_gpt2(self, Path(folder))
 
     @classmethod
     def load_gpt2(cls, vocab_json: str | Path, merges_txt: str | Path) -> Tokenizer:
-        """Read GPT-2's two files. A token that is no byte and comes from no merge is a special token.
-
-        Raises:
-            UsageError: no such file. LmkitError: a file is damaged.
-        """
+        """Read GPT-2's two files. A token that is no byte and comes from no merge is a special token. UsageError: no
+        such file; LmkitError: a file is damaged."""
         try:
             return cls(**files.load_gpt2(Path(vocab_json), Path(merges_txt)))
         except ValueError as error:

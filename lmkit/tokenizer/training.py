@@ -79,7 +79,7 @@ def train_tokenizer(
             hint=f"use at least {least}" if vocab_size < least else f"use at most {MAX_VOCABULARY}",
         )
     specials = SpecialTokens(dict.fromkeys((*special_tokens, *filter(None, [separator])), 0))
-    words = _count_words(TextFiles(files, specials, errors), specials, workers or usable_cpus(), progress)
+    words = _count_words(TextFiles(files, specials, errors), workers or usable_cpus(), progress)
     if special_tokens and not words.num_special:
         _log.warning("no special token (%s) occurs in the corpus", ", ".join(special_tokens))
     num_merges = vocab_size - least
@@ -109,20 +109,17 @@ def _tokenizer(merges: Sequence[Pair], special_tokens: tuple[str, ...]) -> Token
     return tokenizer
 
 
-def _count_words(
-    files: TextFiles, specials: SpecialTokens, workers: int, progress: Progress | None
-) -> WordCounts:
-    """Count the distinct words, in the memory of a few chunks per worker plus the words.
-
-    Each worker counts chunks in a table of its own; the tables are added at the end.
-    """
+def _count_words(files: TextFiles, workers: int, progress: Progress | None) -> WordCounts:
+    """Count the distinct words, in the memory of a few chunks per worker plus each worker's table of words."""
     done_bytes = 0
 
     def count(counter: WordCounter, chunk: Chunk) -> None:
         counter.add(valid_utf8(chunk, files.paths[chunk.source], files.errors))
 
     chunks = chain.from_iterable(map(files.chunks, range(len(files.paths))))
-    counters: list[Any] = list(map(new_counter, repeat(specials, workers)))  # all in C, or all in Python
+    counters: list[Any] = list(
+        map(new_counter, repeat(files.specials, workers))
+    )  # all in C, or all in Python
     with closing(share_out(chunks, list(map(partial, repeat(count), counters)))) as results:
         for chunk, _ in results:
             done_bytes += chunk.num_bytes
@@ -151,12 +148,8 @@ class TokenizerFacts:
 def inspect_tokenizer(
     path: str | Path, *, text: str | Path | None = None, longest: int = 10
 ) -> TokenizerFacts:
-    """Describe a `tokenizer.json`; with a text file, measure the compression on it.
-
-    Args:
-        text: any file; bytes that are not UTF-8 are read as U+FFFD.
-        longest: how many of the longest tokens to list.
-    """
+    """Describe a `tokenizer.json` with its `longest` tokens; with a text file, measure the compression on it. Bytes
+    of the text that are not UTF-8 are read as U+FFFD."""
     tokenizer = Tokenizer.load(path)
     encoder, num_bytes, num_tokens = new_encoder(tokenizer.merge_table), 0, 0
     for chunk in () if text is None else exact_chunks(read_blocks(Path(text)), tokenizer.specials):

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary_of(recipe: Recipe) -> int | None:
-    """Return what [model] says, else the size of the tokenizer at `path` if it is there, or its `vocab_size`.
-
-    Raises:
-        LmkitError: as `Tokenizer.load`.
-    """
+    """Return what [model] says, else the size of the tokenizer at `path` if it is there, or its `vocab_size`."""
     if recipe.model is not None and recipe.model.vocab_size is not None:
         return recipe.model.vocab_size
     table = recipe.tokenizer
@@ -35,11 +31,7 @@ def vocabulary_of(recipe: Recipe) -> int | None:
 
 
 def end_of_text_of(recipe: Recipe) -> str | None:
-    """Return the token that ends a document in the tokenizer of a recipe; None if it has none.
-
-    Raises:
-        UsageError, LmkitError: as `Tokenizer.load`.
-    """
+    """Return the token that ends a document in the tokenizer of a recipe; None if it has none."""
     table = recipe.tokenizer
     if table is not None and table.end_of_text is not None:
         return table.end_of_text
@@ -57,12 +49,7 @@ def awaited_tokenizer(recipe: Recipe) -> Path | None:
 
 
 def required_model(recipe: Recipe, *, command: str) -> ModelConfig:
-    """Return the table [model] with its vocabulary.
-
-    Raises:
-        UsageError: as `required`, or nothing says how large the vocabulary is.
-        LmkitError: as `Tokenizer.load`.
-    """
+    """Return the table [model] with its vocabulary; UsageError: nothing says how large that is."""
     model = required(recipe.model, "model", recipe, command=command)
     size = vocabulary_of(recipe)
     if size is None:

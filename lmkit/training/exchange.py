@@ -21,7 +21,7 @@ from lmkit.model.accounting import count_parameters
 from lmkit.model.hugging_face import config_json, output_biases, reordered, weight_names
 from lmkit.recipe import run_folder
 from lmkit.recipe.load import recipe_to_toml, validate
-from lmkit.storage import atomic_folder
+from lmkit.storage.atomic import atomic_folder
 from lmkit.storage.inputs import read_input
 from lmkit.tokenizer import Tokenizer
 from lmkit.tokenizer.chat import ChatTemplate, beside, from_jinja, named_template

@@ -27,8 +27,7 @@ from lmkit.errors import some_of
 from lmkit.measure.plots import loss_curve
 from lmkit.measure.tables import json_lines
 from lmkit.recipe.run_folder import METRICS
-from lmkit.storage import write_atomic
-from lmkit.storage.atomic import naming
+from lmkit.storage.atomic import naming, write_atomic
 from lmkit.storage.inputs import open_input
 from lmkit.streams import harmless, wants_plain_text
 

@@ -24,7 +24,7 @@ from lmkit.measure.tables import Column, terminal_table
 from lmkit.recipe.load import load_recipe, read_toml
 from lmkit.recipe.recipe import Recipe, differences
 from lmkit.recipe.run_folder import ENVIRONMENT, METRICS, RECIPE, STORIES
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_existing, refuse_replacing
 from lmkit.training.metrics import Record, read_metrics

@@ -44,8 +44,7 @@ from lmkit.recipe.load import validate
 from lmkit.recipe.recipe import Recipe, differences
 from lmkit.recipe.run_folder import CHECKPOINTS, refuse_foreign_files
 from lmkit.recipe.tables import CheckpointConfig, OptimizerConfig
-from lmkit.storage import keep_damaged, remove_partials, write_atomic
-from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.atomic import PARTIAL_SUFFIX, keep_damaged, remove_partials, write_atomic
 from lmkit.storage.inputs import read_input
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import (

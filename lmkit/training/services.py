@@ -13,7 +13,7 @@ from typing import Any
 
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.run_folder import WANDB, object_in
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 from lmkit.training.metrics import Record, Sink
 
 log = logging.getLogger("lmkit")

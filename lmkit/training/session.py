@@ -26,8 +26,7 @@ from lmkit.parallel.ranks import Ranks, local_device, losses_named
 from lmkit.recipe import run_folder
 from lmkit.recipe.load import save_recipe
 from lmkit.recipe.recipe import Recipe
-from lmkit.storage import FolderLock, write_atomic
-from lmkit.storage.atomic import PARTIAL_SUFFIX
+from lmkit.storage.atomic import PARTIAL_SUFFIX, FolderLock, write_atomic
 from lmkit.storage.outputs import refuse_unwritable
 from lmkit.training.checkpoint import Checkpoint, TrainingState, open_checkpoint, saved_steps
 from lmkit.training.evaluation import EvaluateResult, Evaluation, summarise

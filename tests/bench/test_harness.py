@@ -25,7 +25,7 @@ from lmkit.measure.tables import Column
 from lmkit.recipe.load import load_recipe
 from lmkit.recipe.tables import PositiveInt, Table
 from lmkit.registry import BENCHES
-from lmkit.storage import FolderLock
+from lmkit.storage.atomic import FolderLock
 
 WORK: list[Any] = []
 """What the bench of this file does."""

@@ -11,7 +11,7 @@ from raising import raises
 
 from lmkit.cli import pipeline
 from lmkit.errors import LmkitError
-from lmkit.storage import FolderLock
+from lmkit.storage.atomic import FolderLock
 
 RUN = Path("runs/fish")
 CHECKPOINT = "step-00000002/model.safetensors"

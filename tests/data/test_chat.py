@@ -81,8 +81,7 @@ def test_windows_mark_targets_that_do_not_count(tmp_path):
     assert seen == [token if flags[token] else -1 for token in range(1, 203)]
 
 
-def test_many_parts_make_one_mask(tmp_path, monkeypatch):
-    monkeypatch.setattr("lmkit.data.token_files._COUNTS_AT_ONCE", 3)
+def test_many_parts_make_one_mask(tmp_path):
     flags = [n % 3 == 0 for n in range(100)]
     masked(tmp_path / "t.npy", flags)
     mask = open_tokens(tmp_path / "t.npy").mask

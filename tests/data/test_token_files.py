@@ -11,7 +11,7 @@ from lmkit.data import token_files
 from lmkit.data.token_files import SIDECAR, TokenFileWriter, TokenMeta, open_tokens
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.run_folder import save_record
-from lmkit.storage import write_atomic
+from lmkit.storage.atomic import write_atomic
 
 
 def write(path, ids, vocab_size=1000):

@@ -13,8 +13,7 @@ from programs import run_program
 from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import atomic_path, remove_partials, scratch_folder, write_atomic
-from lmkit.storage.atomic import atomic_folder
+from lmkit.storage.atomic import atomic_folder, atomic_path, remove_partials, scratch_folder, write_atomic
 
 
 def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_the_call_returns(
@@ -129,7 +128,7 @@ def test_a_writer_that_ends_just_as_the_next_one_comes_keeps_its_file(ending, tm
 
 def test_a_scratch_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path):
     killed = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom lmkit.storage import scratch_folder\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom lmkit.storage.atomic import scratch_folder\n"
         "with scratch_folder(Path(sys.argv[1])) as made:\n"
         "    (made / 'text').write_text('large')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

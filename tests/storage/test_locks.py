@@ -10,7 +10,7 @@ import pytest
 from raising import raises
 
 from lmkit.errors import LmkitError
-from lmkit.storage import FolderLock, write_atomic
+from lmkit.storage.atomic import FolderLock, write_atomic
 
 
 def test_one_holder_at_a_time_and_the_next_when_it_leaves(tmp_path):

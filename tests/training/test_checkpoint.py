@@ -14,7 +14,7 @@ from raising import raises
 from test_saving import make_state
 
 from lmkit.errors import LmkitError, UsageError
-from lmkit.storage import sha256_file
+from lmkit.storage.atomic import sha256_file
 from lmkit.training import checkpoint, resume
 from lmkit.training.checkpoint import (
     FORMAT,

@@ -20,7 +20,7 @@ from lmkit.optim.adamw import AdamW
 from lmkit.parallel.ranks import Ranks
 from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
-from lmkit.storage import FolderLock
+from lmkit.storage.atomic import FolderLock
 from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
 from lmkit.training.resume import (
     load_checkpoint,

@@ -65,15 +65,12 @@ def macros(head_dim: int, *, bf16: bool, arch: int, build: str) -> Mapping[str, 
 
 @cache
 def library(head_dim: int, *, bf16: bool, capability: tuple[int, int], build: str = "") -> ctypes.CDLL:
-    """Return the compiled kernels; compile them if this machine has not yet.
+    """Return the compiled kernels; compile them if this machine has not yet. UsageError: nvcc is missing; LmkitError:
+    it failed.
 
     Args:
         head_dim: of the inputs, at most the last of HEAD_DIMS.
         build: exceptions from the macros; "PTX=75" among them compiles for sm_75, as PTX that newer GPUs run, too.
-
-    Raises:
-        UsageError: nvcc is missing.
-        LmkitError: nvcc failed.
     """
     padded = next(size for size in HEAD_DIMS if size >= head_dim)
     arch = 10 * capability[0] + capability[1]
@@ -181,11 +178,8 @@ def flash_backward(
     naive: bool = False,
     build: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run.
-
-    Args:
-        dout, out, lse: of `flash_forward`; the others as there.
-    """
+    """Return (dq, dk, dv), in the memory order of q, k, v; the same bits on every run. Arguments as `flash_forward`'s
+    and what it returned."""
     dout, q, k, v, out = (in_place(x) for x in (dout, q, k, v, out))
     dq, dk, dv = (empty_in_order_of(x) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}

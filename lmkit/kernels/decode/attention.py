@@ -122,10 +122,8 @@ def attend_single_row_kernel(
     SPLIT: tl.constexpr, TILE: tl.constexpr, MOST_SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of the old keys of a key head per program. The keys are in registers before the wait.
-
-    They are multiplied there without tensor cores, which would need them in shared memory.
-    """
+    """Attend to one split of the old keys of a key head per program. The keys are in registers before the wait, and
+    are multiplied there: tensor cores would need them in shared memory."""
     head, split = tl.program_id(0), tl.program_id(1)
     place = tl.load(place_pointer).to(tl.int32)
     splits = tl.minimum(tl.maximum(tl.cdiv(place, SPLIT), 1), tl.num_programs(1))
@@ -183,8 +181,7 @@ def attend_single_row_kernel(
 
 @triton.jit
 def window_begin(place, splits, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that the token at `place` sees, and the first split that takes part: that of the key, or
-    the last, which adds the token itself."""
+    """Return the first key that the token at `place` sees, and the first split: that of the key, or the last."""
     first_key = tl.maximum(place - (WINDOW - 1), 0) if WINDOW else 0
     return first_key, tl.minimum(first_key // SPLIT, splits - 1)
 
@@ -242,11 +239,8 @@ class Split(NamedTuple):
 
 
 def split_of(rows: int, head_dim: int, group: int, dtype: torch.dtype) -> Split:
-    """Return how keys are split: for a single row one tile per program, for low latency; for several rows a loop.
-
-    Args:
-        group: query heads per key head.
-    """
+    """Return the split: for a single row one tile per program, for low latency; for several a loop. `group`: query
+    heads per key head."""
     wide = dtype == torch.float32 or head_dim > 128
     if rows == 1:
         if wide:
@@ -291,14 +285,9 @@ def prepare_attend(
     window: int | None = None,
     pdl: bool = False,
 ) -> Callable[[], None]:
-    """Prepare a step's attention.
+    """Prepare a step's attention; shapes as of `attend_kernel`. The keys and values of qkv join the cache.
 
     Args:
-        qkv: (rows, (heads + 2 kv_heads) * head_dim), not yet rotated.
-        keys, values: (rows, kv_heads, capacity, head_dim), the cache; the keys and values of qkv are stored there.
-        place: (rows) int64, the position of each row's token.
-        cos_sin: (capacity, head_dim / 2, 2) float32, cos and sin of every position.
-        out: (rows, heads * head_dim)
         longest: most old keys that a row may have.
         window: how many tokens a token sees, itself among them; None: all earlier ones.
         pdl: begin before the previous kernel has ended.

@@ -225,10 +225,7 @@ def finish(
 
 @triton.jit
 def keys_of(logits, ids):
-    """Return integers in the order of logits, among equal ones the lowest id first: the logit's bits, then ~id.
-
-    NaN comes above infinity. `logit_of` is the way back.
-    """
+    """Return integers in the order of logits (NaN above infinity), of equal ones the lowest id first."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # no -0.0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(logits == logits, bits, 0x7FFFFFFF)
@@ -294,12 +291,7 @@ FEW_ROWS_IN_FLOAT32 = Tile(16, 16, 4, 2)
 
 
 def tile_of(name: str, rows: int, columns: int, dtype: torch.dtype, *, fp8: bool = False) -> Tile:
-    """Return the tile of a matrix with this many columns. Of the rows, only whether there is a single one matters.
-
-    Args:
-        dtype: of the rows.
-        fp8: the matrix is an `Fp8Matrix`.
-    """
+    """Return the tile of a matrix for one row or several of this dtype; fp8: the matrix is an `Fp8Matrix`."""
     length = "long" if columns >= 4096 else "middle"
     if columns <= (4096 if name == "down" else 1024):
         length = "short"
@@ -315,12 +307,7 @@ def parts_of(features: int, tile: Tile) -> int:
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in fp8 (e4m3) with a scale for each row, values[n, k] scales[n]: half the bytes to read.
-
-    Attributes:
-        values: (out, in)
-        scales: float32 (out)
-    """
+    """A matrix in fp8 (e4m3), (out, in), with a float32 scale for each row, (out): values[n, k] scales[n]."""
 
     values: Tensor
     scales: Tensor
@@ -364,15 +351,13 @@ def prepare_product(
     best: Tensor | None = None,
     pdl: bool = False,
 ) -> Callable[[], None]:
-    """Prepare a product of `x` (rows, in) with `weight`.
+    """Prepare a product of `x` (rows, in) with the matrix `name`.
 
     Args:
-        name: name of the matrix, which selects the tile.
         out: (rows, out); "residual": `stream.total`; "logits": float32.
         gain: "residual": (out), gain of the next norm.
         num_parts: if > 0, x is `stream.normed`, with this many sums of squares per row.
-        rules: "logits": the rules to apply.
-        best: "logits": (rows, SLOTS) int64, receives the largest keys.
+        rules, best: "logits": the rules to apply; (rows, SLOTS) int64, receives the largest keys.
         pdl: begin before the previous kernel has ended.
     """
     rows, columns = x.shape

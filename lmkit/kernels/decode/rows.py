@@ -64,8 +64,7 @@ class Rules(NamedTuple):
         settings: see `settings_of`; the rules read only the penalty.
         penalizes: whether there is a repetition penalty; if not, `seen` is not read.
         stop: the id that ends a row; -1: none, or `stops` has them.
-        stops: (vocab_size) int8, not zero at ids that end a row; None: there is one at most, which costs no memory
-            access.
+        stops: (vocab_size) int8, not zero at ids that end a row; None: there is one at most, without memory access.
     """
 
     banned: Tensor
@@ -92,10 +91,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 def plain_advance(tokens: Any, rows: Rows, rules: Rules, most: int, logprobs: Any = None) -> None:
     """Add a token to every row that is not done and update `rows`. All arguments are tensors, or all NumPy's arrays.
 
-    Args:
-        tokens: (rows) int64, what `draw` returned.
-        most: drawn tokens that end a row.
-        logprobs: (rows) float32, see `log_probabilities`.
+    tokens: (rows) int64, of `draw`; most: drawn tokens that end a row; logprobs: (rows), of `log_probabilities`.
     """
     place, text, number, done, _, drawn, kept = rows
     live = done == 0

@@ -37,10 +37,8 @@ def advance_kernel(
     WIDTH: tl.constexpr,  # d_model
     MOST_PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw the next token of one row per program, and start the next step's stream with its embedding.
-
-    KIND is a compile-time constant: code that does not run would still take space in the instruction cache.
-    """
+    """Draw the next token of one row per program, and start the next step's stream with its embedding. KIND is a
+    constant: code that does not run would still take space in the instruction cache."""
     row = tl.program_id(0)
     # No other kernel of a step writes these.
     done = tl.load(done_pointer + row)
@@ -206,10 +204,7 @@ def weights_of(logits_row, at, vocab_size, highest, scale):
 
 
 def prepare_rules(logits: Tensor, best: Tensor, rules: Rules) -> Callable[[], None]:
-    """Prepare the rules for logits (rows, vocab_size) float32 that a library computes.
-
-    The largest key of each row goes into `best` (rows, SLOTS).
-    """
+    """Prepare the rules for logits (rows, vocab_size) of a library, float32; a row's largest key goes into `best`."""
     rows, vocab_size = logits.shape
     block = min(2048, triton.next_power_of_2(vocab_size))
     tensors = logits, best, rules.banned, rules.seen, rules.settings
@@ -233,13 +228,9 @@ def prepare_advance(
     logprobs: bool = False,
     pdl: bool = False,
 ) -> Callable[[], None]:
-    """Prepare the end of a step.
+    """Prepare the end of a step; shapes as of `advance_kernel`.
 
     Args:
-        logits: (rows, vocab_size) float32
-        best: (rows, SLOTS) int64, the largest keys of each row.
-        table: (vocab_size, d_model), embeddings.
-        gain: (d_model), gain of the first norm.
         num_parts: number of sums of squares per row that the first product of a step expects.
         most: drawn tokens that end a row.
         logprobs: fill `rows.logprobs`.

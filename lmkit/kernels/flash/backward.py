@@ -8,19 +8,15 @@ With P = exp(S - lse) (FlashAttention-2, Dao 2023, algorithm 2):
 fixed order: no atomics, the same bits every time. The price is computing S and dP twice: seven products instead of
 five. `lmkit.core.attention.flash_torch` has the same formulas in PyTorch.
 
-dQ. One CTA owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does: first
-those that every query sees, then those that the diagonal or the end of the keys cuts. dQ is scaled once at the end.
-lse comes from the forward pass, so there is no running maximum and nothing to correct afterwards. Before the walk
-the CTA computes delta = rowsum(dO * O), for itself and for `dkdv_kernel`, which runs next.
+dQ. One CTA owns a tile of queries and walks over the tiles of keys that it sees, as the forward pass does, with lse
+in place of a running maximum. Before the walk it computes delta = rowsum(dO * O), for itself and for `dkdv_kernel`,
+which runs next.
 
 dK and dV. One CTA owns a tile of keys of one key head and walks over the tiles of queries that see it, of all query
 heads of the group one after the other: no two CTAs write to the same place. Under a causal mask it begins at the
 diagonal, with the query tiles that the diagonal cuts, and goes on with those that see all of its keys. It works on
 transposed scores, so that P^T and dS^T feed the next products from registers. Where registers do not suffice for
 both sums (a tiling with `apart`), the kernel runs twice, once OF_KEYS and once OF_VALUES.
-
-The sums stay in registers, in float32. The tiles that are walked over stream through shared memory, `stages` of
-each in flight; the tiles of the CTA lie there too, unless they are read from registers. Triton places the barriers.
 """
 
 import torch
@@ -73,8 +69,7 @@ def flash_backward(
 
 
 def last_queries(first: Tensor, num_keys: int) -> Tensor:
-    """Return the last query that sees each key: (batch, num_queries) values that never fall -> (batch, num_keys)
-    int32."""
+    """Return the last query that sees each key, (batch, num_keys) int32; `first` as of `flash_forward`."""
     last = first.new_empty(len(first), num_keys)
     last_calls((first,), (last,), (num_keys,))
     return last

@@ -65,8 +65,7 @@ def flash_forward(
 
 
 def prepare_forward(tensors: tuple[Tensor, ...], options: tuple) -> Start:
-    """Return what computes out and lse in calls of this kind, from the pointers of q, k, v, out, lse and
-    first (any other without it)."""
+    """Return what computes out and lse in calls of this kind, from pointers; without `first`, its may be any."""
     causal, scale, precision, tiling, has_first = options
     num_keys = tensors[1].shape[2]
 

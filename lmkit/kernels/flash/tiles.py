@@ -32,10 +32,7 @@ class HeadView(NamedTuple):
 
 @triton.jit
 def view_head(source, stride_batch, stride_head, stride_row, batch, head, length):
-    """Return the view of one head, from the tensor's pointer or descriptor.
-
-    Offsets have 64 bits: a tensor may have more than 2^31 elements.
-    """
+    """Return the view of one head, from the tensor's pointer or descriptor. Offsets have 64 bits."""
     if source.dtype.is_ptr():
         source = source + batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return HeadView(source, stride_row, batch, head, length)
@@ -45,10 +42,7 @@ def view_head(source, stride_batch, stride_head, stride_row, batch, head, length
 def load_main(
     view, row, ROWS: tl.constexpr, MAIN: tl.constexpr, HEAD_DIM: tl.constexpr, GUARD_ROWS: tl.constexpr
 ):
-    """Load the first part of the tile of rows from `row` on, (ROWS, MAIN).
-
-    GUARD_ROWS: the tile may reach past the view's length; those rows read as zeros.
-    """
+    """Load the first part of the tile of rows from `row` on, (ROWS, MAIN). GUARD_ROWS: zeros past the end."""
     return _load(view, row, ROWS, 0, MAIN, HEAD_DIM, GUARD_ROWS)
 
 
@@ -115,8 +109,7 @@ def _store(
 
 @triton.jit
 def zeros_of_rest(ROWS: tl.constexpr, REST: tl.constexpr):
-    """Return a (ROWS, REST) float32 accumulator of a second part; where there is none, a tensor that nobody
-    reads."""
+    """Return a (ROWS, REST) float32 accumulator of a second part, or a tensor that nobody reads."""
     return tl.zeros((ROWS, REST if REST > 0 else 16), tl.float32)
 
 
@@ -154,10 +147,8 @@ def locate_query_tile(heads, group, num_queries, ROWS: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def bound_keys(row, num_keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return (whole, end): every query of the tile at `row` sees the keys before `whole`, none those from `end` on.
-
-    `whole` is a multiple of COLUMNS: tiles of keys before it need no mask.
-    """
+    """Return (whole, end): every query of the tile at `row` sees the keys before `whole`, a multiple of COLUMNS, none
+    those from `end` on."""
     end = num_keys
     whole = num_keys // COLUMNS * COLUMNS
     if CAUSAL:
@@ -169,13 +160,8 @@ def bound_keys(row, num_keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL:
 
 @triton.jit
 def bound_first(first_pointer, batch, row, num_queries, whole, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return (begin, clear, whole): the tile at `row` sees no key before `begin`; every query of it sees those from
-    `clear` to `whole`. All are multiples of COLUMNS, in this order.
-
-    Args:
-        first_pointer: (batch, num_queries) int32 that never fall: query i sees no key before first[i].
-        whole: of `bound_keys`.
-    """
+    """Return (begin, clear, whole), multiples of COLUMNS in this order: the tile at `row` sees no key before `begin`;
+    every query of it sees those from `clear` to `whole`. `whole`: of `bound_keys`; `first`: of `flash_forward`."""
     of_batch = first_pointer + batch.to(tl.int64) * num_queries
     begin = tl.load(of_batch + row) // COLUMNS * COLUMNS
     last = tl.load(of_batch + tl.minimum(row + ROWS, num_queries) - 1)
@@ -195,10 +181,8 @@ def load_first(first_pointer, batch, rows, num_queries):
 def visible_keys(
     rows, first, column, num_keys, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr
 ):
-    """Return where a query of `rows` sees a key of the tile at `column`.
-
-    (ROWS, COLUMNS); without a causal mask (1, COLUMNS), because all queries see the same keys.
-    """
+    """Return where a query of `rows` sees a key of the tile at `column`: (ROWS, COLUMNS), or without a causal mask
+    (1, COLUMNS)."""
     columns = column + tl.arange(0, COLUMNS)
     visible = (columns < num_keys)[None, :]
     if CAUSAL:

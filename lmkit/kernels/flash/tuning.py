@@ -222,10 +222,7 @@ _chosen: dict[tuple[int | None, Case], Tiling] = {}
 
 
 def choose_tiling(case: Case, device: torch.device, launch: Callable[[Tiling], None]) -> Tiling:
-    """Return the tiling of `case` on this device, remembered for the process.
-
-    launch: runs the kernel with a tiling on the caller's tensors, to time it.
-    """
+    """Return the tiling of `case` on this device, remembered for the process. `launch` runs the kernel."""
     tiling = _chosen.get((device.index, case))
     if tiling is not None:
         return tiling
@@ -295,11 +292,8 @@ def prepare_tuned(
 ) -> Start:
     """Return `prepare(tiling)`; where the tiling is None, of the one that is chosen for the case.
 
-    Args:
-        kernel: one of KERNELS.
-        tensors: the kernel is timed on their pointers.
-        loaded: those that it loads tiles from, q and k first.
-        options: causal, precision, tiling.
+    `tensors` are those whose pointers the kernel takes, `loaded` those that it loads tiles from, q and k first.
+    `options`: causal, precision, tiling.
     """
     causal, precision, tiling = options
     prepare = cache(prepare)

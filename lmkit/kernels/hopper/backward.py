@@ -74,8 +74,7 @@ def takes_staggered_kernel(
 ) -> bool:
     """Return whether `dqdkdv_staggered_kernel` serves fast calls of this kind.
 
-    At head_dim 128 it is faster only without a mask and from about 2048 queries and keys on (measured on an H200, in
-    bfloat16). It has no short cut for narrower heads (`wgmma.issue_scores`).
+    At head_dim 128 it is faster only without a mask, from about 2048 queries and keys on (bfloat16, H200).
     """
     is_long_and_full = min(num_queries, num_keys) >= 2048 and not causal
     return width_of(head_dim) == 64 or (head_dim == 128 and is_long_and_full and dtype == torch.bfloat16)
@@ -97,13 +96,11 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of `forward`, from its own out and lse.
 
-    dk and dv are summed over the query heads that share a key head.
-
     Args:
         dout: shaped as out; copied first if TMA cannot take it (an expanded tensor, for example).
         deterministic: return the same bits every time.
-        into: tensors shaped as q, k and v, with layouts that TMA takes, which receive the gradients; parts of one
-            array, say. None: new ones in the memory order of q, k, v.
+        into: tensors shaped as q, k and v, with layouts that TMA takes, which receive the gradients. None: new ones
+            in the memory order of q, k, v.
         first: as of `forward`.
     """
     assert into is None or all(suits_tma(x) for x in into)
@@ -203,10 +200,8 @@ class _Kind(NamedTuple):
 
 @functools.lru_cache(maxsize=PREPARED_CALLS)
 def _prepare(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, Start]:
-    """Return (strides of dq, of dk, of dv; float32 numbers of scratch; what launches the kernels).
-
-    The scratch holds lse in log2 units, delta and, where dQ is added up, its sum.
-    """
+    """Return (strides of dq, of dk, of dv; float32 numbers of scratch: lse in log2 units, delta and the sum of dQ;
+    what launches the kernels)."""
     prepare = _prepare_deterministic if kind.deterministic or kind.width == 256 else _prepare_fast
     with hopper_assembler():
         return *kind.output_strides, *prepare(kind)

@@ -108,11 +108,8 @@ Shape = namedtuple("Shape", ["QUERIES", "D", "USED", "CAUSAL", "TAIL", "ADD_DQ",
 
 @gluon.jit
 def locate_work(unit, problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, FIRST: gl.constexpr):
-    """Return this CTA's work. last: read only with FIRST, see `schedule.load_bound`.
-
-    CTAs that run at the same time mostly differ in key_tile: starting at the diagonal (causal) or at as many tiles
-    down (full) spreads them over the queries, so their additions to dQ meet at different rows.
-    """
+    """Return this CTA's work. last: read only with FIRST, see `schedule.load_bound`. CTAs with different keys start
+    at different query tiles (the diagonal, or as many tiles down), so their sums of dQ meet at different rows."""
     key_heads = problem.heads // problem.group
     num_heads = problem.batches * key_heads
     if FIRST:
@@ -142,8 +139,7 @@ def locate_work(unit, problem, last, QUERIES: gl.constexpr, CAUSAL: gl.constexpr
 
 @gluon.jit
 def next_query_tile(tile, head, work):
-    """Return the next (tile, head): one tile down, round the corner at the end; back at `start`, the group's next
-    head."""
+    """Return the next (tile, head): one tile down, round the corner at the end; back at `start`, the next head."""
     tile += 1
     tile = gl.where(tile == work.lowest + work.count, work.lowest, tile)
     return tile, gl.where(tile == work.start, head + 1, head)

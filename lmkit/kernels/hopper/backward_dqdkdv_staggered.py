@@ -26,26 +26,19 @@ then it loads the rest of this tile's Q and dO, and the first of the next. The c
 their last products. dK and dV leave through a buffer of dS, and `step` goes on counting. Without `first`, the
 registers that this takes cost more than it saves.
 
-Barriers. `step` counts query tiles; its slot is step % STAGES, its round step // STAGES. `turn` counts tiles of keys.
+Barriers, beside q_full, do_full, Q_FREE and DO_FREE of `backward_dqdkdv_lockstep`. `turn` counts tiles of keys.
 
 | barrier | who arrives | who waits, for which phase |
 |-|-|-|
 | kv_full | the producer's `expect`, then TMA's bytes of K and V | both consumers, phase 0, once |
 | with `first`, kv_full [turn % 2] | the same, behind what is announced | both consumers, (turn // 2) & 1 |
 | the same, kv_empty [turn % 2] | both consumers, when they are done | the producer, ((turn // 2) & 1) ^ 1 |
-| q_full [slot] | the producer's `expect`, then the bytes of Q and lse | both consumers, round & 1 |
-| do_full [slot] | the producer's `expect`, then the bytes of dO and delta | both consumers, round & 1 |
-| named, Q_FREE + slot | both consumers, one step late, when dK of the slot's step is done | the producer |
-| named, DO_FREE + slot | both consumers, when dV of the slot's step is done | the producer |
 | named, DS_FULL + 2 consumer + step % 2 | it, when its dS is stored; once before step 0 | the other, a step late |
 | named, LAST (without `first`) | each consumer, when its last dQ has read K | both: then K's tiles may stage dK |
 
-With `first`, a tile's first step waits for no dS, and none is announced before step 0.
-Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was announced when
-the other's dQ(j-2), the last reader of this buffer, was done.
-
-Without `first`, the few bytes that a thread spills lie outside of the loop or at its rim
-(tests/kernels/hopper/test_compile.py); with `first`, shared memory is full, 226 of 227 KiB.
+With `first`, a tile's first step waits for no dS, and none is announced before step 0; shared memory is full, 226 of
+227 KiB. Nobody announces that dS has been read: who stores dS(j) has waited for the other's dS(j-1), which was
+announced when the other's dQ(j-2), the last reader of this buffer, was done.
 """
 
 from collections import namedtuple
@@ -289,8 +282,7 @@ def _ds_number(tiles, step, index, part):
 
 @gluon.jit
 def _ds_tile(tiles, step, index, part):
-    """Return dS of `step`, (64 keys, 64 queries): consumer `index`'s keys, the queries of this `part` of the
-    step."""
+    """Return dS of `step`, (64 keys, 64 queries): consumer `index`'s keys, the queries of this `part`."""
     return tiles.ds.index(_ds_number(tiles, step, index, part)).reshape([HALF, HALF])
 
 
@@ -309,8 +301,7 @@ def _announce_ds(index: gl.constexpr, tiles, step, ds):
 
 @gluon.jit
 def _issue_dq(index: gl.constexpr, tiles, step, buffer, is_real, FIRST: gl.constexpr):
-    """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS of `step` (or of the
-    step two before)."""
+    """Issue this consumer's part of dQ over all 128 keys, when the other has announced its dS."""
     DQ: gl.constexpr = wgmma.accumulator_layout(HALF, 4)
     if FIRST:
         sync.named_barrier_wait_if(is_real, _ds_full(1 - index, step), BOTH_CONSUMERS)
@@ -324,8 +315,8 @@ def _issue_dq(index: gl.constexpr, tiles, step, buffer, is_real, FIRST: gl.const
 
 @gluon.jit
 def _dq_factors(index: gl.constexpr, tiles, step, buffer, owner: gl.constexpr):
-    """Return the factors of consumer `index`'s part of dQ over the keys of consumer `owner`: (64 queries, 64 keys)
-    of dS and (64 keys, 64) of K."""
+    """Return the factors of consumer `index`'s dQ over consumer `owner`'s keys: (64 queries, 64 keys) of dS, of K
+    (64 keys, 64)."""
     D: gl.constexpr = tiles.k.shape[4]
     k = tiles.k.index(2 * buffer + owner).reshape([HALF, D])
     if D == 64:
@@ -347,8 +338,7 @@ def _stage_dq(index: gl.constexpr, tiles, dq):
 
 @gluon.jit
 def _add_dq(index: gl.constexpr, descriptors, tiles, row):
-    """Have TMA add this consumer's part of dQ to the sum. Its queries begin at `row`; at D = 128 its columns are
-    those of consumer `index`."""
+    """Have TMA add this consumer's part of dQ to the sum, whose queries begin at `row`."""
     D: gl.constexpr = tiles.k.shape[4]
     place = [row * (D // 32), 0] if D == 64 else [row // 16, index * (HALF // 2), 0]
     tma_add(descriptors.dq, place, tiles.dq.index(index))
@@ -438,8 +428,7 @@ def _load_keys(descriptors, tiles, full, work, buffer):
 
 @gluon.jit
 def _consumer(index: gl.constexpr, call, CAUSAL: gl.constexpr, TAIL: gl.constexpr, FIRST: gl.constexpr):
-    """Compute as warp group `index`, 0 or 1: dK and dV of its 64 keys of each tile, and its part of each step's
-    dQ."""
+    """Compute as warp group `index`, 0 or 1: dK and dV of its keys of each tile, and its part of each step's dQ."""
     descriptors, _, barriers, _, _, _, _, _ = call
     if FIRST:
         QUERIES: gl.constexpr = descriptors.q.block_type.shape[2]

@@ -37,8 +37,7 @@ def make_mbarrier():
 
 @gluon.jit
 def run_ptx(ptx: gl.constexpr, operand):
-    """Run PTX that reads $1 and sets $0, which nobody uses. Callers give `ptx` a name first: Triton 3.6 passes an
-    f-string on as a plain string."""
+    """Run PTX that reads $1 and sets $0, unused. Callers name `ptx` first: Triton 3.6 takes an f-string as plain."""
     gl.inline_asm_elementwise(ptx, "=r,r", [gl.to_tensor(operand)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -70,9 +69,8 @@ def named_barrier_arrive(barrier, num_threads: gl.constexpr):
 def await_slot(first_barrier: gl.constexpr, step, SLOTS: gl.constexpr, LATE: gl.constexpr):
     """Wait, as the producer, until the slot of `step` may be filled (the first round finds all slots free).
 
-    Two consumer warp groups give slots back by arriving at named barrier first_barrier + slot: the slot of step s
-    in step s + LATE. (With LATE = 1, step 0 gives back a slot that was not used yet, so the producer waits a step
-    earlier.)
+    Two consumer warp groups arrive at named barrier first_barrier + slot to give back the slot of step s in step
+    s + LATE. (With LATE = 1, step 0 gives back a slot that was not used yet.)
     """
     if step >= SLOTS - LATE:
         named_barrier_wait(first_barrier + step % SLOTS, SLOT_THREADS)
@@ -89,9 +87,8 @@ def await_last_slots(first_barrier: gl.constexpr, steps, SLOTS: gl.constexpr, LA
 def begin_turns(FIRST: gl.constexpr):
     """Begin to take turns: the two warp groups of the first partition (threads 0 to 255 of the CTA), group 0 first.
 
-    Named barrier FIRST + group is a group's turn: the group waits there, and the other arrives there when it passes
-    the turn. Both run the same code, so a thread's number tells its group. Both groups must take and pass equally
-    many turns, and end them.
+    A group waits for its turn at named barrier FIRST + group, where the other arrives when it passes the turn. Both
+    must take and pass equally many turns, and end them.
     """
     PTX: gl.constexpr = f"@p bar.arrive {FIRST}, {TURN_THREADS};"
     _as_warp_group(PTX)

@@ -41,11 +41,8 @@ def width_of(head_dim: int) -> int:
 
 
 def used_of(head_dim: int) -> int:
-    """Return how many of `width_of(head_dim)` columns the products that sum over columns take
-    (`wgmma.issue_scores`).
-
-    Half of them plus a power of two, at least the 16 of one wgmma.
-    """
+    """Return how many of `width_of(head_dim)` columns the products that sum over columns take (`issue_scores`): half
+    of them plus a power of two, at least the 16 of one wgmma."""
     half = width_of(head_dim) // 2
     return half + next(rest for rest in (16, 32, 64, 128) if head_dim <= half + rest)
 
@@ -68,8 +65,7 @@ def _unsupported_kind(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
 ) -> str | None:
-    """Return why no call with such q, k, v can run, whatever their addresses. Each argument has an entry for
-    each."""
+    """Return why no call with such q, k, v can run, whatever their addresses. Each argument has three entries."""
     (device, *_), (dtype, *_), (q, k, v) = devices, dtypes, shapes
     if device.type != "cuda" or len(set(devices)) > 1:
         return f"q, k, v are on {', '.join(map(str, devices))}, not on one CUDA device"
@@ -140,16 +136,12 @@ def forward(
     scale: float,
     first: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(q k^T scale) v and the log-sum-exp of the scores.
-
-    `unsupported_reason` must have returned None for q, k, v; this function does not check again.
+    """Return softmax(q k^T scale) v, in q's memory order, and the natural log-sum-exp of the scores, float32 (batch,
+    heads, num_queries). Does not check again what `unsupported_reason` refuses.
 
     Args:
         q: (batch, heads, num_queries, head_dim); k, v: (batch, key_heads, num_keys, head_dim).
         first: as of `lmkit.kernels.flash.forward.flash_forward`.
-
-    Returns:
-        out, in q's memory order, and lse: float32 (batch, heads, num_queries), natural logarithm.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
     with selected(device):
@@ -174,9 +166,9 @@ def aligned(bounds: torch.Tensor) -> torch.Tensor:
 def counter_of_stream(device: torch.device) -> torch.Tensor:
     """Return the counter of `schedule.draw_unit` for a call on the current stream of this device: 0, int32.
 
-    Calls of a stream share it: they run one after the other, and each leaves it at 0. A call in a graph gets one of
-    its own, because graphs that one stream captured may be replayed on several. It comes from a stock that was made
-    before the capture. If the stock is empty, the graph itself sets it to 0, which takes time in every replay.
+    Calls of a stream share it: each leaves it at 0. A call in a graph gets its own, because graphs that one stream
+    captured may be replayed on several; it comes from a stock made before the capture, or the graph sets it to 0 in
+    every replay, which takes time.
     """
     captured = torch.cuda.is_current_stream_capturing()
     stock = _STOCK.setdefault(device, [])

@@ -151,10 +151,8 @@ def _hand_back_unread(barriers, block, STAGES: gl.constexpr):
 def _raise_references(
     scores, scale_log2, reference, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr
 ):
-    """Return (the rows' new references, the factor for what was computed with the old ones).
-
-    A reference is the row's maximum so far, or MARGIN_OF_FEW above it.
-    """
+    """Return (the rows' new references, each the row's maximum so far or MARGIN_OF_FEW above it; the factor for what
+    was computed with the old ones)."""
     highest = gl.maximum(gl.max(scores, 1) * scale_log2, reference)
     visible = wgmma.count_visible_keys(rows, first_key, num_keys, scores.shape[1], CAUSAL, TAIL)
     highest += gl.where(visible <= FEW_KEYS, MARGIN_OF_FEW, 0.0)
@@ -338,8 +336,7 @@ def attend(index: gl.constexpr, call, shape, turn, tile, flat_head, block):
 
 @gluon.jit
 def _producer(call, shape):
-    """Load tiles with TMA. K comes before Q in the first turn: the consumers' last step with the old Q hides
-    both."""
+    """Load tiles with TMA. K comes before Q in the first turn: the consumers' last step with the old Q hides both."""
     _, tiles, barriers, problem, _, _, _, drawn = call
     block = 0
     if shape.FIRST:
@@ -367,8 +364,7 @@ def _producer(call, shape):
 
 @gluon.jit
 def _load_tile(call, shape, turn, unit, tile, flat_head, block):
-    """Load Q of a tile, and K and V of the blocks that it meets; return the number of the next block. FIRST: tell the
-    consumers the unit, too."""
+    """Load Q of a tile, and the K and V that it meets; return the next block's number. FIRST: announce the unit."""
     descriptors, tiles, barriers, problem, _, _, first, _ = call
     TILE: gl.constexpr = ROWS * shape.CONSUMERS
     batch = flat_head // problem.heads

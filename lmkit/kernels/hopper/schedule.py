@@ -64,10 +64,8 @@ def count_key_blocks(tile, num_keys, TILE: gl.constexpr, KEYS: gl.constexpr, CAU
 
 @gluon.jit
 def load_bound(bounds, batch, place, length):
-    """Return `first` of a query or `last` of a key, of (batches, length) int32; past the end that of the last one.
-
-    Query i sees no key before first[i], key j is seen by no query after last[j], and both never fall.
-    """
+    """Return `first` of a query or `last` of a key, of (batches, length) int32 that never fall; past the end that of
+    the last one. Query i sees no key before first[i], key j is seen by no query after last[j]."""
     return gl.load(bounds + batch.to(gl.int64) * length + gl.minimum(place, length - 1))
 
 
@@ -93,11 +91,8 @@ def locate_longest_first(unit, num_tiles, num_heads, together):
 
 @gluon.jit
 def locate_uneven(unit, num_tiles, num_heads, together):
-    """Return (place, head) as `locate_longest_first`, for work that windows and documents make.
-
-    The LAST_TOGETHER last places of all heads come at the end, place by place, the shortest last, so that all SMs end
-    at about the same time.
-    """
+    """Return (place, head) as `locate_longest_first`, for work that windows and documents make. The LAST_TOGETHER
+    last places of all heads come at the end, the shortest last, so that all SMs end at about the same time."""
     early = gl.maximum(num_tiles - LAST_TOGETHER, 0)
     is_late = unit >= early * num_heads
     first_head = gl.where(is_late, 0, unit // gl.maximum(together * early, 1) * together)
@@ -116,11 +111,8 @@ UNIT_PTX = gl.constexpr(
 
 @gluon.jit
 def draw_unit(drawn, units):
-    """Return the next unit that no CTA has drawn yet, as a warp; `units` or more if there is none.
-
-    Every CTA begins with the unit of its own number. drawn: int32, 0 before the kernel; whoever draws last, of all
-    CTAs, makes it 0 again.
-    """
+    """Return the next unit that no CTA has drawn yet, as a warp; `units` or more if there is none. Every CTA begins
+    with the unit of its own number. drawn: int32, 0 before the kernel; the CTA that draws last makes it 0 again."""
     number = gl.inline_asm_elementwise(
         UNIT_PTX, "=r,l,r", [drawn.to(gl.int64), units - 1], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -156,11 +148,8 @@ def read_unit(place, WARPS: gl.constexpr):
 
 @gluon.jit
 def agreed(number):
-    """Return a number that all threads of a warp have.
-
-    This changes nothing, but ptxas learns of it: what follows from the number takes a register of the warp instead of
-    each thread's, and a branch on it parts no threads.
-    """
+    """Return a number that all threads of a warp have. This tells ptxas to keep what follows from the number in a
+    register of the warp instead of each thread's: a branch on it parts no threads."""
     return gl.inline_asm_elementwise(
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )

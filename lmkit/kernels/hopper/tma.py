@@ -29,10 +29,8 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 def tma_strides(
     shape: tuple[int, ...], strides: tuple[int, ...], element_size: int
 ) -> tuple[int, ...] | None:
-    """Return the strides that TMA gets for a (batch, heads, seq, head_dim) tensor, or None if it cannot take them.
-
-    A dimension of size 1 may have any stride, because no address depends on it: it is replaced by an aligned one.
-    """
+    """Return the strides that TMA gets for a (batch, heads, seq, head_dim) tensor, or None if it cannot take them. In
+    a dimension of size 1 no address depends on the stride: it is replaced by an aligned one."""
     unit = ALIGNMENT_BYTES // element_size
     outer = [stride if size > 1 else unit for size, stride in zip(shape[:3], strides[:3], strict=True)]
     if strides[3] != 1 or any(stride % unit or stride <= 0 for stride in outer):
@@ -51,11 +49,8 @@ def suits_tma(tensor: torch.Tensor) -> bool:
 def head_boxes(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int
 ) -> TensorDescriptor:
-    """Describe a (batch, heads, seq, head_dim) tensor that is copied `rows` rows of a head at a time.
-
-    width: columns of a box, at least head_dim. The descriptor's base is empty: a prepared launch fills in the
-    pointer.
-    """
+    """Describe a (batch, heads, seq, head_dim) tensor that is copied in boxes of `rows` rows of a head and `width`
+    columns, at least head_dim. The base is empty: a prepared launch fills in the pointer."""
     suitable = tma_strides(shape, strides, dtype.itemsize)
     assert suitable is not None, f"TMA cannot take strides {strides}"
     return _boxes(shape, suitable, dtype, (1, 1, rows, width))
@@ -111,10 +106,8 @@ def fetch_rows(desc, batch, head, row, tiles, vector_desc, first, vectors, full,
 
 @gluon.jit
 def send_through(tile, values, desc, batch, head, place):
-    """Write `values`, (rows, D), to box number `place` along the sequence, through the shared memory of `tile`.
-
-    Nobody may read `tile` any more. All warps of the partition call this; it returns when TMA has read the tile.
-    """
+    """Write `values`, (rows, D), to box number `place` along the sequence, through `tile`, which nobody reads any
+    more. All warps of the partition call this; it returns when TMA has read the tile."""
     rows: gl.constexpr = values.shape[0]
     tile.reshape([rows, values.shape[1]]).store(values)
     fence_async_shared()

@@ -28,11 +28,8 @@ def operand_layout(accumulator):
 
 @gluon.jit
 def issue_product(a, b, LAYOUT: gl.constexpr):
-    """Issue a @ b into fresh registers.
-
-    The zeros are never read; if two products shared them they would be copied, and ptxas would serialise everything
-    (C7515).
-    """
+    """Issue a @ b into fresh registers: if two products shared the zeros (which nobody reads), ptxas would copy them
+    and serialise everything (C7515)."""
     rows: gl.constexpr = a.shape[0]
     columns: gl.constexpr = b.shape[1]
     zeros = gl.zeros([rows, columns], gl.float32, LAYOUT)
@@ -67,12 +64,8 @@ def issue_scores(a, b, USED: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def hide_keys(scores, rows, first_key, num_keys, CAUSAL: gl.constexpr, TAIL: gl.constexpr):
-    """Return scores with -inf where a query of `rows` (one number a row) must not see a column's key.
-
-    Column 0 is `first_key`.
-
-    CAUSAL: keys after the query, and those past the end. TAIL: those past the end.
-    """
+    """Return scores with -inf where a query of `rows` (one number a row) must not see a column's key; column 0 is
+    `first_key`. CAUSAL: keys after the query, and those past the end. TAIL: those past the end."""
     if CAUSAL:
         scores = keep_columns_up_to(scores, gl.minimum(rows, num_keys - 1) - first_key, -float("inf"))
     elif TAIL:
@@ -199,10 +192,8 @@ def exp2_unfused(scores, scale, reference):
 
 @gluon.jit
 def pack_pairs(tile, dtype: gl.constexpr):
-    """Round (rows, N) float32 to (rows, N / 2) int32 of two 16-bit numbers each, as wgmma wants them.
-
-    A branch or loop that carries 16-bit numbers makes the compiler take them apart and put them together again.
-    """
+    """Round (rows, N) float32 to (rows, N / 2) int32 of two 16-bit numbers each, as wgmma wants them. A branch or
+    loop that carries 16-bit numbers would make the compiler take them apart and put them together again."""
     low, high = _pairs(tile)
     convert: gl.constexpr = _pair_type(dtype)
     return gl.inline_asm_elementwise(
