@@ -110,7 +110,7 @@ class Options(Table):
     tokens: Annotated[Path | None, FlagNames(("--train-path",))] = None
     """A token file (.npy), or a text file whose bytes are the tokens; by default generated stories."""
     lr: PositiveFloat = 3e-4
-    """Constant learning rate."""
+    """Learning rate of all steps but the first three, which are checked and take 1e-5."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Options:
