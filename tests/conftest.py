@@ -83,20 +83,26 @@ class Terminal:
         return out
 
     def refuses(
-        self, *words: str | Path, code: str | None, exit_code: int = 2, says: Sequence[str] = ()
+        self,
+        *words: str | Path,
+        code: str | None,
+        exit_code: int = 2,
+        says: Sequence[str] = (),
+        hint: object = "",
     ) -> Refusal:
         """Run `lmkit WORDS`, which must end with this error: one line with its code (None: any) and all words of
-        `says`, one line of hint, nothing on stdout."""
+        `says`, one line of hint that has `hint`, nothing on stdout."""
         self._capsys.readouterr()
         ended = self._run(words)
         out, err = self._capsys.readouterr()
         self.err = err
-        *before, error, hint = err.splitlines()
+        *before, error, last = err.splitlines()
         assert (ended, out) == (exit_code, ""), err
         assert re.match(r"error\[[a-z0-9_.]+\]: ", error), err
-        assert re.match("hint: .", hint), err
+        assert re.match("hint: .", last), err
+        assert str(hint) in last, err
         assert not any(line.startswith(("error", "Traceback")) for line in before), err
-        refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], hint)
+        refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], last)
         assert code in (None, refusal.code), err
         for word in says:
             assert word in refusal.error, err

@@ -224,9 +224,7 @@ def test_all_targets_are_met(capsys):
 def store(rows: Rows, environment: dict[str, Any]) -> None:
     folder = Path(os.environ.get("LMKIT_ACCEPTANCE", "artifacts/acceptance"))
     folder.mkdir(parents=True, exist_ok=True)
-    files = row_files("acceptance", rows) | {
-        "acceptance.md": tables(rows),
-    }
+    files = row_files("acceptance", rows) | {"acceptance.md": tables(rows)}
     files["environment.json"] = json.dumps(environment, indent=1)
     for name, content in files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -49,10 +49,7 @@ RECIPES = [
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
     (
         "llama_1b",
-        [
-            *("model.activation_checkpointing=selective", "model.activation_gb=6.0"),
-            "model.num_layers=8",
-        ],
+        [*("model.activation_checkpointing=selective", "model.activation_gb=6.0"), "model.num_layers=8"],
         19.8550,
     ),
 ]

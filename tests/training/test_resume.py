@@ -22,12 +22,7 @@ from lmkit.parallel.zero1 import Zero1
 from lmkit.recipe.tables import ModelConfig, ParallelConfig
 from lmkit.storage.atomic import FolderLock
 from lmkit.training.checkpoint import MODEL, newest_checkpoint, step_name, verify
-from lmkit.training.resume import (
-    load_checkpoint,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    save_checkpoint,
-)
+from lmkit.training.resume import load_checkpoint, load_optimizer_tensors, optimizer_tensors, save_checkpoint
 from lmkit.training.weights import load_weights, model_weights, weights_of
 
 

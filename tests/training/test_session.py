@@ -14,7 +14,6 @@ from run_folders import losses, newest, records, saved, train_here
 from lmkit.cli.generate import continue_prompts
 from lmkit.errors import LmkitError, UsageError
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.recipe import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import session, trainer
 from lmkit.training.checkpoint import MODEL, DamagedCheckpoint, newest_checkpoint
@@ -22,8 +21,6 @@ from lmkit.training.judging import evaluate_run
 from lmkit.training.metrics import draw_losses
 from lmkit.training.session import plan
 from lmkit.training.weights import weights_of
-
-Tiny = Callable[..., Recipe]
 
 
 def test_it_learns_and_leaves_a_whole_run_folder(tiny, monkeypatch):
@@ -183,9 +180,14 @@ def test_recipes_that_do_not_fit_their_data_are_refused_before_anything_is_writt
     with pytest.raises(UsageError) as caught:
         train_here(load_recipe(None, ["model.d_model=16", "model.num_heads=2"]))
     assert "[train]" in caught.value.message
-    with raises(UsageError, "data.no_tokens", "not there.npy", "data.train") as caught:
+    with raises(
+        UsageError,
+        "data.no_tokens",
+        "not there.npy",
+        "data.train",
+        hint="lmkit data encode TEXT 'not there.npy'",
+    ) as caught:
         train_here(tiny('data.train="not there.npy"'))
-    assert "lmkit data encode TEXT 'not there.npy'" in caught.value.hint
     with raises(UsageError, "data.vocab_size", "model.vocab_size: 63", "64"):
         train_here(tiny("model.vocab_size=63"))
     assert not tiny().run.path.exists()
