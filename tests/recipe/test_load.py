@@ -201,6 +201,8 @@ assert load_recipe("wrong.toml").bench == {"ddp": {"roundz": 3}}
 modules = [name for name in sys.modules if name.partition(".")[0] == "lmkit"]
 assert len(modules) <= 12, modules
 assert not {"torch", "numpy", "lmkit.bench", "lmkit.measure"} & sys.modules.keys()
+load_recipe("bench_ddp_cpu", benches=True).bench_table("model")
+assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     with raises(UsageError, "recipe.unknown_key", "bench.ddp.roundz", "did you mean rounds?"):
