@@ -41,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"))
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """A test may have asked for more."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.fixture
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], io.StringIO]:
     """Makes stderr a terminal, 100 columns wide. To be called: what a fixture sets it to, pytest sets back."""

@@ -102,7 +102,9 @@ def test_the_check_sees_an_upward_arrow():
 
 
 def test_the_core_imports_three_packages_besides_pythons_own():
-    names = {name.split(".")[0] for path in (PACKAGE / "core").glob("*.py") for name in _imports(_parse(path))}
+    names = {
+        name.split(".")[0] for path in (PACKAGE / "core").glob("*.py") for name in _imports(_parse(path))
+    }
     assert names <= {"torch", "numpy", "regex", "lmkit"} | sys.stdlib_module_names
 
 
