@@ -23,41 +23,25 @@ from lmkit.training.setup import check_device
 
 PLUGIN = """
 from torch.optim import SGD
-
 from lmkit.recipe.tables import Table
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES
-
-
 class Ends(BaseException): ...
-
-
 class Options(Table): ...
-
-
 @ATTENTION.register("my_kernel")
 def my_kernel(q, k, v, *, causal, scale=None):
     raise Ends("kernel")
-
-
 @SCHEDULES.register("my_schedule")
 def schedule(step, **options):
     return 1 / 0
-
-
 @OPTIMIZERS.register("my_optimizer")
 class Optimizer(SGD):
     def __init__(self, groups, options):
         super().__init__(groups, lr=0.1)
-
     def step(self, closure=None):
         return {}["no such key"]
-
-
 @BENCHES.register("my_bench", help="Raises.", row_keys=("mine",))
 def bench(context):
     raise Ends("bench")
-
-
 @BENCHES.register("my_empty_bench", help="Returns nothing.", row_keys=("mine",))
 def empty(context): ...
 """
@@ -99,25 +83,16 @@ def test_a_bench_that_returns_no_rows_is_one_line(plugin, terminal):
 RETURNS = """
 import torch
 from torch.optim import SGD
-
 from lmkit.parallel.strategy import Strategy
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
-
-
 @ATTENTION.register("my_kernel", joined=__name__ + ":joined")
 def my_kernel(q, k, v, *, causal, scale=None):
     return {returned}
-
-
 def joined(qkv, *, kv_heads, head_dim, first):
     return qkv[..., first:]
-
-
 @OPTIMIZERS.register("my_optimizer")
 def make(groups, options):
     return {returned}
-
-
 @STRATEGIES.register("my_strategy")
 def strategy(ranks, config):
     return {returned}
