@@ -142,6 +142,33 @@ def lmkit(tmp_path: Path) -> Lmkit:
 
 
 @pytest.fixture
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """`tiny.toml`, which holds the `RECIPE` of the test's module."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(request.module.RECIPE)
+    return path
+
+
+@pytest.fixture
+def synced_and_named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What was done to which file, by its inode: no test can cut the power, but the order can be watched."""
+    events: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        events.append(("synced", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        events.append(("named", source.stat().st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    return events
+
+
+@pytest.fixture
 def drawing() -> Iterator[None]:
     """For tests that call functions of `measure.plots` themselves."""
     with own_settings():

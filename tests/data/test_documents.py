@@ -161,16 +161,6 @@ def test_documents_have_the_bytes_of_characters_that_have_no_token(tmp_path, oth
         assert (file.sizes.tolist(), file.meta.num_bytes) == ([5, 4, 2], 11)
 
 
-def test_the_unknown_token_stands_for_text(tmp_path, caplog):
-    small = Tokenizer(
-        vocab={0: b"a", 1: b"b"}, merges=[], special_tokens=("<unk>", "</s>"), unk_id=2, fuse_unk=False
-    )
-    tokens, _, num_bytes = encoded(tmp_path, {"a.txt": "abxyz"}, small)
-    assert tokens == [0, 1, 2, 2, 2, 3]
-    assert num_bytes == 5
-    assert "no token for" in caplog.text
-
-
 def test_special_tokens_that_end_no_document_are_told(tmp_path, caplog):
     """As where a text has the end mark of a base model, and the tokenizer is of a chat model."""
     chat = framed(special_tokens=(END, "<|im_end|>")).with_end_of_text("<|im_end|>")

@@ -20,13 +20,6 @@ RECIPE = tiny_recipe(
 RUN = Path("artifacts/runs/tiny")
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.toml"
-    path.write_text(RECIPE)
-    return path
-
-
 def redone(summary: str) -> list[str]:
     """The stages that were not up to date."""
     return [stage for stage, state in json.loads(summary)["stages"].items() if state != "up to date"]

@@ -17,27 +17,13 @@ from lmkit.storage.atomic import atomic_folder, atomic_path, remove_partials, sc
 
 
 def test_content_lies_on_the_disk_before_it_gets_its_name_and_the_name_before_the_call_returns(
-    tmp_path, monkeypatch
+    tmp_path, synced_and_named
 ):
-    """No test can cut the power; the order in which things are made to last can be watched."""
-    events: list[tuple[str, int]] = []
-    fsync, replace = os.fsync, os.replace
-
-    def watched_fsync(descriptor):
-        events.append(("synced", os.fstat(descriptor).st_ino))
-        fsync(descriptor)
-
-    def watched_replace(source, target):
-        assert source.read_bytes() == b"content"
-        events.append(("named", source.stat().st_ino))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_replace)
     path = tmp_path / "new" / "folder" / "file"
     write_atomic(path, b"content")
     file, folder = path.stat().st_ino, path.parent.stat().st_ino
-    assert events == [("synced", file), ("named", file), ("synced", folder)]
+    assert path.read_bytes() == b"content"
+    assert synced_and_named == [("synced", file), ("named", file), ("synced", folder)]
 
 
 def test_an_error_leaves_the_old_content_and_no_partial_file(tmp_path):

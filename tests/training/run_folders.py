@@ -1,8 +1,6 @@
 """Helpers of the tests: a model of 7,000 parameters, trainings in this process, what run folders hold."""
 
-import resource
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +17,6 @@ Tiny = Callable[..., Recipe]
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 PACKED = ('data.sampling="packed"',)
 """Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:

@@ -67,20 +67,6 @@ def test_the_result_reports_the_last_evaluation_as_lmkit_evaluate_does(tiny):
     assert train_here(tiny("run.name=part"), stop_at_step=2).evaluation is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (("checkpoint.interval=-1",), [10]),
-        (("checkpoint.interval=4", "checkpoint.keep_last=9"), [4, 8, 10]),
-        (("checkpoint.interval=3", "checkpoint.keep_last=2"), [9, 10]),
-    ],
-)
-def test_the_cadence_of_checkpoints(changes, expected, tiny):
-    recipe = tiny(*changes)
-    train_here(recipe)
-    assert saved(recipe) == expected
-
-
 def test_the_best_is_saved_when_it_is_seen_and_kept(tiny, monkeypatch):
     recipe = tiny("checkpoint.keep_best=1", "checkpoint.keep_last=1", "train.eval_interval=2")
     found = iter([4.0, 3.0, 3.5, 3.6, 3.7, 3.8])

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from programs import file_size_limit
 from raising import raises
-from run_folders import assert_same_state, file_size_limit, losses, newest, records, saved, train_here
+from run_folders import assert_same_state, losses, newest, records, saved, train_here
 
 from lmkit.errors import UsageError, system_error
 from lmkit.parallel.ranks import Ranks
