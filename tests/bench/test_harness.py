@@ -26,8 +26,8 @@ from lmkit.recipe.tables import PositiveInt, Table
 from lmkit.registry import BENCHES
 from lmkit.storage.atomic import FolderLock
 
+# What the bench of this file does.
 WORK: list[Any] = []
-"""What the bench of this file does."""
 
 
 class Options(Table):

@@ -11,8 +11,8 @@ import pytest
 
 KEPT = "results/rows.jsonl.partial"
 SAID = f"interrupted: the rows so far are in {KEPT}, until a bench is started there again\n"
+# Only to end a test that hangs.
 PATIENCE_S = 240
-"""Only to end a test that hangs."""
 
 
 @pytest.mark.full

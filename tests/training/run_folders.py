@@ -12,11 +12,11 @@ from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
 from lmkit.training.weights import weights_of
 
+# The fixture `tiny`.
 Tiny = Callable[..., Recipe]
-"""The fixture `tiny`."""
 CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+# Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token.
 PACKED = ('data.sampling="packed"',)
-"""Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
 
 
 def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:
