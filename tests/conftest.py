@@ -18,12 +18,15 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.core.ranges import range_
 from lmkit.measure.plots import own_settings
+from lmkit.plugins import PLUGINS
+from lmkit.registry import ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES
 
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several folders import
 
+REGISTRIES = (ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES)
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -46,6 +49,19 @@ def _one_thread() -> None:
     """A test may have asked for more."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """What a test registers and the plugins that it loads are forgotten behind it."""
+    before = [registry.names for registry in REGISTRIES]
+    yield
+    for registry, names in zip(REGISTRIES, before, strict=True):
+        for name in {*registry.names} - {*names}:
+            registry.unregister(name)
+    for path in PLUGINS:
+        sys.modules.pop(f"lmkit_plugin_{path.stem}", None)
+    PLUGINS.clear()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import torch
 from raising import raises
 from tiny import RANDOM_TOKENS, tiny_recipe
 
-from lmkit import plugins
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import joined_function
 from lmkit.core.attention import reference
@@ -17,7 +16,7 @@ from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.plugins import load_plugin, plugin_error
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
-from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES
+from lmkit.registry import ATTENTION, STRATEGIES
 from lmkit.training import build_step
 from lmkit.training.setup import check_device
 
@@ -48,15 +47,11 @@ def empty(context): ...
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(PLUGIN)
     (tmp_path / "tiny.toml").write_text(tiny_recipe(*RANDOM_TOKENS, "train.steps=2", "train.batch_size=2"))
-    monkeypatch.setattr(plugins, "PLUGINS", [])
-    yield path
-    for registry in (ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES):
-        for name in [name for name in registry.names if name.startswith("my_")]:
-            registry.unregister(name)
+    return path
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def planted(tmp_path: Path):
     )
     reported.clear()
     WORK.clear()
-    BENCHES.unregister("planted")
 
 
 reported: list[Any] = []

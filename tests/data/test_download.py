@@ -289,13 +289,11 @@ def fables():
 def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, capsys):
     (tmp_path / "fables.py").write_text(PLUGIN.format(url=site.url))
     load_plugin(tmp_path / "fables.py")
-    try:
-        table = CorpusConfig(source="fables", folder=tmp_path / "data")
-        files = prepare_corpus(table, tmp_path / "run")
-        assert files.valid[0].read_bytes() == VALID
-        assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
-    finally:
-        DATASETS.unregister("fables")
+    table = CorpusConfig(source="fables", folder=tmp_path / "data")
+    files = prepare_corpus(table, tmp_path / "run")
+    assert files.valid[0].read_bytes() == VALID
+    assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
     assert capsys.readouterr().out.splitlines() == [str(path) for path in (*files.train, *files.valid)]
+    DATASETS.unregister("fables")
     with pytest.raises(ValidationError, match="tinystories"):
         CorpusConfig(source="fables")

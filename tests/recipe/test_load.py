@@ -156,12 +156,9 @@ def test_tables_that_contradict_one_another(overrides, key):
 
 def test_an_optimizer_of_whole_matrices_is_not_sharded():
     OPTIMIZERS.register("matrices", elementwise=False)(test_an_optimizer_of_whole_matrices_is_not_sharded)
-    try:
-        overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
-        assert "parallel.strategy" in refusal(None, *overrides, code="recipe.conflict")
-        load_recipe(None, overrides[:1])
-    finally:
-        OPTIMIZERS.unregister("matrices")
+    overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
+    assert "parallel.strategy" in refusal(None, *overrides, code="recipe.conflict")
+    load_recipe(None, overrides[:1])
 
 
 def test_another_optimizer_leaves_the_options_of_the_former_behind():

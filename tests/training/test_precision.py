@@ -168,8 +168,7 @@ def test_evaluation_and_generation_compute_in_bf16(tiny):
 
 def test_an_optimizer_that_keeps_no_masters_is_refused(tiny):
     name = "without_masters"
-    if name not in OPTIMIZERS.names:
-        OPTIMIZERS.register(name)(lambda groups, options: torch.optim.SGD(groups, lr=options.lr))
+    OPTIMIZERS.register(name)(lambda groups, options: torch.optim.SGD(groups, lr=options.lr))
     with pytest.raises(UsageError) as caught:
         tiny("train.precision=bf16", f"optimizer.name={name}")
     assert "train.precision" in str(caught.value)
