@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from run_folders import CONFIG, Tiny, assert_resumes_exactly, losses, newest, train_here
 
 from lmkit.errors import UsageError
@@ -169,10 +170,8 @@ def test_evaluation_and_generation_compute_in_bf16(tiny):
 def test_an_optimizer_that_keeps_no_masters_is_refused(tiny):
     name = "without_masters"
     OPTIMIZERS.register(name)(lambda groups, options: torch.optim.SGD(groups, lr=options.lr))
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, "recipe.conflict", "train.precision", "bf16-autocast"):
         tiny("train.precision=bf16", f"optimizer.name={name}")
-    assert "train.precision" in str(caught.value)
-    assert "bf16-autocast" in str(caught.value)
     tiny("train.precision=bf16-autocast", f"optimizer.name={name}")
 
 

@@ -205,9 +205,8 @@ def test_fault_60_a_missing_optimizer_shard_is_an_error_when_asked_for_by_name(t
 
 def test_fault_61_two_runs_in_one_folder(tiny):
     recipe = tiny()
-    with FolderLock(recipe.run.path), pytest.raises(LmkitError) as caught:
+    with FolderLock(recipe.run.path), raises(LmkitError, "storage.folder_busy", recipe.run.path):
         train_here(recipe)
-    assert str(recipe.run.path) in caught.value.message
     train_here(recipe, stop_at_step=1)
 
 
