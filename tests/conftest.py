@@ -18,12 +18,15 @@ import pytest
 from lmkit.cli.app import run_command_line
 from lmkit.core.ranges import range_
 from lmkit.measure.plots import own_settings
+from lmkit.plugins import PLUGINS
+from lmkit.registry import ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES
 
 # Before torch is imported: on the tiny tensors of tests, several threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several folders import
 
+REGISTRIES = (ATTENTION, BENCHES, DATASETS, OPERATIONS, OPTIMIZERS, SCHEDULES, STRATEGIES)
 Lmkit = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -39,6 +42,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("interpreter"):
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 (nox -s interpreter)"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """A test may have asked for more."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """What a test registers and the plugins that it loads are forgotten behind it."""
+    before = [registry.names for registry in REGISTRIES]
+    yield
+    for registry, names in zip(REGISTRIES, before, strict=True):
+        for name in {*registry.names} - {*names}:
+            registry.unregister(name)
+    for path in PLUGINS:
+        sys.modules.pop(f"lmkit_plugin_{path.stem}", None)
+    PLUGINS.clear()
 
 
 @pytest.fixture
@@ -83,20 +106,26 @@ class Terminal:
         return out
 
     def refuses(
-        self, *words: str | Path, code: str | None, exit_code: int = 2, says: Sequence[str] = ()
+        self,
+        *words: str | Path,
+        code: str | None,
+        exit_code: int = 2,
+        says: Sequence[str] = (),
+        hint: object = "",
     ) -> Refusal:
         """Run `lmkit WORDS`, which must end with this error: one line with its code (None: any) and all words of
-        `says`, one line of hint, nothing on stdout."""
+        `says`, one line of hint that has `hint`, nothing on stdout."""
         self._capsys.readouterr()
         ended = self._run(words)
         out, err = self._capsys.readouterr()
         self.err = err
-        *before, error, hint = err.splitlines()
+        *before, error, last = err.splitlines()
         assert (ended, out) == (exit_code, ""), err
         assert re.match(r"error\[[a-z0-9_.]+\]: ", error), err
-        assert re.match("hint: .", hint), err
+        assert re.match("hint: .", last), err
+        assert str(hint) in last, err
         assert not any(line.startswith(("error", "Traceback")) for line in before), err
-        refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], hint)
+        refusal = Refusal(error[len("error[") : error.index("]")], error.partition("]: ")[2], last)
         assert code in (None, refusal.code), err
         for word in says:
             assert word in refusal.error, err
@@ -126,6 +155,33 @@ def lmkit(tmp_path: Path) -> Lmkit:
     from programs import run_program
 
     return partial(run_program, sys.executable, "-m", "lmkit", cwd=tmp_path)
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """`tiny.toml`, which holds the `RECIPE` of the test's module."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(request.module.RECIPE)
+    return path
+
+
+@pytest.fixture
+def synced_and_named(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What was done to which file, by its inode: no test can cut the power, but the order can be watched."""
+    events: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        events.append(("synced", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        events.append(("named", source.stat().st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    return events
 
 
 @pytest.fixture

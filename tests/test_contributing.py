@@ -40,19 +40,16 @@ def example(tmp_path):
 def test_a_kernel_is_one_file(example, lmkit):
     path = example("sliding_window.py")
     load_plugin(path)
-    try:
-        kernel = ATTENTION.load("sliding_window")
-        q, k, v = (torch.randn(2, heads, 100, 8, dtype=torch.float64) for heads in (4, 2, 2))
-        # Within the window it is causal attention; a key outside the window changes nothing.
-        exact = ATTENTION.load("reference")(q, k, v, causal=True)
-        torch.testing.assert_close(kernel(q, k, v, causal=True)[:, :, :64], exact[:, :, :64])
-        changed = v.clone()
-        changed[:, :, 0] += 1
-        torch.testing.assert_close(
-            kernel(q, k, v, causal=True)[:, :, 64:], kernel(q, k, changed, causal=True)[:, :, 64:]
-        )
-    finally:
-        ATTENTION.unregister("sliding_window")
+    kernel = ATTENTION.load("sliding_window")
+    q, k, v = (torch.randn(2, heads, 100, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    # Within the window it is causal attention; a key outside the window changes nothing.
+    exact = ATTENTION.load("reference")(q, k, v, causal=True)
+    torch.testing.assert_close(kernel(q, k, v, causal=True)[:, :, :64], exact[:, :, :64])
+    changed = v.clone()
+    changed[:, :, 0] += 1
+    torch.testing.assert_close(
+        kernel(q, k, v, causal=True)[:, :, 64:], kernel(q, k, changed, causal=True)[:, :, 64:]
+    )
     result = lmkit("run", "small.toml", "--plugin", path, "--set", "model.attention=sliding_window")
     assert result.returncode == 0, result.stderr
     refused = lmkit("run", "small.toml", "--set", "model.attention=sliding_window")

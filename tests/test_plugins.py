@@ -7,7 +7,6 @@ import torch
 from raising import raises
 from tiny import RANDOM_TOKENS, tiny_recipe
 
-from lmkit import plugins
 from lmkit.attention import attention_function
 from lmkit.attention.dispatch import joined_function
 from lmkit.core.attention import reference
@@ -17,62 +16,42 @@ from lmkit.parallel.strategy import Strategy, build_strategy
 from lmkit.plugins import load_plugin, plugin_error
 from lmkit.recipe.recipe import Recipe
 from lmkit.recipe.tables import ModelConfig, ParallelConfig, TrainConfig
-from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES
+from lmkit.registry import ATTENTION, STRATEGIES
 from lmkit.training import build_step
 from lmkit.training.setup import check_device
 
 PLUGIN = """
 from torch.optim import SGD
-
 from lmkit.recipe.tables import Table
 from lmkit.registry import ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES
-
-
 class Ends(BaseException): ...
-
-
 class Options(Table): ...
-
-
 @ATTENTION.register("my_kernel")
 def my_kernel(q, k, v, *, causal, scale=None):
     raise Ends("kernel")
-
-
 @SCHEDULES.register("my_schedule")
 def schedule(step, **options):
     return 1 / 0
-
-
 @OPTIMIZERS.register("my_optimizer")
 class Optimizer(SGD):
     def __init__(self, groups, options):
         super().__init__(groups, lr=0.1)
-
     def step(self, closure=None):
         return {}["no such key"]
-
-
 @BENCHES.register("my_bench", help="Raises.", row_keys=("mine",))
 def bench(context):
     raise Ends("bench")
-
-
 @BENCHES.register("my_empty_bench", help="Returns nothing.", row_keys=("mine",))
 def empty(context): ...
 """
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(PLUGIN)
     (tmp_path / "tiny.toml").write_text(tiny_recipe(*RANDOM_TOKENS, "train.steps=2", "train.batch_size=2"))
-    monkeypatch.setattr(plugins, "PLUGINS", [])
-    yield path
-    for registry in (ATTENTION, BENCHES, OPTIMIZERS, SCHEDULES, STRATEGIES):
-        for name in [name for name in registry.names if name.startswith("my_")]:
-            registry.unregister(name)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -99,25 +78,16 @@ def test_a_bench_that_returns_no_rows_is_one_line(plugin, terminal):
 RETURNS = """
 import torch
 from torch.optim import SGD
-
 from lmkit.parallel.strategy import Strategy
 from lmkit.registry import ATTENTION, OPTIMIZERS, STRATEGIES
-
-
 @ATTENTION.register("my_kernel", joined=__name__ + ":joined")
 def my_kernel(q, k, v, *, causal, scale=None):
     return {returned}
-
-
 def joined(qkv, *, kv_heads, head_dim, first):
     return qkv[..., first:]
-
-
 @OPTIMIZERS.register("my_optimizer")
 def make(groups, options):
     return {returned}
-
-
 @STRATEGIES.register("my_strategy")
 def strategy(ranks, config):
     return {returned}

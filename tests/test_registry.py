@@ -8,7 +8,7 @@ from raising import raises
 
 from lmkit import plugins
 from lmkit.errors import UsageError
-from lmkit.registry import ATTENTION, BENCHES, STRATEGIES, KernelFacts, Registry
+from lmkit.registry import ATTENTION, STRATEGIES, KernelFacts, Registry
 
 PLUGIN = """
 from lmkit.registry import ATTENTION
@@ -21,13 +21,10 @@ USES_IT = "recipe validate quickstart --set model.attention=from_outside"
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path):
     path = tmp_path / "my_kernels.py"
     path.write_text(PLUGIN)
-    monkeypatch.setattr(plugins, "PLUGINS", [])
-    yield path
-    if "from_outside" in ATTENTION.names:
-        ATTENTION.unregister("from_outside")
+    return path
 
 
 def test_names_and_facts_are_known_without_torch():
@@ -81,16 +78,10 @@ def test_a_fact_that_names_no_function_is_refused(plugin):
         ATTENTION.function_of("from_outside", "no_such")
 
 
-def test_a_bench_without_options_is_refused(tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr(plugins, "PLUGINS", [])
+def test_a_bench_without_options_is_refused(tmp_path, terminal):
     path = tmp_path / "bare.py"
     path.write_text("from lmkit.registry import BENCHES\n@BENCHES.register('bare')\ndef bare(context): ...\n")
-    try:
-        terminal.refuses(
-            f"bench bare --plugin {path}", code="registry.no_function", says=[str(path), "Options"]
-        )
-    finally:
-        BENCHES.unregister("bare")
+    terminal.refuses(f"bench bare --plugin {path}", code="registry.no_function", says=[str(path), "Options"])
 
 
 @pytest.mark.parametrize(

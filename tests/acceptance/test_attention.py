@@ -175,23 +175,10 @@ class HostTime:
         ]
 
 
-HOST_CASE = {
-    "set": "host time",
-    "part": "tiers",
-    "tier": "128",
-    "num_queries": 128,
-    "num_keys": 128,
-    "head_dim": 64,
-}
-HOST_CASE |= {
-    "direction": "forward",
-    "batch": 1,
-    "heads": 16,
-    "kv_heads": 16,
-    "causal": True,
-    "dtype": "bf16",
-}
-HOST_CASE |= {"layout": "contiguous", "data": "normal", "status": "ok", "detail": "", "clock": "perf_counter"}
+HOST_CASE = {"set": "host time", "part": "tiers", "tier": "128", "num_queries": 128, "num_keys": 128}
+HOST_CASE |= {"direction": "forward", "batch": 1, "heads": 16, "kv_heads": 16, "head_dim": 64, "causal": True}
+HOST_CASE |= {"dtype": "bf16", "layout": "contiguous", "data": "normal", "status": "ok", "detail": ""}
+HOST_CASE |= {"clock": "perf_counter"}
 
 
 # The suite
@@ -224,9 +211,7 @@ def test_all_targets_are_met(capsys):
 def store(rows: Rows, environment: dict[str, Any]) -> None:
     folder = Path(os.environ.get("LMKIT_ACCEPTANCE", "artifacts/acceptance"))
     folder.mkdir(parents=True, exist_ok=True)
-    files = row_files("acceptance", rows) | {
-        "acceptance.md": tables(rows),
-    }
+    files = row_files("acceptance", rows) | {"acceptance.md": tables(rows)}
     files["environment.json"] = json.dumps(environment, indent=1)
     for name, content in files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -239,13 +224,8 @@ def rows_of(trial, *, ratio=1.5, speedup=60.0, milliseconds=2.0):
     """What a machine would measure on which everything takes two milliseconds."""
     directions = ("forward", *(trial.gradients if trial.options.backward else ()))
     shape = ("head_dim", "batch", "heads", "kv_heads", "causal", "dtype", "data")
-    case = {
-        "set": trial.name,
-        "num_queries": trial.length,
-        "num_keys": trial.length,
-        "status": "ok",
-        "detail": "",
-    }
+    case = {"set": trial.name, "status": "ok", "detail": ""}
+    case |= {"num_queries": trial.length, "num_keys": trial.length}
     case |= {key: getattr(trial.options, key) for key in shape}
     case |= {"tflops": 500.0, "speedup": speedup, "first_call_s": 1.5}
     case |= {f"error_{name}": 0.002 for name in ("out", "dq", "dk", "dv")}
@@ -278,13 +258,6 @@ def test_the_suite_measures_every_target(rows):
     assert set(verdicts([]).values()) == {"not measured"}
 
 
-def test_the_core_cases_hold_as_many_tokens_and_dimensions_at_every_length():
-    for trial in trials(Options()):
-        if trial.name.startswith("core"):
-            assert trial.options.batch * trial.length == 16384
-            assert trial.options.heads * trial.options.head_dim == 2048
-
-
 @pytest.mark.parametrize("at_most", [False, True])
 def test_a_verdict_looks_in_the_right_direction(at_most):
     must, stretch = (4.1, 3.5) if at_most else (3.5, 4.1)
@@ -313,15 +286,3 @@ def test_errors_of_exactly_zero_are_even_or_infinitely_apart(rows):
         row | {"error_out": 1e-9} if row["data"] == "sink" and row["kernel"] == OURS else row for row in zeros
     ]
     assert verdicts(ours)[name] == "missed"
-
-
-def test_a_refused_result_misses_a_target():
-    def measured(*statuses):
-        rows = [{"kernel": OURS, "status": status, "set": "data"} for status in statuses]
-        return next(e for e in against_targets(rows) if e["target"] == "results that the gate refused")
-
-    assert (measured("ok", "ok")["measured"], measured("ok")["verdict"]) == ("0", "met")
-    assert (measured("ok", "wrong result")["measured"], measured("wrong result")["verdict"]) == (
-        "**1**",
-        "missed",
-    )

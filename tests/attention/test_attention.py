@@ -286,8 +286,5 @@ def test_options_reach_the_kernel(random_inputs):
 @pytest.mark.parametrize("where", ["lmkit.attention.sdpa:no_such", "no_such_module:joined", "no module"])
 def test_a_joined_form_that_is_not_there_is_refused(where):
     ATTENTION.register("bare", joined=where)(reference)
-    try:
-        with raises(UsageError, "registry.no_function", "bare", "joined"):
-            joined_function("bare")
-    finally:
-        ATTENTION.unregister("bare")
+    with raises(UsageError, "registry.no_function", "bare", "joined"):
+        joined_function("bare")

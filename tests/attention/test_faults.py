@@ -16,13 +16,6 @@ RECIPE = tiny_recipe(*RANDOM_TOKENS, 'run.device="auto"', "train.steps=2", "trai
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.toml"
-    path.write_text(RECIPE)
-    return path
-
-
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lmkit.bench import context as bench_context
 from lmkit.bench.context import Context, Journal
@@ -22,15 +21,6 @@ from lmkit.registry import BENCHES
 
 sys.path.insert(0, str(Path(__file__).parent))  # kernels and ranks of these tests; spawned ranks inherit it
 LIMITS = Limits("a test", {"fp32": 1e12, "bf16": 2e12, "tf32": 1e12}, 1e10)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and on a busy machine threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

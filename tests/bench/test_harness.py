@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from functools import wraps
 from pathlib import Path
@@ -27,8 +26,8 @@ from lmkit.recipe.tables import PositiveInt, Table
 from lmkit.registry import BENCHES
 from lmkit.storage.atomic import FolderLock
 
+# What the bench of this file does.
 WORK: list[Any] = []
-"""What the bench of this file does."""
 
 
 class Options(Table):
@@ -56,7 +55,6 @@ def planted(tmp_path: Path):
     )
     reported.clear()
     WORK.clear()
-    BENCHES.unregister("planted")
 
 
 reported: list[Any] = []
@@ -324,14 +322,3 @@ def test_a_picture_that_fails_does_not_fail_a_bench(planted, tmp_path, monkeypat
     assert stored.is_fine
     assert (tmp_path / "planted_results.jsonl").is_file()
     assert "no fonts" in caplog.text
-
-
-def test_recipes_load_no_torch():
-    """The file of a bench is imported for its table: torch loads when the bench runs."""
-    code = (
-        "import sys\nfrom lmkit.recipe.load import load_recipe\n"
-        "load_recipe('bench_ddp_cpu', benches=True).bench_table('model')\n"
-        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

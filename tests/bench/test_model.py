@@ -11,11 +11,8 @@ from lmkit.bench.context import Journal
 from lmkit.errors import UsageError
 from lmkit.measure.statistics import paired_ratio
 from lmkit.model.accounting import flops_per_token, forward_flops_per_token
-from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.tables import PRESETS, ModelConfig, TrainConfig
+from lmkit.recipe.tables import PRESETS, ModelConfig
 from lmkit.training import setup
-from lmkit.training.setup import TrainingStep
 
 SMALL = {"vocab_size": 64, "lengths": (8,), "batch_size": 2, "warmup": 0, "iters": 3, "warmup_study": ()}
 TINY = ModelConfig(preset="tiny", **PRESETS["tiny"], vocab_size=64, context_length=8)
@@ -86,17 +83,6 @@ def test_fault_85_a_model_larger_than_the_host_is_not_even_built(run_bench, monk
     monkeypatch.setattr(setup, "TrainingStep", None)
     result = run_bench("model", **{**SMALL, "warmup_study": (0,)})
     assert {row["status"] for row in result.rows} == {"out of memory"}
-
-
-def test_a_step_moves_the_weights_and_the_other_modes_do_not():
-    step = TrainingStep(Recipe(model=TINY, train=TrainConfig(batch_size=2)), Ranks())
-    before = step.model.lm_head.weight.detach().clone()
-    step.forward()
-    step.forward_backward()
-    assert torch.equal(step.model.lm_head.weight, before)
-    assert step.model.lm_head.weight.grad is None
-    step.run()
-    assert not torch.equal(step.model.lm_head.weight, before)
 
 
 def test_fp16_needs_a_gpu(run_bench):

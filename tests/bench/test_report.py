@@ -13,8 +13,8 @@ from lmkit.errors import LmkitError, UsageError
 from lmkit.profile.summary import SUMMARIES
 
 ROOT = Path(__file__).resolve().parents[2]
+# A row of each kind.
 ROWS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rows.json").read_text("utf-8"))
-"""A row of each kind."""
 ATTENTION, DDP, MODEL, MATRIX, COLLECTIVE, MEMORY, TRACE = ROWS.values()
 SHARDED = DDP | {"variant": "zero1", "state_bytes": 500, "state_share": 0.5, "peak_bytes": 8e8}
 PLAIN = DDP | {"state_bytes": 1000, "state_share": 1.0, "peak_bytes": 1e9}

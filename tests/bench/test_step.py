@@ -19,7 +19,6 @@ from lmkit.model.transformer import TransformerLM, join
 QUICK = {"sizes": ("tiny",), "precision": "fp32", "rounds": 2, "steps_per_sample": 1, "profiled_steps": 1}
 EAGER = {**QUICK, "variants": ("lmkit", "plain_eager"), "profiled_steps": 0}
 TINY = config_of("tiny", "lmkit", "sdpa")
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 SHAPE = {"d_model": 32, "d_ff": 64, "num_heads": 2, "context_length": 32, "num_layers": 2}
 SIZES = {"lengths": (8,), "vocab_size": 64, "batch_size": 2, "modes": ("fwd+bwd", "step")}
 FP32 = {"precision": "fp32", "profiled_steps": 0}
+# Small, but with more steps than the planted kernels that are wrong later are right.
 BENCHES: dict[str, dict[str, Any]] = {
     "step": {**FP32, "variants": ("lmkit", "plain_eager"), "rounds": 8, "steps_per_sample": 4},
     "model": {**SIZES, "precisions": ("fp32", "bf16"), "warmup": 20, "iters": 3, "warmup_study": ()},
     "lm_matrix": {**SHAPE, "strategies": ("none", "flat"), "batch_size": 4, "timed_epochs": 16},
 }
-"""Small, but with more steps than the planted kernels that are wrong later are right."""
 
 
 @pytest.mark.usefixtures("_planted_kernels")

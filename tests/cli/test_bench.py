@@ -1,13 +1,8 @@
 """The options of `lmkit bench`, as the recipe that is measured has them."""
 
-import sys
+import json
 
 import pytest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @pytest.mark.parametrize(
@@ -23,7 +18,7 @@ def test_several_values_come_with_commas_or_one_by_one(command, key, values, ter
     option = command.split()[-1]
     first, second, third = map(str, values)
     for typed in ([f"{first}, {second},{third}"], [first, option, f"{second},{third}"]):
-        printed = tomllib.loads(terminal("bench", *command.split(), *typed, "--print-recipe"))
+        printed = json.loads(terminal("bench", *command.split(), *typed, "--print-recipe", "--json"))
         assert printed["bench"][command.split()[0].replace("-", "_")][key] == values
 
 

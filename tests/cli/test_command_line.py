@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmkit import plugins
 from lmkit.cli.app import root_command, run_command_line
-from lmkit.registry import BENCHES
 from lmkit.tokenizer import Tokenizer
 
 HEAVY = ("torch", "numpy", "triton", "matplotlib", "wandb", "pydantic", "rich.console")
@@ -170,16 +168,12 @@ def test_decoded_text_cannot_drive_a_terminal_and_ends_its_line_there(
     assert raw.getvalue() == printed
 
 
-def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal, tmp_path, monkeypatch):
-    monkeypatch.setattr(plugins, "PLUGINS", [])
+def test_a_plugin_that_leaves_does_not_end_a_command_as_if_it_were_done(terminal, tmp_path):
     plugin = tmp_path / "leaves.py"
     plugin.write_text(
         "import sys\nfrom lmkit.recipe.tables import Table\nfrom lmkit.registry import BENCHES\n"
         "class Options(Table): ...\n"
         "@BENCHES.register('leaves')\ndef leaves(context):\n    sys.exit(0)\n"
     )
-    try:
-        words = f"bench leaves --plugin {plugin} --output out"
-        terminal.refuses(words, code="command.ended", exit_code=1, says=["lmkit bench leaves"])
-    finally:
-        BENCHES.unregister("leaves")
+    words = f"bench leaves --plugin {plugin} --output out"
+    terminal.refuses(words, code="command.ended", exit_code=1, says=["lmkit bench leaves"])

@@ -6,26 +6,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 KEPT = "results/rows.jsonl.partial"
 SAID = f"interrupted: the rows so far are in {KEPT}, until a bench is started there again\n"
+# Only to end a test that hangs.
 PATIENCE_S = 240
-"""Only to end a test that hangs."""
 
 
-def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tuple[int, str, str]:
-    """Start a command, send it SIGINT when the time has come; the exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "lmkit", *arguments.split(), "--output", "results"]
+@pytest.mark.full
+def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(tmp_path):
+    kept = tmp_path / KEPT
+    words = "-m lmkit bench attention bench_attention_cpu --output results"
     with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *words.split()],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
-            while not when():
+            while not kept.exists() or kept.stat().st_size == 0:  # the file is there before its first row is
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -33,19 +36,7 @@ def interrupt(folder: Path, arguments: str, *, when: Callable[[], bool]) -> tupl
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    return process.returncode, out, err
-
-
-@pytest.mark.full
-def test_fault_16_ctrl_c_in_a_bench_is_130_and_one_line_that_says_where_its_rows_are(tmp_path):
-    kept = tmp_path / KEPT
-    # The file is there before its first row is.
-    code, out, err = interrupt(
-        tmp_path,
-        "bench attention bench_attention_cpu",
-        when=lambda: kept.exists() and kept.stat().st_size > 0,
-    )
-    assert (code, out) == (130, "")
+    assert (process.returncode, out) == (130, "")
     *progress, last = err.splitlines(keepends=True)
     assert last == SAID
     # A slow machine reports progress.

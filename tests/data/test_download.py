@@ -4,11 +4,11 @@ import gzip
 import hashlib
 import io
 import random
-import resource
 import tarfile
 from dataclasses import replace
 
 import pytest
+from programs import file_size_limit
 from pydantic import ValidationError
 from raising import raises
 
@@ -171,13 +171,8 @@ def test_no_more_is_fetched_than_a_file_may_have(fetch, site, tmp_path, spare, f
 
 
 def test_a_full_disk_is_no_fault_of_the_network(fetch, site, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # as ENOSPC: an error of write()
-    try:
-        with raises(LmkitError, "download.disk", "toy_train.txt.lmkit-partial"):
-            fetch()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with file_size_limit(1_000_000), raises(LmkitError, "download.disk", "toy_train.txt.lmkit-partial"):
+        fetch()
     assert len(site.requests) == 1  # trying again does not help
     assert fetch()[0].read_bytes() == TRAIN
     assert ranges(site)[1] == "bytes=1000000-"
@@ -294,13 +289,11 @@ def fables():
 def test_a_dataset_from_outside_serves_recipes_and_the_command_line(site, tmp_path, capsys):
     (tmp_path / "fables.py").write_text(PLUGIN.format(url=site.url))
     load_plugin(tmp_path / "fables.py")
-    try:
-        table = CorpusConfig(source="fables", folder=tmp_path / "data")
-        files = prepare_corpus(table, tmp_path / "run")
-        assert files.valid[0].read_bytes() == VALID
-        assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
-    finally:
-        DATASETS.unregister("fables")
+    table = CorpusConfig(source="fables", folder=tmp_path / "data")
+    files = prepare_corpus(table, tmp_path / "run")
+    assert files.valid[0].read_bytes() == VALID
+    assert run_command_line(["data", "download", "fables", "--folder", str(tmp_path / "data")]) == 0
     assert capsys.readouterr().out.splitlines() == [str(path) for path in (*files.train, *files.valid)]
+    DATASETS.unregister("fables")
     with pytest.raises(ValidationError, match="tinystories"):
         CorpusConfig(source="fables")

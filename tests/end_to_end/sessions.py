@@ -16,8 +16,8 @@ import numpy as np
 
 from lmkit.data.token_files import TokenFileWriter
 
+# Only to end a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s.
 PATIENCE_S = 240.0
-"""Only to end a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

@@ -30,13 +30,6 @@ RECIPE = tiny_recipe(
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "endless.toml"
-    path.write_text(RECIPE)
-    return path
-
-
-@pytest.fixture
 def begin(recipe: Path) -> Iterator[Begin]:
     """`begin(command...)` starts a command and waits for its first progress line."""
     started: list[subprocess.Popen[str]] = []

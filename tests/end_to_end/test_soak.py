@@ -25,8 +25,8 @@ from lmkit.training.checkpoint import newest_valid
 KILLS = 50
 STEPS = 5000
 STEPS_PER_LIFE = 8
+# Before the first step of this life, at any time behind it, while a checkpoint is half written.
 MOMENTS = ("starting", "training", "saving")
-"""Before the first step of this life, at any time behind it, while a checkpoint is half written."""
 VICTIMS = ("launcher", "rank 0", "rank 1", "all")
 
 RECIPE = tiny_recipe(

@@ -18,12 +18,9 @@ RECIPE = tiny_recipe(
 )
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def _tokens(tmp_path: Path) -> None:
     write_tokens(tmp_path)
-    path = tmp_path / "tiny.toml"
-    path.write_text(RECIPE)
-    return path
 
 
 def weights(run: Path) -> bytes:

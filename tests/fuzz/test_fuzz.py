@@ -20,8 +20,8 @@ from lmkit.measure.environment import git_state  # noqa: E402
 
 CASES = int(os.environ.get("LMKIT_FUZZ_CASES", "60"))
 RECORD = os.environ.get("LMKIT_FUZZ_RECORD")
+# How much a process may grow above its imports: a file with 5,000 damaged values of 100 kB takes 100 MB.
 MOST_MB = 400
-"""How much a process may grow above its imports: a file with 5,000 damaged values of 100 kB takes 100 MB."""
 
 pytestmark = [
     pytest.mark.full,

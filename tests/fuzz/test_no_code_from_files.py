@@ -17,8 +17,8 @@ RUNS_CODE = {
     "runpy.run_path", "np.load", "np.fromfile",
 }  # fmt: skip
 UNPACKS = {"extractall", "extract", "unpack_archive"}
+# Annotations of lmkit's own recipes and benches, so that help imports no torch.
 OWN_SOURCE = ("recipe/keys.py", "eval")
-"""Annotations of lmkit's own recipes and benches, so that help imports no torch."""
 
 
 def dangers(source):

@@ -25,8 +25,8 @@ import run_formats  # noqa: F401
 
 from lmkit.errors import LONGEST, LmkitError
 
+# Longest case. A busy machine is several times slower than an idle one.
 SECONDS = 20
-"""Longest case. A busy machine is several times slower than an idle one."""
 BYTES = 1 << 30
 RUNS_CODE = (
     "pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen",

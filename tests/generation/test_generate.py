@@ -63,13 +63,10 @@ def window_of_three(q, k, v, *, causal, scale=None):
 
 def test_a_kernel_that_does_not_see_all_keys_generates_as_it_was_trained(make_model, tokenizer):
     ATTENTION.register("window_of_three", sees_all=False)(window_of_three)
-    try:
-        model = make_model(attention="window_of_three")
-        prompts = [[1, 2, 3, 4, 5, 6, 7], [8]]
-        expected = [plain_loop(model, prompt, greedy(20), seed=0) for prompt in prompts]
-        assert rows(model, prompts, greedy(20)) == expected
-    finally:
-        ATTENTION.unregister("window_of_three")
+    model = make_model(attention="window_of_three")
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8]]
+    expected = [plain_loop(model, prompt, greedy(20), seed=0) for prompt in prompts]
+    assert rows(model, prompts, greedy(20)) == expected
 
 
 def test_a_context_of_one_token_sees_the_last_alone(make_model, tokenizer):

@@ -11,8 +11,8 @@ from lmkit.recipe.recipe import Recipe
 from lmkit.training.plan import Measured, Plan, measure_among, plan
 from lmkit.training.process import ranks_of
 
+# A recipe, keys that it changes, a strategy.
 Setting = tuple[str, tuple[str, ...], str]
-"""A recipe, keys that it changes, a strategy."""
 
 
 def in_one_group(settings: Sequence[Setting]) -> list[tuple[Plan, Measured]]:

@@ -15,8 +15,8 @@ from lmkit.training.step import Step
 CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
 
 
+# The graph's note, the losses with and without it, and whether the weights are the same.
 Found = tuple[str, list[list[float]], list[list[float]], bool]
-"""The graph's note, the losses with and without it, and whether the weights are the same."""
 
 
 def compared(wish: str, keys: dict[str, Any], run: Callable[[Step, Ranks], list[list[float]]]) -> Found:

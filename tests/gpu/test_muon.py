@@ -40,17 +40,6 @@ def test_every_matrix_of_a_batch_is_orthogonalised_as_by_svd(shape, dtype):
     assert error(joined.flatten(0, 1)[:3], exact) < ROUNDING
 
 
-def test_singular_values_end_near_one():
-    torch.manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(256, 256, dtype=torch.float64, device="cuda"))[0] for _ in range(2))
-    values = torch.logspace(0, -2, 256, dtype=torch.float64, device="cuda")  # the least is 0.0019 of the norm
-    found = torch.linalg.svdvals(
-        orthogonalize((u @ values.diag() @ v).float(), dtype=torch.bfloat16).double()
-    )
-    assert found.min() > 0.68 - ROUNDING
-    assert found.max() < 1.21 + ROUNDING
-
-
 def draw_matrices():
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((192, 128), (128, 128), (96, 200))]

@@ -16,7 +16,7 @@ from lmkit.core.batches import RandomTokens
 from lmkit.parallel.launch import spawn_ranks
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.load import load_recipe
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig
+from lmkit.recipe.tables import OptimizerConfig
 from lmkit.training import session
 from lmkit.training.resume import load_checkpoint, save_checkpoint
 from lmkit.training.setup import build_step
@@ -29,7 +29,6 @@ step_ranks = importlib.import_module("step_ranks")
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = ModelConfig(vocab_size=256, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
 BATCHES = RandomTokens(256, batch_size=8, context_length=64, seed=0, accumulation=2)
 PRECISIONS = ["fp32", "bf16", "bf16-autocast", "fp16"]
 MUON = {"precision": "bf16", "optimizer": OptimizerConfig(name="muon")}
@@ -41,7 +40,7 @@ def batch(number):
 
 def make_step(**options):
     torch.manual_seed(0)
-    return build_step(CONFIG, Ranks(device=torch.device("cuda")), **options)
+    return build_step(step_ranks.CONFIG, Ranks(device=torch.device("cuda")), **options)
 
 
 @contextmanager
@@ -187,11 +186,6 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def assert_same_weights(left, right):
-    for ours, theirs in zip(left.model.parameters(), right.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("options", [*({"precision": name} for name in PRECISIONS), MUON])
 def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
@@ -207,12 +201,12 @@ def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
         outcomes = [graph(*of_step, lr=1e-3) for of_step in batches]
     losses = [outcome.loss.item() for outcome in outcomes]
     assert losses == [eager(*of_step, lr=1e-3).loss.item() for of_step in batches]
-    assert_same_weights(graph, eager)
+    assert step_ranks.same_weights(graph, eager)
     inputs, targets = batch(7)
     for step in (graph, eager):
         step(inputs[:1], targets[:1], lr=1e-3)  # another shape
         step(*batch(8), lr=1e-3)
-    assert_same_weights(graph, eager)
+    assert step_ranks.same_weights(graph, eager)
     assert graph.graph._graph is not None
     save_checkpoint(eager.model, eager.optimizer, 9, tmp_path / "step.safetensors")
     for step in (graph, eager):
@@ -220,7 +214,7 @@ def test_replays_wait_for_nothing_and_other_shapes_and_loaded_state_are_noticed(
         load_checkpoint(tmp_path / "step.safetensors", step.model, step.optimizer)
         for number in range(10, 15):
             step(*batch(number), lr=1e-3)
-    assert_same_weights(graph, eager)
+    assert step_ranks.same_weights(graph, eager)
     assert graph.graph._graph is not None
 
 

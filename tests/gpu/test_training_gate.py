@@ -64,16 +64,13 @@ def test_what_a_graph_computes_is_checked_after_timing():
         return attention_function("sdpa")(q, k, v, causal=causal and not is_wrong[0], scale=scale)
 
     ATTENTION.register("wrong_at_first")(wrong_at_first)
-    try:
-        train = TrainConfig(batch_size=8, precision="fp32", cuda_graph="on")
-        recipe = Recipe(model=SMALL.changed(attention="wrong_at_first"), train=train)
-        training = TrainingStep(recipe, Ranks(device=device))
-        for _ in range(10):
-            training.run()
-        is_wrong[0] = False
-        assert after_timing(training, budget_of("fp32"))["status"] == "wrong result"
-    finally:
-        ATTENTION.unregister("wrong_at_first")
+    train = TrainConfig(batch_size=8, precision="fp32", cuda_graph="on")
+    recipe = Recipe(model=SMALL.changed(attention="wrong_at_first"), train=train)
+    training = TrainingStep(recipe, Ranks(device=device))
+    for _ in range(10):
+        training.run()
+    is_wrong[0] = False
+    assert after_timing(training, budget_of("fp32"))["status"] == "wrong result"
 
 
 def test_a_step_from_python_is_built_on_the_gpu():

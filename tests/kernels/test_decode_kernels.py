@@ -26,11 +26,6 @@ def test_faults_of_products_are_seen(case):
     checks.check_product_faults_are_seen(case, "cpu")
 
 
-@pytest.mark.parametrize("case", [case for case in checks.PRODUCTS if case.fp8], ids=str)
-def test_wrong_scales_are_seen(case):
-    checks.check_wrong_scales_are_seen(case, "cpu")
-
-
 @DTYPES
 @pytest.mark.parametrize("case", checks.ATTENDS, ids=str)
 def test_attention(case, dtype):

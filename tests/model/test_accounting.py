@@ -94,13 +94,7 @@ def test_work_of_a_step_by_class() -> None:
     assert (update_bytes(2), update_bytes(4)) == (30, 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("small", (768, 3072, 12, 12)),
-        ("2.7b", (2560, 10240, 32, 32)),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes"), [("small", (768, 3072, 12, 12)), ("2.7b", (2560, 10240, 32, 32))])
 def test_presets(name: str, sizes: tuple[int, int, int, int]) -> None:
     config = preset_config(name, vocab_size=1003, context_length=1024, attention="reference")
     assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == sizes

@@ -1,7 +1,6 @@
 """Which operations a model runs, and that all of them go through the set. The kernels' numbers: tests/kernels."""
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +30,9 @@ class Watched(Operations):
 
 
 @pytest.fixture
-def watched() -> Iterator[str]:
+def watched() -> str:
     OPERATIONS.register("watched", devices=("cpu",))(Watched)
-    yield "watched"
-    OPERATIONS.unregister("watched")
+    return "watched"
 
 
 def test_a_set_from_outside_runs_everything_around_the_matrix_products(make_model, watched):

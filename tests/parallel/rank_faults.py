@@ -16,10 +16,10 @@ from lmkit.parallel.collectives import agree
 from lmkit.parallel.ranks import losses_named, process_group, step_watch
 
 FAULT_STEP = 2
+# How long rank 0 waits for rank 1 once that hangs.
 HANG_S = 1.0
-"""How long rank 0 waits for rank 1 once that hangs."""
+# The timeout of all else: ranks that come late, as on a slow machine, are no fault. Pytest ends a test sooner.
 PATIENT_S = 10_000.0
-"""The timeout of all else: ranks that come late, as on a slow machine, are no fault. Pytest ends a test sooner."""
 
 
 def train_until_fault(fault: str, strategy: str) -> str:

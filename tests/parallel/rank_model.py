@@ -285,8 +285,8 @@ def gathered_when_waited_for() -> Iterator[None]:
         yield
 
 
+# Name -> what runs on every rank.
 CHECKS: dict[str, Callable[[Ranks], None]] = {}
-"""Name -> what runs on every rank."""
 
 
 def check(**choices: Iterable[Any]) -> Callable:

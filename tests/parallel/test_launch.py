@@ -12,7 +12,7 @@ import pytest
 import rank_faults
 from raising import raises
 
-from lmkit import plugins, registry
+from lmkit import plugins
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
 from lmkit.parallel.launch import RankFailed, spawn_ranks
@@ -84,10 +84,8 @@ def train():
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path):
     """Load a plugin with this source in this process; return its module."""
-    monkeypatch.setattr(plugins, "PLUGINS", loaded := [])
-    monkeypatch.setattr(launch, "PLUGINS", loaded)
 
     def load(source):
         path = tmp_path / "my_plugin.py"
@@ -95,20 +93,16 @@ def plugin(tmp_path, monkeypatch):
         plugins.load_plugin(path)
         return sys.modules["lmkit_plugin_my_plugin"]
 
-    yield load
-    del sys.modules["lmkit_plugin_my_plugin"]
+    return load
 
 
 def test_ranks_load_the_plugins_of_their_parent_and_the_first_one_returns_its_result(plugin, monkeypatch):
     """Ranks ask the driver for long launch queues."""
     monkeypatch.delenv("CUDA_SCALE_LAUNCH_QUEUES", raising=False)
     module = plugin(PLUGIN)
-    try:
-        assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
-        with raises(UsageError, "parallel.wrong_option", "factor", "from_outside", "float"):
-            build_strategy(ParallelConfig(strategy="from_outside", options={"factor": "much"}), Ranks())
-    finally:
-        registry.STRATEGIES.unregister("from_outside")
+    assert spawn_ranks(2, module.train) == [[15.0, 15.0]]
+    with raises(UsageError, "parallel.wrong_option", "factor", "from_outside", "float"):
+        build_strategy(ParallelConfig(strategy="from_outside", options={"factor": "much"}), Ranks())
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,7 @@ from raising import raises
 
 from lmkit.errors import LmkitError, UsageError
 from lmkit.parallel import launch
-from lmkit.parallel.ranks import (
-    ROLL_CALL_S,
-    RankLost,
-    Ranks,
-    hosted_store,
-    losses_named,
-    process_group,
-)
+from lmkit.parallel.ranks import ROLL_CALL_S, RankLost, Ranks, hosted_store, losses_named, process_group
 
 
 def test_a_single_process_needs_no_group(monkeypatch):

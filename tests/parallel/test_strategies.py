@@ -24,7 +24,7 @@ CHECKS = [name for name in rank_checks.CHECKS if not LATER.match(name)]
 # Sums over more than two ranks depend on the order, shards cross more borders: what could differ there.
 PREFIXES = (
     *("late gradients: bucketed", "late gradients: zero1", "traffic", "by the other gather"),
-    *("zero1 single", "zero1 equals", "zero1 state", "zero1 weights", "same bits in the first step"),
+    *("zero1 single", "zero1 weights", "same bits in the first step"),
     *("data parallel: bucketed", "sharded optimizer", "fsdp memory", "fsdp draws", "fsdp hybrid"),
     *("fsdp of blocks: compiled", "fsdp module", "fsdp loads"),
 )

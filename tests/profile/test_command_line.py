@@ -10,13 +10,6 @@ RECIPE = tiny_recipe('run.name="small"', "model.vocab_size=64", "train.batch_siz
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "small.toml"
-    path.write_text(RECIPE)
-    return path
-
-
-@pytest.fixture
 def path_without_nsys(tmp_path, monkeypatch):
     """A PATH on which Python is found and nsys is not."""
     folder = tmp_path / "bin"

@@ -37,14 +37,11 @@ def begins():
 
 @pytest.fixture(scope="module")
 def result(begins, tmp_path_factory):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         draw = memory.stacked_areas
         patch.setattr(memory, "stacked_areas", lambda *a, **k: begins.update(k["begins"]) or draw(*a, **k))
         folder = tmp_path_factory.mktemp("memory")
         yield run_memory(RECIPE, folder, mode="step", steps=1, warmup=1)
-    torch.set_num_threads(before)
 
 
 def test_categories_have_the_sizes_that_arithmetic_gives(result, ranges_are_on):

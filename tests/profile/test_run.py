@@ -34,14 +34,6 @@ WORK = Workload(RECIPE, steps=2, warmup=1)
 RANGES = ["step", "data", "forward", "attention", "loss", "backward", "sync", "clip", "optimizer"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def names(summary):
     return [entry["name"] for entry in summary["ranges"]]
 

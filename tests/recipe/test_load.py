@@ -156,12 +156,9 @@ def test_tables_that_contradict_one_another(overrides, key):
 
 def test_an_optimizer_of_whole_matrices_is_not_sharded():
     OPTIMIZERS.register("matrices", elementwise=False)(test_an_optimizer_of_whole_matrices_is_not_sharded)
-    try:
-        overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
-        assert "parallel.strategy" in refusal(None, *overrides, code="recipe.conflict")
-        load_recipe(None, overrides[:1])
-    finally:
-        OPTIMIZERS.unregister("matrices")
+    overrides = ("optimizer.name=matrices", "parallel.strategy=zero1")
+    assert "parallel.strategy" in refusal(None, *overrides, code="recipe.conflict")
+    load_recipe(None, overrides[:1])
 
 
 def test_another_optimizer_leaves_the_options_of_the_former_behind():
@@ -201,6 +198,8 @@ assert load_recipe("wrong.toml").bench == {"ddp": {"roundz": 3}}
 modules = [name for name in sys.modules if name.partition(".")[0] == "lmkit"]
 assert len(modules) <= 12, modules
 assert not {"torch", "numpy", "lmkit.bench", "lmkit.measure"} & sys.modules.keys()
+load_recipe("bench_ddp_cpu", benches=True).bench_table("model")
+assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     with raises(UsageError, "recipe.unknown_key", "bench.ddp.roundz", "did you mean rounds?"):

@@ -7,7 +7,6 @@ token by token.
 
 from typing import NamedTuple
 
-import pytest
 import torch
 from attention_oracle import error_of
 from step_cases import tuned
@@ -187,16 +186,6 @@ def check_product_faults_are_seen(case: Product, device: str) -> None:
         spoilt[-1, -1] = 0.0
         for wrong in (torch.zeros_like(tensor), spoilt):
             assert product_faults(case, {**right, name: wrong}, torch.float32, device), name
-
-
-def check_wrong_scales_are_seen(case: Product, device: str) -> None:
-    """A product by another row's scale, or by that of the other half of the joined matrix."""
-    _, _, weight = inputs_of(case, torch.float32, device)
-    with pytest.MonkeyPatch.context() as patch:
-        wrong = weight._replace(scales=weight.scales.roll(len(weight.scales) // 2))
-        patch.setitem(globals(), "to_fp8", lambda weight: wrong)
-        got = run_product(case, torch.float32, device)
-    assert product_faults(case, got, torch.float32, device)
 
 
 def check_products_ignore_company(dtype: torch.dtype, device: str) -> None:

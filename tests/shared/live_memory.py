@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within the block, count storages that operations make. What lies inside an operation is not seen.
+    """Within the block, count storages with memory that operations make. What lies inside an operation is not seen.
 
     Attributes:
         peak: the most that was alive after any operation.
@@ -39,4 +39,5 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]

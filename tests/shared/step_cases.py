@@ -17,8 +17,8 @@ Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 class Case(NamedTuple):
     fused: Function
     plain: Function
+    # Of the differentiable inputs.
     shapes: Sequence[tuple[int, ...]]
-    """Of the differentiable inputs."""
 
 
 def tuned(*size: int, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

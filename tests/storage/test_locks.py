@@ -49,14 +49,13 @@ def test_fault_120_a_process_that_was_given_the_lock_holds_it_until_it_ends(tmp_
 
 
 def test_fault_120_who_holds_a_folder_is_named(tmp_path):
-    with FolderLock(tmp_path), pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+    named = f"process {os.getpid()} on {os.uname().nodename}"
+    with FolderLock(tmp_path), raises(LmkitError, "storage.folder_busy", named), FolderLock(tmp_path):
         pass
-    assert f"process {os.getpid()} on {os.uname().nodename}" in caught.value.message
     with FolderLock(tmp_path):
         (tmp_path / ".lock").write_text("")  # it has not written its name yet, or there was no room for it
-        with pytest.raises(LmkitError) as caught, FolderLock(tmp_path):
+        with raises(LmkitError, "storage.folder_busy", "another process"), FolderLock(tmp_path):
             pass
-    assert "another process" in caught.value.message
 
 
 def test_what_fails_before_it_wrote_anything_leaves_no_folder(tmp_path):

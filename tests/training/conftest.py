@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny import TINY
 
 from lmkit.data.token_files import TokenFileWriter
@@ -25,14 +24,6 @@ TRAINING = (
     *("train.steps=10", "train.batch_size=8", "train.accumulation=2", "train.log_interval=1"),
     *("train.eval_interval=4", "train.eval_batches=2", "optimizer.warmup_steps=2"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -28,22 +28,22 @@ from lmkit.training import resume, session, setup, trainer
 from lmkit.training.step import Step
 from lmkit.training.trainer import Trainer
 
+# Only ends a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s.
 PATIENCE_S = 240
-"""Only ends a test that hangs: far above what a slow machine needs, far below the ranks' timeout of 600 s."""
+# How long rank 0 waits for rank 1 once that hangs.
 HANG_S = 1.0
-"""How long rank 0 waits for rank 1 once that hangs."""
+# The timeout of the recipe, which counts until then.
 TIMEOUT_S = 500.0
-"""The timeout of the recipe, which counts until then."""
 
+# Set in a rank's process once an update was refused.
 REFUSED = threading.Event()
-"""Set in a rank's process once an update was refused."""
+# Set in a rank's process once it was told to stop.
 SIGNALLED = threading.Event()
-"""Set in a rank's process once it was told to stop."""
+# This process's place, once its trainer runs.
 RANKS: list[Ranks] = []
-"""This process's place, once its trainer runs."""
 
+# Called with the rank, on both ranks at the same place.
 Happening = Callable[[int], None]
-"""Called with the rank, on both ranks at the same place."""
 
 
 class Fleet:

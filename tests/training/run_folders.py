@@ -1,30 +1,22 @@
-"""Helpers of the tests: train in this process, read run folders, expect errors."""
+"""Helpers of the tests: a model of 7,000 parameters, trainings in this process, what run folders hold."""
 
-import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lmkit.recipe.recipe import Recipe
+from lmkit.recipe.tables import ModelConfig
 from lmkit.training.checkpoint import Checkpoint, open_checkpoint, saved_steps
 from lmkit.training.metrics import read_metrics
 from lmkit.training.session import TrainResult, train
 from lmkit.training.weights import weights_of
 
+# The fixture `tiny`.
+Tiny = Callable[..., Recipe]
+CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
+# Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token.
 PACKED = ('data.sampling="packed"',)
-"""Documents end at one of 64 equally likely tokens: some are longer than a row, some have one token."""
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def train_here(recipe: Recipe, *, stop_at_step: int | None = None) -> TrainResult:

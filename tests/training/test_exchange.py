@@ -1,16 +1,14 @@
 """Models to and from Hugging Face folders, against transformers, and folders that are damaged or foreign."""
 
 import json
-import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from raising import raises
 from random_models import random_folder
 from their_models import make_theirs, their_folder
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmkit.errors import LmkitError
 from lmkit.model import TransformerLM
@@ -96,35 +94,17 @@ def test_shards_and_memory(tmp_path):
     """No more than a tensor and its turned copy are in memory at a time."""
     theirs = their_folder(tmp_path, "Llama", {"hidden_size": 64}, max_shard_size="100KB")
     assert len([*theirs.glob("model-*.safetensors")]) > 2
-    with Allocations() as seen:
+    with LiveMemory() as seen:
         import_model(theirs, tmp_path / "run")
     largest = max(tensor.nbytes for tensor in tensors_of(theirs).values())
     assert largest <= seen.peak <= 2.1 * largest
-    with Allocations() as seen:
+    with LiveMemory() as seen:
         exported = export_model(tmp_path / "run", tmp_path / "exported")
     assert largest <= seen.peak <= 2.1 * largest
     assert exported.bytes == sum(tensor.nbytes for tensor in tensors_of(theirs).values())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     before = tensors_of(theirs)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors on the CPU that are alive; `peak` is the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[int, int]] = {}  # tensor -> where its storage begins, bytes
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-            storage = out.untyped_storage()
-            weakref.finalize(out, self.alive.pop, id(out), None)
-            self.alive[id(out)] = (storage.data_ptr(), storage.nbytes())
-            self.peak = max(self.peak, sum(dict(self.alive.values()).values()))
-        return out
 
 
 def test_at_the_terminal(tmp_path, terminal):

@@ -166,18 +166,16 @@ def test_a_pickle_is_never_read(tmp_path):
     path = tmp_path / "theirs"
     make_theirs("Llama", {}).config.save_pretrained(path)
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch stolen'\ntR.")
-    with raises(UsageError, "import.pickle", path) as caught:
+    with raises(UsageError, "import.pickle", path, hint="safetensors"):
         import_model(path, tmp_path / "run")
-    assert "safetensors" in caught.value.hint
     with raises(UsageError, "import.pickle", path):
         open_weights(path)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     path = their_folder(tmp_path, "Llama", {"vocab_size": 256})
-    with raises(UsageError, "import.tokenizer", path / "tokenizer.json", "256") as caught:
+    with raises(UsageError, "import.tokenizer", path / "tokenizer.json", "256", hint="--without-tokenizer"):
         import_model(path, tmp_path / "run")
-    assert "--without-tokenizer" in caught.value.hint
     assert "--tokenizer" in str(import_model(path, tmp_path / "run", with_tokenizer=False))
 
 

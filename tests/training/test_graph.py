@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_folders import CONFIG
 
 from lmkit.parallel.ranks import Ranks
-from lmkit.recipe.tables import ModelConfig
 from lmkit.training.setup import build_step
 from lmkit.training.step import MEASURED, WARM_UPS, Step, StepGraph
-
-CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,8 +82,7 @@ def test_a_step_is_not_captured_where_its_graph_might_not_fit(always, pretend, m
 
 
 @pytest.mark.parametrize(
-    ("free", "fraction", "fits"),
-    [(8.0, 1.0, True), (3.0, 1.0, False), (8.0, 0.5, False)],
+    ("free", "fraction", "fits"), [(8.0, 1.0, True), (3.0, 1.0, False), (8.0, 0.5, False)]
 )
 def test_a_graph_fits_if_memory_is_left_for_what_a_step_gives_back(monkeypatch, free, fraction, fits):
     """A step gives back 3 of 5 GB, so its graph needs 3.95; of 10 GB, others leave 3, or the allocator may take 5."""

@@ -15,11 +15,11 @@ from lmkit.training.plan import measure, plan
 
 H200 = CARDS["H200"]
 SHAPE = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "context_length")
+# Name -> shape, batch and GB of a step (artifacts/h200/step: bf16, fused operations, flash_triton).
 MEASURED = {
     "162M": ((12, 768, 12, 12, 2048, 50_304, 1024), 32, 14.0),
     "1.3B": ((24, 2048, 16, 16, 5504, 50_304, 2048), 8, 47.2),
 }
-"""Name -> shape, batch and GB of a step (artifacts/h200/step: bf16, fused operations, flash_triton)."""
 
 FORMER_STORIES = [  # tinystories as it was measured
     *("optimizer.name=adamw", "model.num_heads=16", "model.attention=sdpa", "model.compile=block"),
@@ -33,6 +33,7 @@ FORMER_TEXT = [
     "train.batch_size=16",
 ]  # as it was measured
 UNTIED = ["model.tie_embeddings=false", "model.activation_checkpointing=attention"]
+# Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27).
 RECIPES = [
     ("quickstart", [], 0.0774),
     ("quickstart", NARROW, 0.0691),
@@ -49,14 +50,10 @@ RECIPES = [
     ("llama_1b", ["model.activation_checkpointing=block"], 23.0389),
     (
         "llama_1b",
-        [
-            *("model.activation_checkpointing=selective", "model.activation_gb=6.0"),
-            "model.num_layers=8",
-        ],
+        [*("model.activation_checkpointing=selective", "model.activation_gb=6.0"), "model.num_layers=8"],
         19.8550,
     ),
 ]
-"""Recipe, keys -> GB of a step without a CUDA graph (one H200, torch 2.11, 2026-11-27)."""
 
 
 @pytest.fixture(autouse=True)

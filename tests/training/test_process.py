@@ -113,11 +113,7 @@ def test_cublas_gets_a_fixed_workspace_unless_it_has_one(device, given, expected
 
 @pytest.mark.parametrize(
     ("recipe", "device", "expected"),
-    [
-        ("quickstart", "cuda", True),
-        ("quickstart", "cpu", False),
-        ("bench_ddp", "cuda", False),
-    ],
+    [("quickstart", "cuda", True), ("quickstart", "cpu", False), ("bench_ddp", "cuda", False)],
 )
 def test_training_on_gpus_gets_expandable_segments(monkeypatch, recipe, device, expected):
     place = Ranks(world_size=2, device=torch.device(device))

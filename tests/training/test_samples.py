@@ -1,11 +1,10 @@
 """Texts written while training: the right ones, and the training does not notice."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import assert_same_state, losses, newest, records, train_here
+from run_folders import Tiny, assert_same_state, losses, newest, records, train_here
 
 from lmkit.errors import LmkitError
 from lmkit.generation import generate, write_samples
@@ -15,7 +14,6 @@ from lmkit.training.checkpoint import open_checkpoint
 from lmkit.training.session import train
 from lmkit.training.weights import weights_of
 
-Tiny = Callable[..., Recipe]
 PROMPTS = 'generate.prompts=["a", "bc"]'
 
 

@@ -1,15 +1,14 @@
 """Checkpoints written in the background: the right moment, in the right order, or an error that loses nothing."""
 
 import errno
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from programs import file_size_limit
 from raising import raises
-from run_folders import file_size_limit
 
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import RankLost, Ranks
@@ -91,26 +90,12 @@ def test_saves_the_moment_of_the_call_not_what_training_made_of_it(tmp_path, mod
     assert not list(tmp_path.glob("*.lmkit-partial"))
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, save, monkeypatch):
-    """No test can cut the power, but the order of fsync and rename can be watched."""
-    events: list[tuple[str, int]] = []
-    fsync, replace = os.fsync, os.replace
-
-    def watched_fsync(descriptor: int) -> None:
-        events.append(("synced", os.fstat(descriptor).st_ino))
-        fsync(descriptor)
-
-    def watched_replace(source: Path, target: Path) -> None:
-        events.append(("named", source.stat().st_ino))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_replace)
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, save, synced_and_named):
     writer = make_writer(tmp_path)
     save(writer, 1)
     writer.wait()
     final = tmp_path / step_name(1)
-    *synced, manifest, entries, named, name = events
+    *synced, manifest, entries, named, name = synced_and_named
     others = {path.stat().st_ino for path in final.iterdir() if path.name != MANIFEST}
     assert set(synced) == {("synced", file) for file in others}
     assert len(others) == 3

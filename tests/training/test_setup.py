@@ -1,27 +1,24 @@
 """The training step that `lmkit train`, benches and loops of one's own share."""
 
-import ast
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from raising import raises
-from run_folders import losses, train_here
+from run_folders import CONFIG, losses, train_here
 
 import lmkit.training
 from lmkit.errors import LmkitError
 from lmkit.parallel.ranks import Ranks
 from lmkit.recipe.recipe import Recipe
-from lmkit.recipe.tables import ModelConfig, OptimizerConfig, TrainConfig
+from lmkit.recipe.tables import OptimizerConfig, TrainConfig
 from lmkit.training import build_step
 from lmkit.training.setup import TrainingStep, check_device
 from lmkit.training.step import Step
 
 SMALL = ("model.vocab_size=64",)
-CONFIG = ModelConfig(vocab_size=64, context_length=8, d_model=16, d_ff=32, num_layers=1, num_heads=2)
 
 
 def test_the_loop_in_the_package_documentation_runs(tmp_path, monkeypatch):
@@ -75,19 +72,3 @@ def test_what_the_device_cannot_do_is_refused(tiny):
     triton = tiny(*SMALL, "model.attention=flash_triton")
     with pytest.raises(lmkit.errors.UsageError):
         check_device(triton, torch.device("cpu"))
-
-
-def test_steps_are_made_in_one_place():
-    makers = {"Step", "build_step", "step_of"}
-    found = {
-        (path.name, node.func.id)
-        for path in Path(lmkit.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
-    }
-    assert found == {
-        ("setup.py", "Step"),
-        ("setup.py", "build_step"),
-        ("setup.py", "step_of"),
-        ("session.py", "step_of"),
-    }

@@ -16,9 +16,9 @@ from lmkit.training.checkpoint import model_files
 from lmkit.training.weights import open_weights, weights_of
 
 full = pytest.mark.full
+# Relative tolerance between different numbers of ranks: the same float32 numbers summed in another order are a few
+# units in the last place (6e-8) apart, which ten updates hardly amplify.
 SAME = 2e-6
-"""Relative tolerance between different numbers of ranks: the same float32 numbers summed in another order are a few
-units in the last place (6e-8) apart, which ten updates hardly amplify."""
 
 
 def full_except(first: Any, *others: Any) -> list[Any]:

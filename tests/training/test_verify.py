@@ -2,25 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from raising import raises
-from run_folders import train_here
+from run_folders import Tiny, train_here
 
 from lmkit.errors import LmkitError
-from lmkit.recipe.recipe import Recipe
 from lmkit.tokenizer import Tokenizer
 from lmkit.training import resume, verify
 from lmkit.training.checkpoint import STATE, open_checkpoint, read_manifest, write_file, write_manifest
 from lmkit.training.resume import load_optimizer_tensors
 from lmkit.training.verify import verify_path, verify_resume
 from lmkit.training.weights import weights_of
-
-Tiny = Callable[..., Recipe]
 
 
 @pytest.fixture
