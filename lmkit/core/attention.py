@@ -75,7 +75,7 @@ def reference(
 # `flash_backward`, g query heads are grouped by their key head:
 #   q, out, dout  (batch, kv_heads, g, num_queries, head_dim)
 #   k, v          (batch, kv_heads, 1, num_keys, head_dim)
-#   lse, delta    (batch, kv_heads, g, num_queries), natural logarithm
+#   lse, delta    (batch, kv_heads, g, num_queries); lse is a natural logarithm
 
 
 def flash_torch(
@@ -92,7 +92,7 @@ def flash_torch(
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, causal=False, scale=None)`: attention with a backward pass of its own.
+    """`FlashAttention.apply(q, k, v, causal=False, scale=None, first=None)`: attention with its own backward pass.
 
     Saves q, k, v, the output and the log-sum-exp of every row, (batch, heads, num_queries).
 
@@ -121,7 +121,7 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @differentiable_once("flash_torch", instead=SECOND_DERIVATIVES)  # lse is saved as a constant
+    @differentiable_once("flash_torch", instead=SECOND_DERIVATIVES)  # lse has no gradient
     def backward(ctx: Any, saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dout = grads[0]
         with torch.autocast(dout.device.type, enabled=False):
@@ -300,12 +300,14 @@ def visible_keys(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, first: Tensor | None = None
 ) -> Tensor | None:
     """Return booleans, True where a query sees a key: (num_queries, num_keys), or (batch, heads, num_queries,
-    num_keys) if there is a mask. None means that every query sees every key.
+    num_keys) with `mask` or `first`. None means that every query sees every key.
 
     Raises:
         ValueError: `mask` is not boolean, or does not broadcast; `first` without `causal`, or of another shape.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean, got {mask.dtype}")
     if first is not None:
         check_first(q, k, first, causal)
         after = torch.arange(num_keys, device=q.device) >= first[:, None, :, None]
@@ -316,8 +318,6 @@ def visible_keys(
     if mask is None:
         return below_diagonal
     full = (*q.shape[:2], num_queries, num_keys)
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean, got {mask.dtype}")
     trailing = full[len(full) - mask.dim() :]
     if mask.dim() > 4 or any(
         size not in (1, wanted) for size, wanted in zip(mask.shape, trailing, strict=True)
@@ -338,7 +338,7 @@ def first_in_document(begins: Tensor) -> Tensor:
     """Return the first token that each token sees if documents do not see one another: (batch, seq) int32.
 
     Args:
-        begins: (batch, seq), whether a document begins at a token.
+        begins: (batch, seq), True at the first token that a document's tokens see.
     """
     places = torch.arange(begins.shape[1], device=begins.device, dtype=torch.int32)
     return torch.where(begins, places, 0).cummax(dim=1).values
@@ -353,5 +353,6 @@ def first_in_window(window: int | None, seq: int, device: torch.device) -> Tenso
 
 def zeros_like_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the output where no query sees a key: zeros, with q, k and v part of the graph."""
-    # Sum over empty slices, since 0 times an infinite query would be NaN; k and v, or the output, have no elements.
+    # All sums are 0: of empty slices (0 times an infinite query would be NaN), and of k and v, which have no elements
+    # if the output has any.
     return torch.zeros_like(q) + (q[..., :0].sum() + k.sum() + v.sum())

@@ -31,16 +31,14 @@ def differentiable_once(name: str, *, instead: str) -> Callable[[Backward], Back
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # No later operation sent a gradient.
-            if grads[0] is None and all(grad is None for grad in grads[1:]):
+            if all(grad is None for grad in grads):  # no later operation sent a gradient
                 return (None,) * len(ctx.needs_input_grad)
             saved = ctx.saved_tensors
             if not torch.is_grad_enabled():  # enabled in backward only by create_graph=True
                 return backward(ctx, saved, *grads)
             with torch.no_grad():
                 gradients = backward(ctx, saved, *grads)
-            # Attach the error to our output, which depends on every input; autograd would prune a node off the path
-            # to the tensors that it is asked for.
+            # Attach the error to our output, which depends on every input: elsewhere, autograd could skip it.
             output = next(x for x in saved if x is not None and x.grad_fn is ctx)
             return _Refusal.apply(f"{name} is differentiable once; {instead}", output, *gradients)
 

@@ -58,10 +58,10 @@ class Sampler:
         stream = np.random.Philox(np.random.SeedSequence([self.seed, step]))
         rows = self.batch_size // self.world_size
         raw = stream.random_raw(self.batch_size * numbers).reshape(self.batch_size, numbers)
-        return self._rows(raw[self.rank * rows : (self.rank + 1) * rows])
+        return self._batch_from(raw[self.rank * rows : (self.rank + 1) * rows])
 
-    def _rows(self, raw: np.ndarray) -> Batch:
-        """Turn the random uint64 (rows, numbers per row) of this rank into its batch."""
+    def _batch_from(self, raw: np.ndarray) -> Batch:
+        """Turn the random uint64 (rows of this rank, numbers per row) into this rank's batch."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class FileSampler(Sampler):
     """Draw windows of a token file.
 
     Args:
-        tokens: one-dimensional uint16 or uint32 array, usually memory-mapped: only sampled windows are read.
+        tokens: one-dimensional integer array, usually memory-mapped: only sampled windows are read.
         mask: one bit per token (`np.packbits`), whether it counts as a target; targets that do not are -1.
         borders: positions at which documents begin. The input before each of them is given as its complement, for a
             model with `separate_documents`: it predicts the document's first token. None: no input is.
@@ -139,7 +139,7 @@ class TokenBatches(FileSampler):
             if len(self.document_starts) == 0:
                 raise ValueError(f"no document is followed by {self.context_length + 1} tokens")
 
-    def _rows(self, raw: np.ndarray) -> Batch:
+    def _batch_from(self, raw: np.ndarray) -> Batch:
         if self.document_starts is None:
             starts = raw[:, 0] % np.uint64(len(self.tokens) - self.context_length)
         else:
@@ -157,7 +157,7 @@ class RandomTokens(Sampler):
         super().__post_init__()
         self.numbers_per_row = self.context_length + 1
 
-    def _rows(self, raw: np.ndarray) -> Batch:
+    def _batch_from(self, raw: np.ndarray) -> Batch:
         windows = torch.from_numpy((raw % np.uint64(self.vocab_size)).astype(np.int64))
         windows = windows.reshape(self.accumulation, -1, self.context_length + 1)
         return windows[..., :-1].contiguous(), windows[..., 1:].contiguous()
@@ -174,9 +174,9 @@ def evaluation_windows(
 ) -> Iterator[Batch]:
     """Yield (inputs, targets), each int64 (rows, context_length), that cover the file once, in order.
 
-    Windows do not overlap, and every token but the first is a target exactly once. The last full batch may have
-    fewer rows, and the rest of the file comes as one shorter row: weight losses by the number of targets.
-    `max_batches` limits the number of batches. `mask` and `borders` are as of `FileSampler`.
+    Windows do not overlap, and every token but the first is a target exactly once. The last batch of whole
+    windows may have fewer rows, and the rest of the file comes as one shorter row: weight losses by the number of
+    targets. `max_batches` limits the number of batches. `mask` and `borders` are as of `FileSampler`.
 
     Raises:
         ValueError: there are fewer than `context_length + 1` tokens.
@@ -184,13 +184,13 @@ def evaluation_windows(
     check_length(tokens, context_length)
     end = len(tokens) - 1
     whole = end // context_length * context_length
-    firsts = [*range(0, whole, batch_size * context_length), *([whole] if whole < end else [])]
-    for first in firsts[:max_batches]:
-        length = context_length if first < whole else end - whole
-        last = min(first + batch_size * context_length, whole) if first < whole else end
-        span = marked(tokens, mask, first, last + 1)
+    starts = [*range(0, whole, batch_size * context_length), *([whole] if whole < end else [])]
+    for start in starts[:max_batches]:
+        length = context_length if start < whole else end - whole
+        last = min(start + batch_size * context_length, whole) if start < whole else end
+        span = marked(tokens, mask, start, last + 1)
         before, after = span[:-1].reshape(-1, length), span[1:].reshape(-1, length)
-        yield batch_of(before, after, range(first, last, length), borders)
+        yield batch_of(before, after, range(start, last, length), borders)
 
 
 def check_length(tokens: np.ndarray, context_length: int) -> None:
@@ -218,7 +218,7 @@ def batch_of(
         starts: the position of the first input of each row.
         borders: positions at which documents begin, ascending.
     """
-    inputs = np.maximum(inputs, ~inputs)
+    inputs = np.maximum(inputs, ~inputs)  # whether an input is a target does not matter
     if borders is not None:
         for row, start in zip(inputs, starts, strict=True):
             low, high = np.searchsorted(borders, (start + 1, start + len(row) + 1))

@@ -10,7 +10,7 @@
     'the hat'
 
 A tokenizer first splits text into words, and never merges across their borders. So a corpus is a multiset of short
-words: learning needs the counts of the distinct words, and encoding merges each distinct word once.
+words, and learning needs the counts of the distinct ones.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class MergeTable:
         return self.merge([self.byte_ids[byte] for byte in word])
 
     def merge(self, ids: list[int]) -> list[int]:
-        """Merge the pair of lowest rank, the leftmost first, until no pair is left that is merged; in place."""
+        """Merge the pair of lowest rank, the leftmost first, until no neighbouring pair is in the table; in place."""
         while len(ids) > 1:
             rank, i = min((self.ranks.get(pair, NEVER), i) for i, pair in enumerate(pairwise(ids)))
             if rank == NEVER:

@@ -83,8 +83,8 @@ class PendingMean:
     """A reduction in flight; `wait` makes `results` the mean over the ranks and returns them.
 
     Attributes:
-        works: the collectives; they sum.
-        divide_by: the number of ranks; 1: the collectives compute the mean.
+        works: the collectives.
+        divide_by: the number of ranks if they sum; 1 if they average.
         copies: two lists of tensors; `wait` copies the second, views of `results`, into the first.
     """
 
@@ -128,10 +128,11 @@ def gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 class GradientBuckets:
-    """Average gradients inside the backward pass, bucket by bucket, strictly in the order of the buckets' indices.
+    """Average gradients, bucket by bucket: begin inside the backward pass, end in `finish`.
 
+    Buckets are launched strictly in the order of their indices; one that is ready early waits for those before it.
     Ranks whose gradients become ready in different orders would otherwise pair different collectives, and hang or mix
-    up gradients. A bucket that is ready early waits for the buckets before it.
+    up gradients.
 
     In the first step, nothing is launched before `finish`, which plans the buckets in the order in which gradients
     became ready on rank 0. Later steps launch each bucket inside the backward pass.
@@ -183,7 +184,9 @@ class GradientBuckets:
         if self.is_paused:
             return
         if parameter in self.order:
-            raise RuntimeError("a backward pass began before finish() was called for an earlier one")
+            raise RuntimeError(
+                "a backward pass began before finish() or reset() was called for an earlier one"
+            )
         self.order[parameter] = None
         if self.buckets:
             self._missing[self._bucket_of[parameter]] -= 1
@@ -191,15 +194,15 @@ class GradientBuckets:
 
     def _launch_while(self, is_ready: Callable[[int], bool]) -> None:
         while self._next < len(self.buckets) and is_ready(self._next):
-            self._next += 1  # first, so that a launch that raises is not repeated
+            self._next += 1  # first: a launch that raised is not repeated by `finish`
             self.launch(self._next - 1)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait until every gradient is the mean over the ranks.
+        """Wait until every gradient is the mean over the ranks. Collective.
 
-        A parameter that was not used gets a gradient of zeros: AdamW decays it, which one process would not do. Its
-        bucket and all after it are launched only here.
+        A parameter that was not used gets a gradient of zeros, so that AdamW decays it; a single process keeps None
+        and skips it. Its bucket and all after it are launched only here.
         """
         for parameter in self.without_gradient():
             parameter.grad = torch.zeros_like(parameter)
@@ -239,7 +242,7 @@ class GradientBuckets:
             self.pending.pop(0).wait_for_works()
 
     def reset(self) -> None:
-        """Forget a pass that raised, or whose gradients are not needed."""
+        """Forget a pass that raised, or whose gradients are not needed; the caller drops the gradients."""
         self.abandon()
         self._start_over()
 

@@ -73,12 +73,15 @@ def generate(
 ) -> Tensor:
     """Continue prompts of equal length: (batch, seq) ids -> (batch, new_tokens) ids.
 
-    A text that outgrows the context continues from its last half, as if nothing came before. Text i draws from the
-    random stream of `seed + i`.
+    A text that outgrows the context continues from its last context_length // 2 tokens, as if nothing came before.
+    Text i draws from the random stream of `seed + i`.
 
     Args:
         model: a `TransformerLM`.
         ids: at least one token, and at most `context_length`.
+
+    Raises:
+        ValueError: the model predicts NaN or infinity.
     """
     context = model.config.context_length
     text, unread = ids, ids
@@ -91,6 +94,8 @@ def generate(
         cache.lengths += unread.shape[1]
         logits = penalize(logits, seen, sampling.repetition_penalty)
         drawn = draw(logits, seeds, torch.full_like(seeds, number), sampling)
+        if (drawn < 0).any():
+            raise ValueError("the model's logits are not finite")
         unread = drawn[:, None]  # (batch, 1)
         text = torch.cat([text, unread], dim=1)
         seen.scatter_(1, unread, True)

@@ -26,7 +26,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: (..., vocab_size)
         targets: (...) int64 ids below vocab_size; those below zero are ignored. The loss is 0 if all are.
 
-    Training uses `linear_cross_entropy`, which does not need the logits.
+    Training uses `linear_cross_entropy`, which never holds all logits.
 
     Raises:
         ValueError: there is not one target for each token.
@@ -34,9 +34,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     check_targets(logits, targets)
     shifted = logits - logits.amax(dim=-1, keepdim=True)  # (..., vocab_size); exp cannot overflow
     of_target = shifted.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)  # (...)
-    losses, counts = shifted.exp().sum(dim=-1).log() - of_target, targets >= 0
+    losses, is_target = shifted.exp().sum(dim=-1).log() - of_target, targets >= 0
     # `where`: the loss of a token that does not count may be infinite, and 0 times infinity is NaN.
-    return torch.where(counts, losses, 0).sum() / counts.sum().clamp(min=1)
+    return torch.where(is_target, losses, 0).sum() / is_target.sum().clamp(min=1)
 
 
 def check_targets(x: Tensor, targets: Tensor) -> None:
@@ -105,8 +105,8 @@ def linear_cross_entropy(
         weight = weight.detach()  # a parameter requires grad even then, and its gradient would be computed
     hidden = hidden.reshape(-1, hidden.shape[-1])  # (tokens, d_model); `flatten(0, -2)` fails for one token
     elements = SLICE_ELEMENTS.get(hidden.device.type, SLICE_ELEMENTS["cuda"])
-    # A power of two divides the usual batches evenly.
-    rows = rows or 1 << max(1, elements // len(weight)).bit_length() - 1
+    if rows is None:  # a power of two divides the usual batches evenly
+        rows = 1 << (max(1, elements // len(weight)).bit_length() - 1)
     return _LinearCrossEntropy.apply(hidden, weight, targets.flatten(), slice_loss or SliceLoss(), rows)[0]
 
 
@@ -124,8 +124,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(h) if wants_hidden else None
         grad_weight = torch.zeros_like(w, dtype=wide) if wants_weight else None
         total = torch.zeros((), device=hidden.device, dtype=wide)
-        counts = (targets >= 0).unsqueeze(1)  # (tokens, 1)
-        counted = counts.sum().clamp(min=1)
+        is_target = (targets >= 0).unsqueeze(1)  # (tokens, 1)
+        num_targets = is_target.sum().clamp(min=1)
 
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(h), rows):
@@ -134,22 +134,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses, grad_logits = slice_loss(logits, targets[part])  # (slice), (slice, vocab_size)
                 total += losses.sum()
                 if grad_hidden is not None:
-                    torch.mm(grad_logits, w, out=grad_hidden[part]).mul_(counts[part])
+                    torch.mm(grad_logits, w, out=grad_hidden[part]).mul_(is_target[part])
                 if grad_weight is not None:
-                    counting = h[part] * counts[part]
+                    of_targets = h[part] * is_target[part]
                     if dtype == wide:
-                        grad_weight.addmm_(grad_logits.t(), counting)
+                        grad_weight.addmm_(grad_logits.t(), of_targets)
                     else:
-                        grad_weight += grad_logits.t() @ counting
+                        grad_weight += grad_logits.t() @ of_targets
 
         # Backward divides by the number of tokens that count: here the division would underflow float16 gradients,
         # before the loss scale multiplies them.
         # `differentiable_once` needs an output among the saved tensors; the loss may be written to in place.
         empty = total.new_empty(0)
         ctx.set_materialize_grads(False)  # or autograd would allocate zeros as the gradient of `empty`
-        ctx.save_for_backward(grad_hidden, grad_weight, empty, counted)
+        ctx.save_for_backward(grad_hidden, grad_weight, empty, num_targets)
         ctx.dtypes = (hidden.dtype, weight.dtype)
-        return total / counted, empty
+        return total / num_targets, empty
 
     @staticmethod
     @differentiable_once(
@@ -158,9 +158,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, saved: Any, grad: Tensor, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden, grad_weight, _, counted = saved  # (tokens, d_model), (vocab_size, d_model), ...
+        grad_hidden, grad_weight, _, num_targets = saved  # (tokens, d_model), (vocab_size, d_model), ...
         hidden_dtype, weight_dtype = ctx.dtypes
-        scale = grad / counted
+        scale = grad / num_targets
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden_dtype) * scale
         if grad_weight is not None:

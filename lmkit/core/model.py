@@ -7,8 +7,8 @@
 Norms are RMSNorm, positions rotate queries and keys (RoPE), attention is causal, the feed-forward network is SwiGLU.
 
 Modules read the configuration by the names of a recipe's table `[model]`: vocab_size, context_length, d_model, d_ff,
-num_layers, num_heads, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and
-the switches qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents.
+num_layers, kv_heads, head_dim, norm_eps, tie_embeddings, zero_init, rope_theta and rope_scaling..., and the switches
+qkv_bias, qk_norm, attention_window (`window(layer)`) and separate_documents. There are d_model / head_dim heads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from lmkit.core.kv_cache import KVCache
 from lmkit.core.loss import SliceLoss, linear_cross_entropy
 from lmkit.core.ranges import range_
 
-AT_FIRST = 1 << 17
+INITIAL_POSITIONS = 1 << 17
 """Positions of a table before it grows: 64 MiB with 128 channels."""
 PIECE = 1 << 25
-"""Elements of a weight whose first values are drawn at a time."""
+"""Elements of a weight whose initial values are drawn at a time."""
 
 
 class Firsts(NamedTuple):
-    """The first token that each token sees, (batch or 1, seq); None: it sees all earlier tokens."""
+    """The first token that each token sees, (batch or 1, seq) int32, in layers without and with a window.
+
+    None: each token sees all earlier ones.
+    """
 
     without_window: Tensor | None = None
     with_window: Tensor | None = None
@@ -189,7 +192,7 @@ class RMSNorm(nn.Module):
 
 
 def scale_frequencies(config: Any, frequencies: Tensor) -> Tensor:
-    """Slow rotations down as `rope_scaling` says; radians per position in and out, any shape.
+    """Reduce frequencies as `rope_scaling` says; radians per position in and out, any shape.
 
     "linear" divides all of them by `rope_factor` (Chen et al. 2023, "Extending Context Window of Large Language
     Models via Position Interpolation"). "llama3" leaves a share of each as it is, which grows from 0 to 1 with the
@@ -219,7 +222,7 @@ class RotaryEmbedding(nn.Module):
 
     `cos_sin[p, i] = (cos(a), sin(a))` with the angle `a = p theta^(-2i / head_dim)`, shape
     (positions, head_dim / 2, 2), float32. `scale` changes the angles per position. The table begins with
-    min(context_length, `AT_FIRST`) positions; `reserve` adds more.
+    min(context_length, `INITIAL_POSITIONS`) positions; `reserve` adds more.
 
     One table serves all layers. Checkpoints do not contain it, and it stays in float32 when the model is cast to a
     narrower type: bfloat16 cannot tell positions beyond 256 from their neighbours.
@@ -248,7 +251,7 @@ class RotaryEmbedding(nn.Module):
         self.context_length = context_length
         self.theta = theta
         self.scale = scale
-        positions = min(context_length, AT_FIRST)
+        positions = min(context_length, INITIAL_POSITIONS)
         if device is not None and torch.device(device).type == "meta":
             table = torch.empty(positions, head_dim // 2, 2, device="meta")
         else:
@@ -288,9 +291,9 @@ class RotaryEmbedding(nn.Module):
         if seq <= len(self.cos_sin):
             return
         size = min(max(seq, 2 * len(self.cos_sin)), self.context_length)
-        starts = range(len(self.cos_sin), size, AT_FIRST)
+        starts = range(len(self.cos_sin), size, INITIAL_POSITIONS)
         with torch.inference_mode(False):  # training may read the table later
-            parts = [self._compute(start, min(start + AT_FIRST, size)) for start in starts]
+            parts = [self._compute(start, min(start + INITIAL_POSITIONS, size)) for start in starts]
             self.cos_sin = torch.cat([self.cos_sin, *(part.to(self.cos_sin.device) for part in parts)])
 
     def forward(self, seq: int) -> Tensor:
@@ -393,16 +396,16 @@ class SelfAttention(nn.Module):
 
     def heads(self, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated q (batch, heads, seq, head_dim) and k, and v (batch, kv_heads, seq, head_dim)."""
-        heads = -1, self.head_dim
+        shape = -1, self.head_dim  # (batch, seq, heads, head_dim)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)  # (batch, seq, ...)
+        q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, firsts: Firsts, cache: KVCache | None = None) -> Tensor:
-        """Return the attention of rotated q (batch, heads, seq, head_dim), (batch, seq, heads * head_dim)."""
+        """Return (batch, seq, heads * head_dim): the attention of q (batch, heads, seq, head_dim), k and v."""
         first = firsts.without_window if self.window is None else firsts.with_window
         with range_("attention"):
             if cache is not None:
@@ -530,8 +533,8 @@ class TransformerLM(nn.Module):
     def hidden_states(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the normalised input of the head: (batch, seq) ids -> (batch, seq, d_model).
 
-        With `separate_documents`, an id that is given as its complement, ~id, is the first that its document's tokens
-        see. That is the id before the document's first token, which it predicts. With a cache, documents are not
+        With `separate_documents`, an id given as its complement, ~id, marks the token before a document's first
+        one, which it predicts. That document's tokens see it, and nothing earlier. With a cache, documents are not
         separated.
 
         Raises:

@@ -3,7 +3,7 @@
     m = momentum m + (1 - momentum) g        u = momentum m + (1 - momentum) g
     w = (1 - r decay) w - r sqrt(max(1, rows / columns)) orthogonalize(u)
 
-with r the matrices' own learning rate, which follows the schedule of `lr`: r = matrix_lr (lr now) / (first lr).
+with r the matrices' own learning rate, which follows the schedule of `lr`: r = matrix_lr (lr now) / (initial lr).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lmkit.core.adamw import AdamW
 
 MOMENTUM = "momentum_buffer"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the odd polynomial a x + b x^3 + c x^5. Five iterations of it take singular values from 0.002 to 1 to
-about 1; its slope at 0 is as steep as that allows (Jordan 2024)."""
+"""a, b, c of the odd polynomial a x + b x^3 + c x^5. Five iterations of it bring singular values between 0.002 and
+1 close to 1; its slope at 0 is as steep as that allows (Jordan 2024)."""
 
 
 def orthogonalize(matrices: Tensor, *, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def scale_of(rows: int, columns: int) -> float:
 
 def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float | Tensor) -> None:
     """Subtract `decay` times a weight from it (the number 0 costs nothing), and `rate` times an orthogonalised
-    direction, multiplied in the weight's dtype; on a GPU each in one pass over memory."""
+    direction, multiplied in the weight's dtype; each in one pass over memory if the factor is a CUDA tensor."""
     for change, factor in ((weight, decay), (direction, rate)):
         if isinstance(factor, Tensor) and factor.is_cuda:
             weight.addcmul_(change, factor, value=-1)
@@ -100,6 +100,8 @@ def move(weight: Tensor, direction: Tensor, rate: float | Tensor, decay: float |
 
 class Muon(AdamW):
     """Muon for the parameters of groups with the key "is_matrix" set, AdamW for the others.
+
+    Usual: the matrices of blocks by Muon; embedding, head, gains and biases by AdamW.
 
     State of a matrix: `momentum_buffer`, shaped as the matrix. Every group holds `lr_ratio` (matrix_lr / lr),
     `momentum` and `iterations`.

@@ -154,7 +154,7 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Te
     parameters = list(parameters)
     if any(hasattr(parameter, "whole_dim") for parameter in parameters):
         raise ValueError(
-            "these are one rank's parts of the parameters: call clip_grad_norm_ of the FSDP module"
+            "these are one rank's parts of the parameters: call clip_grad_norm_ of lmkit's FSDP module"
         )
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(grads)
@@ -192,7 +192,7 @@ def clip_for(
             `lmkit.optim.AdamW` does, only that is set; else `grads` are scaled in place, one pass over memory more.
         grads: all gradients of the optimizer in this process.
         norm: joint norm of the gradients of all processes.
-        max_norm: inf leaves them as they are.
+        max_norm: inf leaves the gradients as they are.
 
     Raises:
         ValueError: `max_norm` is not positive.

@@ -90,7 +90,7 @@ def test_the_table_of_a_long_context_has_the_positions_that_are_used(monkeypatch
     """A `max_position_embeddings` of 16 million would take 4 GB."""
     assert RotaryEmbedding(head_dim=64, context_length=1 << 24).cos_sin.nbytes == 1 << 25
     expected = RotaryEmbedding(head_dim=4, context_length=100, theta=50.0).cos_sin
-    monkeypatch.setattr("lmkit.core.model.AT_FIRST", 8)
+    monkeypatch.setattr("lmkit.core.model.INITIAL_POSITIONS", 8)
     rope = RotaryEmbedding(head_dim=4, context_length=100, theta=50.0)
     for seq, size in ((8, 8), (9, 16), (10, 16), (45, 45), (46, 90), (91, 100), (100, 100)):
         with torch.inference_mode():
