@@ -57,9 +57,7 @@ class Averager:
     """Start averaging collectives and count them in `traffic`.
 
     Args:
-        ranks: this rank's place in the group.
-        group: the process group; None: the default group of all ranks. `all_reduce` of several tensors always uses
-            the default group.
+        group: of `ranks`; None: the default group. `all_reduce` of several tensors always uses the default group.
     """
 
     def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
@@ -71,8 +69,7 @@ class Averager:
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
         """Start averaging contiguous tensors of one device in place, in one call of the backend for each dtype.
 
-        NCCL reads and writes them in place; gloo copies them into one buffer and back. gloo has no grouped call for
-        CUDA tensors, so it reduces them one by one.
+        gloo has no grouped call for CUDA tensors, so it reduces them one by one.
         """
         if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
@@ -125,11 +122,10 @@ def average_bucket(
 ) -> PendingMean:
     """Start averaging the gradients of `parameters` (one device and dtype, none of them None) with one all-reduce.
 
-    One grouped call of the backend averages them in place, without a flat tensor. Only gradients that are reduced in
-    another dtype are packed into a flat tensor and copied back.
+    Gradients that are reduced in another dtype are packed into a flat tensor and copied back.
 
     Args:
-        pack: always pack. `parameter.grad` becomes a view of the flat tensor, and nothing is copied back.
+        pack: pack in any case. If the dtype stays, `parameter.grad` becomes a view of the flat tensor.
         extra: further tensors of `reduce_dtype` to average in the same call.
     """
     gradients = gradients_of(parameters)
@@ -149,13 +145,9 @@ def average_bucket(
 
 
 def unused_everywhere(unused: Sequence[int], count: int, ranks: Ranks, traffic: Traffic) -> list[int]:
-    """Return the parameters among `unused` that got a gradient on no rank. Collective.
+    """Return which of this rank's `unused` parameters, indices below `count`, got a gradient on no rank. Collective.
 
     Only a rank with unused parameters waits for the answer (on GPUs: the host does).
-
-    Args:
-        unused: indices of the parameters without a gradient on this rank.
-        count: number of parameters, equal on all ranks.
     """
     if ranks.world_size == 1:
         return list(unused)
@@ -179,8 +171,7 @@ def is_captured(device: torch.device) -> bool:
 
 def agree(ranks: Ranks, *, stop: bool = False) -> bool:
     """Return whether any rank wants to stop. Collective."""
-    (stops,) = on_any_rank(ranks, stop)
-    return stops
+    return on_any_rank(ranks, stop)[0]
 
 
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
@@ -228,13 +219,7 @@ def largest_of_ranks(numbers: Sequence[float], ranks: Ranks) -> list[float]:
 
 
 def decided_by_first(ranks: Ranks, decide: Callable[[], T]) -> T:
-    """Call `decide` on rank 0 only, and return its answer on every rank.
-
-    A collective sends the answer, so the waiting ranks notice at once if rank 0 dies.
-
-    Raises:
-        LmkitError: what `decide` raised, on every rank.
-    """
+    """Call `decide` on rank 0 only; return its answer, or raise its LmkitError, on every rank. Collective."""
     outcome: list[T | LmkitError | None] = [None]
     if ranks.is_first:
         try:

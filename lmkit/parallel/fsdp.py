@@ -5,8 +5,8 @@ A layer's weights are gathered for its forward pass and again for its backward p
 computes, and are freed afterwards. Every backward pass reduce-scatters a layer's gradients as soon as they are
 complete. So no rank ever holds more than a few layers' weights and gradients.
 
-Ranks may compute different gradients, in different orders. So gathers and reductions use two process groups. The
-order in each follows from the calls of the forward pass alone, which must be the same on every rank.
+Ranks may compute different gradients, in different orders. So gathers and reductions use two process groups, and the
+order in each follows from the calls of the forward pass alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lmkit.parallel.buckets import at_end_of_pass, in_each_pass, runs_backward
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import Links, link, reads_peers
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import FlatShards, Piece, ShardedState, forget_capture
+from lmkit.parallel.shards import FlatShards, ShardedState, forget_capture
 from lmkit.parallel.strategy import (
     MakeOptimizer,
     Strategy,
@@ -59,9 +59,9 @@ MOST_REDUCTIONS = 2
 class Fsdp(Strategy):
     """Gather each layer's weights for its passes, scatter its gradients, update a shard.
 
-    `attach` shards the model. A layer is a child of the model, or a member of its lists of layers; its weights are
-    gathered and freed together. Every rank must call the same layers in the same order, also without gradients.
-    Weights that several layers share are gathered for each of them. The model's own parameters stay gathered.
+    A layer is a child of the model, or a member of its lists of layers; its weights are gathered and freed together.
+    Every rank must call the same layers in the same order, also without gradients. The model's own parameters stay
+    gathered.
 
     A model on the device "meta" is initialised layer by layer, with the values of a whole model. `state_dict` is
     collective: on rank 0 it has the exact weights, in host memory; on other ranks it has their shapes.
@@ -69,8 +69,8 @@ class Fsdp(Strategy):
     Options: `reshard_after_forward` frees a layer's weights after its forward pass; if false, they stay until its
     backward pass, which takes memory and saves a gather. `state_dtype` ("fp32" or "bf16") is the dtype of the shards,
     of their gradients and of the optimizer's state. `shard_ranks` consecutive ranks share one copy of the model
-    (hybrid sharding); 0: all ranks share one. With the number of GPUs of a machine, weights are sent only inside a
-    machine, and machines exchange only the mean gradients of shards.
+    (hybrid sharding); 0: all ranks share one. With the number of GPUs of a machine, machines exchange only the mean
+    gradients of shards.
 
     Attributes:
         compute_dtype: dtype in which fp32 weights are gathered; None: that of `parallel.weights`.
@@ -98,9 +98,7 @@ class Fsdp(Strategy):
         self._flats_of: dict[nn.Module, list[FreedShards]] = {}
         self._calls: list[nn.Module] = []  # layers in the order of this forward pass
         self._after: dict[nn.Module, nn.Module] = {}  # layer -> the layer called after it last time
-        self._used: set[int] = (
-            set()
-        )  # positions of the parameters with a gradient on this rank since `finish`
+        self._used = set[int]()  # positions of parameters with a gradient on this rank since `finish`
         self._reducing: list[FreedShards] = []
         self._order: list[FreedShards] = []  # the order of reductions
         self._pass: int | None = None
@@ -224,7 +222,6 @@ class Fsdp(Strategy):
         return weights
 
     def weights_to_save(self) -> dict[str, torch.Tensor]:
-        """Return this rank's share of the exact weights: those of some layers, in host memory. Collective."""
         weights: dict[str, torch.Tensor] = {}
         sizes = [0] * self.ranks.world_size
         for flat in self._flats:
@@ -236,7 +233,6 @@ class Fsdp(Strategy):
         return weights
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Load this rank's elements of whole weights. Only one whole parameter is in memory at a time."""
         self._sharded.load_masters(weights)
         return True
 
@@ -296,7 +292,6 @@ class Fsdp(Strategy):
     # Backward
 
     def _begin(self) -> None:
-        """Note that a backward pass runs."""
         if self._pass is not None:
             return
         self._pass = torch._C._current_graph_task_id()
@@ -381,10 +376,10 @@ class Fsdp(Strategy):
         self._reducing.clear()
         unused = [index for index in range(len(self.parameters)) if index not in self._used]
         unused = unused_everywhere(unused, len(self.parameters), self.ranks, self.traffic)
-        used = set(self.parameters).difference(self.parameters[index] for index in unused) if unused else None
+        nowhere = {self.parameters[index] for index in unused}
         self._used.clear()
         for flat in self._flats:
-            flat.give_gradients(used)
+            flat.give_gradients(nowhere)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -396,7 +391,7 @@ class Fsdp(Strategy):
         return norm
 
     def end_step(self) -> None:
-        """Free weights that were gathered for no step, too: a graph that is replayed changes them unnoticed."""
+        """Free also what was gathered for no step: a graph that is replayed would change the shards unnoticed."""
         self._hide_all()
         if self._links.gathers is not None:
             self._links.gathers.end_step()
@@ -437,9 +432,9 @@ def _differentiable(values: Any) -> list[torch.Tensor]:
 class FreedShards(FlatShards):
     """Parameters whose whole weights are gathered for a layer's passes, and freed.
 
-    While the weights are not gathered, every parameter is one NaN, expanded to the parameter's shape without taking
-    memory. Gathered weights always lie in the same storage, which is emptied and filled again. So tensors and views
-    that autograd saved in the forward pass read the weights that are gathered for the backward pass.
+    While the weights are not gathered, every parameter is one NaN, expanded to its shape. Gathered weights always lie
+    in the same storage, which is emptied and filled again. So tensors and views that autograd saved in the forward
+    pass read the weights that are gathered for the backward pass.
 
     Attributes:
         trains: whether the parameters require gradients: all do, or none.
@@ -463,11 +458,8 @@ class FreedShards(FlatShards):
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
         self.shard = torch.zeros(self.shard_size, dtype=self.gradient_dtype, device=self._device)
-        for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
-            in_shard, own = self.own_part(position)
-            if self.trains:
-                part = nn.Parameter(self.shard[in_shard])
-                self.pieces.append(Piece([parameter], [name], part, in_shard, own))
+        if self.trains:
+            self.cut_shard()
 
     # Weights
 
@@ -506,11 +498,8 @@ class FreedShards(FlatShards):
 
     @torch.no_grad()
     def lend(self, whole: torch.Tensor | None = None) -> None:
-        """Make the parameters views of a writable flat tensor until `take_back`.
-
-        Args:
-            whole: the result of `gather_state`; None: the parameters' present values.
-        """
+        """Make the parameters views of `whole`, a result of `gather_state`, until `take_back`; None: of a new tensor
+        with their present values."""
         if whole is None:
             whole = torch.zeros(self.size, dtype=self._given_dtype, device=self.shard.device)
             for parameter, part in zip(self.parameters, self._parts(whole), strict=True):
@@ -521,11 +510,7 @@ class FreedShards(FlatShards):
 
     @torch.no_grad()
     def take_back(self, *, of_first: bool) -> None:
-        """Copy this rank's shard out of the tensor that `lend` made.
-
-        Args:
-            of_first: take rank 0's values. Collective.
-        """
+        """Copy this rank's shard out of what `lend` showed; `of_first`: with rank 0's values, collectively."""
         assert self._lent is not None
         if of_first and self.links.gathers is not None:
             dist.broadcast(self._lent.view(torch.uint8), src=0)  # backends do not know every dtype

@@ -27,20 +27,17 @@ from lmkit.registry import STRATEGIES
 class DataParallel(nn.Module):
     """Wrap a module so that its gradients are the mean over the ranks when a backward pass ends.
 
-        model = DataParallel(model)                       # every rank takes rank 0's parameters and buffers
+        model = DataParallel(model)  # every rank takes rank 0's parameters and buffers, once
         loss_function(model(inputs), targets).backward()  # each rank with its own part of the batch
         optimizer.step()
 
-    Works with gloo and NCCL, on CPUs and GPUs. Without a process group it changes nothing. Create the optimizer from
-    `model.parameters()` as usual; `ShardedOptimizer` shards its state. Buffers are broadcast once, at the start.
+    Works with gloo and NCCL. Without a process group it changes nothing. Create the optimizer from
+    `model.parameters()` as usual; `ShardedOptimizer` shards its state.
 
     Args:
         module: must have the same names, ties, shapes, dtypes and frozen parameters on every rank.
         strategy: a name of `lmkit.registry.STRATEGIES` that does not shard.
         options: keys of [parallel] that the strategy uses (`bucket_mb`, `reduce_dtype`), or its own options.
-
-    Attributes:
-        module: the wrapped module.
 
     Raises:
         UsageError: no such strategy, an option that it does not have, or a strategy that shards.
@@ -111,8 +108,7 @@ class ShardedOptimizer(Zero1Optimizer):
 
     The parameters move into flat buckets (`parameter.data` becomes a view), so create it after the model is on its
     device. Each rank updates 1/W of all elements and gathers the others. Frozen parameters, and parameters without a
-    gradient, keep their values. A bucket's parameters share one step counter, so the bias correction of a parameter
-    also counts steps that did not use it.
+    gradient, keep their values.
 
     Args:
         params: parameters or parameter groups.
@@ -149,7 +145,8 @@ class ShardedOptimizer(Zero1Optimizer):
             super().add_param_group(param_group)
             return
         buckets = self._shard(param_group["params"])
-        self.inner.add_param_group({**param_group, "params": [bucket.shard for bucket in buckets]})
+        parts = [piece.part for bucket in buckets for piece in bucket.held()]
+        self.inner.add_param_group({**param_group, "params": parts})
         self.param_groups.append({**self.inner.param_groups[-1], "params": self._given[-1]})
         self._own(buckets)
 
@@ -163,11 +160,10 @@ class ShardedOptimizer(Zero1Optimizer):
                 loss = closure()
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
+        self.unused = {p for bucket in self._flats for p in bucket.parameters if p.grad is None}
         for bucket in self._flats:
-            missing = [position for position, p in enumerate(bucket.parameters) if p.grad is None]
-            if len(missing) < len(bucket.parameters):
+            if not self.unused.issuperset(bucket.parameters):
                 _take_own_gradients(bucket)
-                self.keep += [(bucket, bucket.own_part(position)[0]) for position in missing]
         self._step()
         for bucket in self._flats:
             bucket.wait_gathered()
@@ -196,11 +192,8 @@ def _frozen(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
-    """Refuse parameters that require gradients now and did not when `owner` took them.
-
-    Raises:
-        UsageError: their gradients would stay on this rank, or nothing would update them.
-    """
+    """Refuse parameters that require gradients now and did not when `owner` took them: their gradients would stay on
+    this rank, or nothing would update them."""
     if count := len(frozen) - len(_frozen(frozen)):
         raise UsageError(
             "parallel.unfrozen",
@@ -212,10 +205,9 @@ def _refuse_unfrozen(frozen: list[nn.Parameter], owner: str) -> None:
 def _take_own_gradients(bucket: KeptShards) -> None:
     """Take this rank's part of already averaged gradients; zeros for parameters without one."""
     bucket.gradient = torch.zeros_like(bucket.shard)
-    for position, parameter in enumerate(bucket.parameters):
-        in_shard, in_parameter = bucket.own_part(position)
-        if parameter.grad is not None and in_shard.start < in_shard.stop:
-            bucket.gradient[in_shard] = parameter.grad.reshape(-1)[in_parameter]
+    for piece in bucket.held():
+        if piece.parameter.grad is not None:
+            bucket.gradient[piece.in_shard] = piece.parameter.grad.reshape(-1)[piece.own]
 
 
 _BUCKET_BYTES = 50 * MIB
@@ -241,9 +233,6 @@ class FSDP(nn.Module):
         compute_dtype: dtype to which gathered fp32 weights and inputs are cast; None: no cast.
         reshard_after_forward: free a layer's weights between its forward and its backward pass.
 
-    Attributes:
-        module: the wrapped module.
-
     Raises:
         LmkitError: the modules differ between ranks.
     """
@@ -265,8 +254,8 @@ class FSDP(nn.Module):
         self._frozen = _frozen(module.parameters())
         self._slices: dict[nn.Parameter, Any] = {}
         for piece in (piece for flat in self._sync._flats for piece in flat.pieces):
-            self._slices[piece.parameters[0]] = piece.part
-            piece.part.whole_dim = piece.parameters[0].dim()  # type: ignore[attr-defined]
+            self._slices[piece.parameter] = piece.part
+            piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_unfrozen(self._frozen, "FSDP")

@@ -38,7 +38,7 @@ def shard_size_of(num_elements: int, world_size: int) -> int:
 
 
 def consolidate(states: Sequence[StateDict]) -> ParameterStates:
-    """Join the state dicts of all ranks (in the order of the ranks) into whole tensors per parameter.
+    """Join the state dicts of all ranks, in order, into whole tensors per parameter.
 
     Raises:
         ValueError: a rank's state dict is missing, doubled, or belongs to another layout.
@@ -63,47 +63,22 @@ def consolidate(states: Sequence[StateDict]) -> ParameterStates:
     return whole
 
 
-def cut_state(whole: ParameterStates, names: Sequence[str], own: slice) -> dict[str, torch.Tensor]:
-    """Cut a bucket's elements `own` out of whole per-parameter states. Elements behind the last are zeros.
-
-    Raises:
-        ValueError: a parameter has no state although others of its bucket do.
-    """
-    states = [whole.get(name, {}) for name in names]
-    keys = sorted({key for state in states for key in state})
-    lacking = [name for name, state in zip(names, states, strict=True) if len(state) != len(keys)]
-    if lacking:
-        raise ValueError(f"no optimizer state for {', '.join(lacking)}")
-    cut: dict[str, torch.Tensor] = {}
-    for key in keys:
-        parts = [state[key] for state in states]
-        if parts[0].ndim == 0:
-            cut[key] = parts[0].clone()
-        elif own.start == own.stop:
-            cut[key] = parts[0].new_empty(0)
-        else:
-            flat = torch.cat([part.reshape(-1) for part in parts])[own]
-            cut[key] = nn.functional.pad(flat, (0, own.stop - own.start - len(flat)))
-    return cut
-
-
 # Memory: the parameters of one flat tensor, this rank's shard of them, and its collectives.
 
 
 class Piece(NamedTuple):
-    """This rank's elements of some parameters: one parameter of the optimizer, and one bucket of checkpoints.
+    """This rank's elements of a parameter: one parameter of the optimizer, and one bucket of checkpoints.
 
     Attributes:
-        parameters: parameters that lie one after the other.
-        names: of the parameters, as `parameter_names` returns them.
+        name: as `parameter_names` returns it.
         part: this rank's elements, flat; it may have none.
         in_shard: their place in this rank's shard.
-        own: their place in the flattened parameters.
+        own: their place in the flattened parameter.
     """
 
-    parameters: Sequence[nn.Parameter]
-    names: Sequence[str]
-    part: torch.Tensor
+    parameter: nn.Parameter
+    name: str
+    part: nn.Parameter
     in_shard: slice
     own: slice
 
@@ -114,15 +89,15 @@ class FlatShards:
     Args:
         names: every parameter's name in checkpoints.
         links: how this rank communicates with those that share its copy of the model.
-        weight_dtype: dtype of whole weights.
-        state_dtype: dtype of the shard, its gradient and so of the optimizer's state; None: the parameters'.
-        reduce_dtype: dtype in which gradients are reduced.
+        weight_dtype: of whole weights.
+        state_dtype: of the shard, its gradient and so of the optimizer's state; None: the parameters'.
+        reduce_dtype: in which gradients are reduced.
 
     Attributes:
         shard: this rank's elements as the optimizer updates them, (shard_size,).
         pieces: the parts of `shard` that are parameters of the optimizer.
+        offsets: where each parameter begins in the flat tensor, and where the last one ends.
         gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
-        gradient_dtype: dtype of `gradient`.
         saves_masters: whether `shard` is a part of the optimizer's state, because the weights are its rounding.
         size: elements of the flat tensor, world_size * shard_size.
     """
@@ -150,27 +125,31 @@ class FlatShards:
         self._weight_dtype, self._reduce_dtype = weight_dtype, reduce_dtype
         self.gradient_dtype = state_dtype or self._given_dtype
         self._sizes = [parameter.numel() for parameter in self.parameters]
-        self._offsets = list(accumulate(self._sizes, initial=0))
+        self.offsets = list(accumulate(self._sizes, initial=0))
         self.shard_size = shard_size_of(sum(self._sizes), links.ranks.world_size)
         self.size = self.shard_size * links.ranks.world_size
         self._arriving: Work | None = None
         self._pending: PendingMean | None = None
+        self._is_given = False  # whether the pieces have their gradients
 
-    def own_range(self, start: int, stop: int) -> tuple[slice, slice]:
-        """Return this rank's part of the elements from `start` to `stop` as two slices, which may be empty: of the
-        shard, and of these elements."""
+    def own_part(self, position: int) -> tuple[slice, slice]:
+        """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter, which
+        may be empty."""
+        start, stop = self.offsets[position : position + 2]
         begin = self.links.ranks.rank * self.shard_size
         first = min(max(begin, start), stop)
         last = max(min(begin + self.shard_size, stop), first)
         return slice(first - begin, last - begin), slice(first - start, last - start)
 
-    def own_part(self, position: int) -> tuple[slice, slice]:
-        """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter."""
-        return self.own_range(self._offsets[position], self._offsets[position + 1])
+    def cut_shard(self) -> None:
+        """Make a piece of every parameter."""
+        for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
+            in_shard, own = self.own_part(position)
+            self.pieces.append(Piece(parameter, name, nn.Parameter(self.shard[in_shard]), in_shard, own))
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
-        parts = flat[: self._offsets[-1]].split(self._sizes)
+        parts = flat[: self.offsets[-1]].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def _show(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -185,14 +164,14 @@ class FlatShards:
 
     def matrices(self, among: Set[nn.Parameter]) -> MatrixShard:
         """Return this rank's part of the parameters that are `among` an optimizer's matrices."""
-        places = zip(self.parameters, self._offsets, strict=False)
+        places = zip(self.parameters, self.offsets, strict=False)
         return MatrixShard(
             self.shard,
-            [(piece.part, piece.in_shard) for piece in self.held() if not among.isdisjoint(piece.parameters)],
+            [(piece.part, piece.in_shard) for piece in self.held() if piece.parameter in among],
             [(start, *parameter.shape) for parameter, start in places if parameter in among],
             self.links.ranks.rank * self.shard_size,
             self.gather_state,
-            lambda: self.gradient is not None,
+            lambda: self._is_given,
         )
 
     # The exact weights, in the dtype of the state
@@ -244,10 +223,11 @@ class FlatShards:
         else:
             self.gradient += mean
 
-    def give_gradients(self, used: Set[nn.Parameter] | None = None) -> None:
-        """Set the `grad` of the pieces to their parts of the gradient, or only of pieces with `used` parameters."""
+    def give_gradients(self, unused: Set[nn.Parameter]) -> None:
+        """Set the `grad` of the pieces to their parts of the gradient, but not of `unused` parameters."""
+        self._is_given = self.gradient is not None
         for piece in self.held() if self.gradient is not None else ():
-            if used is None or not used.isdisjoint(piece.parameters):
+            if piece.parameter not in unused:
                 piece.part.grad = self.gradient[piece.in_shard]  # type: ignore[index]
 
     def held(self) -> list[Piece]:
@@ -260,6 +240,11 @@ class FlatShards:
             self._pending.wait_for_works()
             self._pending = None
         self.gradient = None
+        self.withhold_gradients()
+
+    def withhold_gradients(self) -> None:
+        """Take back what `give_gradients` gave."""
+        self._is_given = False
         for piece in self.pieces:
             piece.part.grad = None
 
@@ -273,8 +258,7 @@ def forget_capture(flats: Sequence[FlatShards], device: torch.device) -> None:
 
 
 def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return all gradients in one flat tensor (size,), padded with zeros. A single gradient that needs no cast or
-    padding is returned without a copy."""
+    """Return all gradients in one flat tensor (size,), padded with zeros; a single one without a copy if it fits."""
     first = gradients[0]
     if first.numel() == size and first.dtype == dtype and first.is_contiguous():
         return first.view(-1)
@@ -298,8 +282,7 @@ class ShardedState(torch.optim.Optimizer):
 
     Args:
         make: makes the optimizer from parameter groups.
-        groups: the caller's groups.
-        spread: called when shards have changed; lets all ranks see them. Collective.
+        spread: lets all ranks see shards that have changed. Collective.
 
     Attributes:
         shard_layout: which elements of which parameters the ranks hold; every piece is a bucket.
@@ -324,8 +307,8 @@ class ShardedState(torch.optim.Optimizer):
         group_of = {parameter: index for index, group in enumerate(given) for parameter in group["params"]}
         parts: list[list[torch.Tensor]] = [[] for _ in given]
         for piece in (piece for flat in flats for piece in flat.held()):
-            if piece.parameters[0] in group_of:
-                parts[group_of[piece.parameters[0]]].append(piece.part)
+            if piece.parameter in group_of:
+                parts[group_of[piece.parameter]].append(piece.part)
         kind = {"is_matrix": False} if matrices else {}  # `shards` name the matrices: a part holds several
         self.inner = make(
             [{**_settings(group), **kind, "params": held} for group, held in zip(given, parts, strict=True)]
@@ -344,11 +327,12 @@ class ShardedState(torch.optim.Optimizer):
             self._pieces += flat.pieces
             self.shard_layout["buckets"] += [
                 {
-                    "names": list(piece.names),
-                    "sizes": [parameter.numel() for parameter in piece.parameters],
+                    "names": [piece.name],
+                    "sizes": [piece.parameter.numel()],
+                    "start": start,
                     "shard_size": flat.shard_size,
                 }
-                for piece in flat.pieces
+                for piece, start in zip(flat.pieces, flat.offsets, strict=False)
             ]
 
     @torch.no_grad()
@@ -373,14 +357,13 @@ class ShardedState(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.
 
-        Everything but the tensors is JSON. "master" is among the states where weights are bf16. Buckets of which this
-        rank has no element, or no state, are left out.
+        Everything but the tensors is JSON. "master" is among the states where weights are bf16.
         """
         state: dict[str, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
             for piece in flat.pieces:
-                held = dict(self.inner.state.get(piece.part, {})) if piece.part.numel() else {}
-                if flat.saves_masters:
+                held = dict(self.inner.state.get(piece.part, {}))
+                if flat.saves_masters and piece.part.numel():
                     held["master"] = piece.part
                 state[str(len(state))] = held
         return {
@@ -392,11 +375,7 @@ class ShardedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load this rank's own state. Load the model's weights before, not after. Collective.
-
-        Raises:
-            ValueError: it was saved by another rank or under another layout (see `load_whole`).
-        """
+        """Load this rank's own state, of the same layout. Load the model's weights before. Collective."""
         if state_dict["rank"] != self._rank or state_dict["layout"] != self.shard_layout:
             raise ValueError(
                 "the state has another layout or rank; use load_whole(consolidate(states of all ranks))"
@@ -406,24 +385,22 @@ class ShardedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_whole(self, whole: ParameterStates) -> None:
-        """Load the state of whole parameters, such as `consolidate` makes of all ranks' states, whatever their
-        strategy, ranks and buckets. Hyperparameters stay. Collective.
-
-        Raises:
-            ValueError: a parameter, or a part of one, has no state, or state of another size.
-        """
+        """Load the state of whole parameters, which `consolidate` makes of any layout. Hyperparameters stay.
+        Collective."""
+        states = []
         for piece in self._pieces:
-            for name, parameter in zip(piece.names, piece.parameters, strict=True):
-                for key, value in whole.get(name, {}).items():
-                    if value.ndim and value.numel() != parameter.numel():
-                        found, wanted = value.numel(), parameter.numel()
-                        raise ValueError(f"{name}.{key} has {found} elements, the parameter {wanted}")
-        states = [cut_state(whole, piece.names, piece.own) for piece in self._pieces]
+            state = dict(whole.get(piece.name, {}))
+            for key, value in state.items():
+                found, wanted = value.numel(), piece.parameter.numel()
+                if value.ndim and found != wanted:
+                    raise ValueError(f"{piece.name}.{key} has {found} elements, the parameter {wanted}")
+                state[key] = value.reshape(-1)[piece.own] if value.ndim else value
+            states.append(state)
         self._load(states, [{}] * len(self.param_groups))
 
     @torch.no_grad()
     def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load the exact shards of rounded weights from whole weights by name. Load the model's weights before."""
+        """Load the exact shards of rounded weights from whole weights by name; the model's weights before."""
         for flat in self._flats:
             flat.take_own(weights)
         self._spread()
@@ -446,8 +423,7 @@ class ShardedState(torch.optim.Optimizer):
                 }
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        if any("master" in state for state in states):
-            self._spread()
+        self._spread()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

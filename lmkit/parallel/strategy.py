@@ -73,11 +73,7 @@ class Strategy(Sync):
     A parameter that this rank did not use contributes zeros. If no rank used it, its `grad` is None afterwards, as
     with PyTorch's DDP.
 
-    Args:
-        config: the [parallel] table; the strategy's registration names the keys that it uses.
-
     Attributes:
-        traffic: counts the calls and bytes sent; see `Traffic`.
         gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
         is_accumulating: whether the passes that run are inside `no_sync`.
@@ -190,7 +186,6 @@ class Strategy(Sync):
     def wait_for_weights(self) -> None:
         """Make all weights whole. Call it before anything but the model's call, `loss` and `state_dict` reads them.
 
-        Otherwise `zero1` gathers weights while the next forward pass runs, and `fsdp` gathers a layer's when it runs.
         To write to parameters that other ranks may be reading, call this, then a barrier, then write.
         """
 
@@ -221,7 +216,7 @@ class Strategy(Sync):
     # What subclasses define
 
     def _install(self) -> None:
-        """Install hooks, if the strategy needs any. Called with more than one rank only."""
+        """Install hooks; called only if there is more than one rank."""
 
     def _without_gradient(self) -> list[int]:
         """Return the indices of the parameters that have no gradient on this rank."""
@@ -283,11 +278,9 @@ def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> N
         for name, tensor in named
     )
     for what, text in (("model", described), ("recipe or data", fingerprint)):
-        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-        digest = digest.to(ranks.device)
-        digests = [torch.empty_like(digest) for _ in range(ranks.world_size)]
-        dist.all_gather(digests, digest)
-        differing = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+        digests = [""] * ranks.world_size
+        dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+        differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differing:
             raise LmkitError(
                 "parallel.ranks_differ",

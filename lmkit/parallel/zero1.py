@@ -1,13 +1,13 @@
 """`zero1`: optimizer state sharded over the ranks (Rajbhandari et al. 2020, "ZeRO", stage 1; P_os).
 
-The backward pass reduce-scatters the gradients of each bucket. Every rank updates its shard: 1/W of all elements,
-plus padding. The weights are gathered while the next forward pass runs; a layer waits for its own weights right
-before it runs. With bf16 weights a parameter costs 2 + 2 bytes of communication instead of 8.
+The backward pass reduce-scatters the gradients of each bucket. Every rank updates its shard, 1/W of all elements.
+The weights are gathered while the next forward pass runs. With bf16 weights a parameter costs 2 + 2 bytes of
+communication instead of 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lmkit.parallel.buckets import WatchedBuckets
 from lmkit.parallel.collectives import norm_over_ranks, reduce_dtype_for, unused_everywhere
 from lmkit.parallel.gather import Gather, Links, PeerGather, aligned, reads_peers
 from lmkit.parallel.ranks import Ranks
-from lmkit.parallel.shards import FlatShards, Piece, ShardedState, forget_capture, shard_size_of
+from lmkit.parallel.shards import FlatShards, ShardedState, forget_capture, shard_size_of
 from lmkit.parallel.strategy import MakeOptimizer, Strategy, forward_units
 from lmkit.recipe.tables import ParallelConfig
 from lmkit.registry import STRATEGIES
@@ -41,12 +41,11 @@ class Zero1(Strategy):
 
     `build_optimizer` moves the parameters into flat buckets. Call it after the model is on its device and before the
     first forward pass. `weights="bf16"` casts fp32 parameters; a group's key "weights" overrides it. Parameters in no
-    group do not change. A parameter that no rank used keeps its value and state; its bucket's step counter counts on.
+    group do not change. A parameter that no rank used keeps its value and state.
 
-    A layer waits for its bucket right before it runs, so that gathering overlaps the forward pass. Some weights are
-    read without a call of their layer: the model's own parameters, and those of a layer that the last forward pass
-    did not call (a fused loss may read its weight). The step waits for them as soon as it has started gathering.
-    Passes without gradients (evaluation, generation), `state_dict` and `load_state_dict` wait for all buckets.
+    A layer waits for its buckets right before it runs. The step itself waits for weights that are read without a call
+    of their layer: the model's own parameters, and those of a layer that the last forward pass did not call (a fused
+    loss may read its weight). Passes without gradients, `state_dict` and `load_state_dict` wait for all buckets.
     """
 
     buckets: ScatteredBuckets
@@ -85,8 +84,6 @@ class Zero1(Strategy):
         ]
         self.buckets = ScatteredBuckets(self._flats)
         self._index_of = {parameter: index for index, parameter in enumerate(self.buckets.parameters)}
-        # Of each parameter: its bucket and its position there.
-        self._places = [(bucket, i) for bucket in self._flats for i in range(len(bucket.parameters))]
         self._wait_in(self._model)
         self._sharded = Zero1Optimizer(make, given, self._flats, self.ranks)
         self._sharded.register_step_post_hook(lambda *_: self._after_step())
@@ -142,19 +139,19 @@ class Zero1(Strategy):
     @torch.no_grad()
     def _take_loaded(self) -> None:
         for bucket in self._flats:
-            if bucket.saves_masters:
-                bucket.shard.copy_(bucket.own_weights)
+            bucket.shard.copy_(bucket.own_weights)
 
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Reduce the gradients into the optimizer's shards. They are not in `parameter.grad`."""
         unused = [self._index_of[parameter] for parameter in self.buckets.without_gradient()]
         self.buckets.launch_rest()
-        unused = unused_everywhere(unused, len(self._places), self.ranks, self.traffic)
+        parameters = self.buckets.parameters
+        unused = unused_everywhere(unused, len(parameters), self.ranks, self.traffic)
+        self._sharded.unused = {parameters[index] for index in unused}
         for bucket in self._flats if wait else ():
             bucket.wait_reduced()
-        places = [self._places[index] for index in unused]
-        self._sharded.keep = [(bucket, bucket.own_part(position)[0]) for bucket, position in places]
+            bucket.give_gradients(self._sharded.unused)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -202,8 +199,7 @@ class ScatteredBuckets(WatchedBuckets):
 
 
 STEP_PARTS = 2
-"""Parts of a step: gathering the weights of one part overlaps the arithmetic of the next. Each part costs the GPU
-several small kernels."""
+"""Parts of a step: gathering the weights of one part overlaps the arithmetic of the next."""
 
 
 def plan_shards(
@@ -213,15 +209,13 @@ def plan_shards(
     capacity: int,
     weights: str,
 ) -> list[tuple[int, list[nn.Parameter]]]:
-    """Assign the parameters of each group that need gradients to buckets, in the order of launching.
+    """Assign the parameters of each group that need gradients to buckets; return (index of the group, parameters) of
+    each, in the order of launching.
 
     Args:
         names: every parameter's name (see `parameter_names`), in the order of the forward pass: the last parameter
             becomes ready first.
         capacity: bytes of a bucket, counted in the dtype of `weights`.
-
-    Returns:
-        For each bucket, the index of its group and its parameters.
     """
 
     def bytes_of(parameter: nn.Parameter) -> int:
@@ -268,29 +262,17 @@ class KeptShards(FlatShards):
         self._show(self._parts(self.weights))
         self.own_weights = self.links.ranks.own_part(self.weights)
         self.shard = self.links.ranks.own_part(whole).clone() if self.saves_masters else self.own_weights
-        self.pieces = [Piece(self.parameters, self.names, self.shard, *self.own_range(0, self.size))]
+        self.cut_shard()
 
     def keep_reduce_dtype(self) -> None:
         """Do not cast gradients: the optimizer reads them in the reduced dtype and writes `own_weights` itself."""
         self.gradient_dtype = self._reduce_dtype
-        self.shard.grad_dtype = None  # any
+        for piece in self.pieces:
+            piece.part.grad_dtype = None  # any
 
     def reduce(self) -> None:
         self.wait_gathered()  # returns at once if a layer that ran has read these weights
         super().reduce()
-
-    def wait_reduced(self) -> None:
-        super().wait_reduced()
-        self.give_gradients()
-
-    def write_shard(self) -> None:
-        """Copy the changed shard to the weights."""
-        if self.saves_masters:
-            self.own_weights.copy_(self.shard)
-
-    def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
-        if self.saves_masters:
-            super().take_own(weights)
 
 
 def start_gather(buckets: Sequence[KeptShards]) -> None:
@@ -311,7 +293,7 @@ class Zero1Optimizer(ShardedState):
         buckets: in the order in which their gradients are reduced.
 
     Attributes:
-        keep: elements that the next step must not change: those of parameters that no rank used.
+        unused: parameters that no rank used; the next step does not change them.
     """
 
     _flats: list[KeptShards]  # type: ignore[assignment]
@@ -323,7 +305,7 @@ class Zero1Optimizer(ShardedState):
         buckets: Sequence[KeptShards],
         ranks: Ranks,
     ) -> None:
-        self.keep: list[tuple[KeptShards, slice]] = []
+        self.unused: Set[nn.Parameter] = frozenset()
         super().__init__(make, groups, buckets, ranks, self._spread_all)
 
     def _own(self, flats: Sequence[FlatShards]) -> None:
@@ -331,58 +313,30 @@ class Zero1Optimizer(ShardedState):
         # In the order of the next forward pass
         self._step_parts = _split_evenly(self._flats[::-1], STEP_PARTS)
         if isinstance(self.inner, AdamW) and self.inner.writes_copies:
-            self.inner.copies = {b.shard: b.own_weights for b in self._flats if b.saves_masters}
             for bucket in self._flats:
                 bucket.keep_reduce_dtype()
+                for piece in bucket.held() if bucket.saves_masters else ():
+                    self.inner.copies[piece.part] = bucket.own_weights[piece.in_shard]
 
     def _step(self) -> None:
-        kept = [
-            (
-                bucket,
-                where,
-                bucket.shard[where].clone(),
-                {k: v[where].clone() for k, v in self._moments(bucket)},
-            )
-            for bucket, where in self.keep
-        ]
-        arrived = {bucket: bucket.gradient for bucket in self._flats}
-        for bucket in arrived:
-            bucket.gradient = bucket.shard.grad = None
+        writes_weights = getattr(self.inner, "writes_copies", False)
+        for bucket in self._flats:
+            bucket.withhold_gradients()
         for part in self._step_parts:
             for bucket in part:
-                bucket.gradient = arrived[bucket]
                 bucket.wait_reduced()
+                bucket.give_gradients(self.unused)
             self.inner.step()
             for bucket in part:
                 bucket.drop_reduced()
-            if not kept:
-                self._gather(part)
-        for bucket, where, weights, moments in kept:
-            bucket.shard[where] = weights
-            for key, value in self._moments(bucket):
-                value[where] = moments.get(key, 0)  # decay may have changed initial state without a gradient
-        for part in self._step_parts if kept else ():
-            self._gather(part)
-        self.keep = []
-
-    def _moments(self, bucket: KeptShards) -> list[tuple[str, torch.Tensor]]:
-        """Return the states that have a value for every element of the bucket's shard."""
-        state = self.inner.state.get(bucket.shard, {})
-        return [
-            (key, value)
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.ndim == 1
-        ]
-
-    def _gather(self, buckets: Sequence[KeptShards]) -> None:
-        if self.keep or not getattr(self.inner, "writes_copies", False):  # our AdamW has written the weights
-            for bucket in buckets:
-                bucket.write_shard()
-        start_gather(buckets)
+                if not writes_weights:
+                    bucket.own_weights.copy_(bucket.shard)
+            start_gather(part)
+        self.unused = frozenset()
 
     def _spread_all(self) -> None:
         for bucket in self._flats:
-            bucket.write_shard()
+            bucket.own_weights.copy_(bucket.shard)
         start_gather(self._flats)
         for bucket in self._flats:
             bucket.wait_gathered()

@@ -231,7 +231,7 @@ def check_zero1_single_parameters(ranks: Ranks) -> None:
     keys, kind = {"bucket_mb": 64 * 64 * 8 / 2**20}, partial(EasyModel, 64)
     for wait in (True, False):
         _, optimizer = assert_equals_joined_run(ranks, "zero1", [1] * 3, kind=kind, keys=keys, wait=wait)
-        assert [b["sizes"] for b in optimizer.shard_layout["buckets"]].count([64 * 64]) == 4
+        assert [flat.size for flat in optimizer._flats if len(flat.parameters) == 1].count(64 * 64) == 4
 
 
 @check()
