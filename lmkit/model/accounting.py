@@ -11,13 +11,10 @@ from lmkit.recipe.tables import PRESETS, ModelConfig
 
 
 def preset_config(name: str, *, vocab_size: int, context_length: int, **changes: Any) -> ModelConfig:
-    """Return the configuration of a named size, see `PRESETS`.
+    """Return the configuration of a named size, see `PRESETS`, with further fields of `ModelConfig`.
 
     >>> preset_config("small", vocab_size=50257, context_length=1024).num_layers
     12
-
-    Args:
-        changes: further fields of `ModelConfig`.
 
     Raises:
         UsageError: no size has this name.
@@ -38,8 +35,7 @@ class ParameterCounts:
 
     Attributes:
         total: all of them; a matrix that is both embedding and head counts once.
-        multiplying: those by which each token is multiplied: all but a separate input embedding, which is only
-            looked up, and biases, which are added.
+        multiplying: those by which each token is multiplied: all but a separate input embedding and biases.
         vectors: gains and biases, which are float32 and not decayed.
         in_blocks: elements of the blocks' matrices; `rows`: their rows.
     """
@@ -53,13 +49,10 @@ class ParameterCounts:
 
 @lru_cache(maxsize=64)
 def count_parameters(config: ModelConfig) -> ParameterCounts:
-    """Count the parameters of `TransformerLM(config)`, made without memory.
+    """Count the parameters of `TransformerLM(config)`, whose vocabulary size is set.
 
     >>> count_parameters(preset_config("small", vocab_size=50257, context_length=1024)).total
     190460160
-
-    Raises:
-        ValueError: the configuration has no vocabulary size.
     """
     from lmkit.core.model import TransformerLM  # imports torch, which the tables of benches do without
 
@@ -84,13 +77,9 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
 def least_bytes(
     config: ModelConfig, batch_size: int, context: int, element_bytes: int, *, fp8: bool = False
 ) -> int:
-    """Return the bytes that a decode step reads at least: all weights but a separate embedding, and the stored keys
-    and values that each layer sees.
-
-    Args:
-        context: tokens whose keys and values are stored; the new token comes after them.
-        fp8: matrices are fp8, with a float32 scale for each row.
-    """
+    """Return the bytes that a decode step reads at least: all weights but a separate embedding (`fp8`: matrices with
+    a float32 scale for each row), and the keys and values of the `context` tokens before the new one that each layer
+    sees."""
     assert config.vocab_size is not None
     parameters = count_parameters(config)
     weights = parameters.total - (0 if config.tie_embeddings else config.vocab_size * config.d_model)
@@ -108,11 +97,7 @@ def flops_per_token(config: ModelConfig, context: int, *, causal: bool = False) 
     """Return the floating-point operations of one training step per token: 6 N + 12 L d T (Chowdhery et al. 2022,
     "PaLM", appendix B), with N the multiplying parameters, L layers, width d and T = `context` tokens.
 
-    A third of them is the forward pass. As in the paper, attention counts in full although a causal kernel may skip
-    half of it, and recomputation (activation checkpointing) does not count.
-
-    Args:
-        causal: count only the half of attention that a causal kernel needs: 6 N + 6 L d T.
+    As in the paper, attention counts in full, unless `causal` halves it to 6 L d T, and recomputation does not count.
     """
     return 3 * forward_flops_per_token(config, context, causal=causal)
 
@@ -141,11 +126,8 @@ class Work:
 
 
 def update_bytes(element_bytes: int) -> int:
-    """Return the least bytes that clipping and AdamW move for each parameter.
-
-    Clipping reads the gradient; AdamW reads it again, reads and writes a float32 weight and two moments, and writes a
-    copy of the weight where elements are narrower than float32.
-    """
+    """Return the least bytes that clipping and AdamW move for each parameter: the gradient, read twice; a float32
+    weight and two moments, read and written; a copy of the weight if elements are narrower than float32."""
     copy = element_bytes if element_bytes < 4 else 0
     return 2 * element_bytes + 6 * 4 + copy
 
@@ -153,9 +135,9 @@ def update_bytes(element_bytes: int) -> int:
 def step_work(config: ModelConfig, rows: int, *, element_bytes: int) -> dict[str, Work]:
     """Return class (of `measure.trace`) -> the least work of a training step in that class.
 
-    Attention is causal, keeps no scores and computes them again in its backward pass. An elementwise operation reads
-    its inputs and writes its results once, joined with the additions around it. SwiGLU keeps only its inputs, and
-    the gradient of the logits takes their place.
+    Attention is causal and computes its scores again in its backward pass. An elementwise operation reads its inputs
+    and writes its results once, joined with the additions around it. SwiGLU keeps only its inputs, and the gradient
+    of the logits takes their place.
 
     Args:
         rows: sequences of `config.context_length` tokens.

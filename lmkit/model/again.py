@@ -12,18 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 
 def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Return function(*inputs); its backward pass keeps only the inputs and computes the function again.
-
-    Nothing in a model is random, so the state of the random generator is not kept.
-    """
+    """Return function(*inputs); its backward pass keeps only the inputs and computes the function, which draws no
+    random numbers, again."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def again_but_products(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Do as `again`, but under torch.compile compute no matrix product again.
-
-    Without the compiler a product at the end of a function is not computed again anyway. The compiler would.
-    """
+    """Do as `again`, but let the compiler, too, compute no matrix product at the end of the function again."""
     if not torch.compiler.is_compiling():
         return again(function, *inputs)
     return checkpoint(
@@ -44,11 +39,8 @@ def attend_again(
 ) -> Tensor:
     """Return attend(project(x)); keep x and what `attend` saves beside its inputs: its output and statistics.
 
-    The backward pass computes `project` again, and `attend` never. Under torch.compile the compiler decides what it
-    computes again.
-
-    Args:
-        project: returns the inputs of `attend`, which may be views of one another's memory.
+    The backward pass computes `project` again, whose results may share memory, and `attend` never. Under
+    torch.compile the compiler decides what it computes again.
     """
     if torch.compiler.is_compiling():
         return attend(again(project, x))

@@ -1,10 +1,9 @@
 """Products of linear layers in fp8: `train.precision = "fp8"`.
 
-Of the three products of a layer, y = x W^T and dx = dy W are computed in fp8 (e4m3) with float32 sums, and
-dW = dy^T x in bf16: gradients of weights are what the optimizer adds up, and they are the ones that suffer. Weights
-and activations stay bf16. A factor is cast right before its product (or by SwiGLU's kernel, which has computed it),
-with scales of what it holds, see `lmkit.kernels.fp8`: x, dy and W in y = x W^T by rows, W in dx = dy W as a whole. So
-there is no state: nothing to calibrate, to save or to agree on between ranks, and a pass that is computed again has
+Of the three products of a layer, y = x W^T and dx = dy W are computed in fp8 (e4m3) with float32 sums, and dW = dy^T
+x, whose errors the optimizer would add up, in bf16. Weights and activations stay bf16. A factor is cast right before
+its product (or by SwiGLU's kernel, which has computed it), with scales of what it holds, see `lmkit.kernels.fp8`: x,
+dy and W in y = x W^T by rows, W in dx = dy W as a whole. So there is no state, and a pass that is computed again has
 the same bits.
 
 Passes without gradients, such as evaluations, are computed in bf16, as they will be after training.

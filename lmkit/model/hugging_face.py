@@ -67,11 +67,7 @@ def output_biases(config: ModelConfig) -> list[str]:
 
 
 def reordered(name: str, weight: Tensor, config: ModelConfig, *, pairs: bool) -> Tensor:
-    """Return a weight with the channels of q and k in the order of lmkit (`pairs`), or of a Hugging Face folder.
-
-    Args:
-        name: of the weight in lmkit.
-    """
+    """Return a weight, `name` in lmkit, with the channels of q and k in lmkit's order (`pairs`) or the folder's."""
     if re.search(r"\.attn\.[qk]_(proj|norm)\.", name) is None:
         return weight
     half = config.head_dim // 2
@@ -97,6 +93,12 @@ class _Rope(BaseModel):
     partial_rotary_factor: float | None = None
 
 
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""rope_type -> its keys; [model] has them with "rope_" in front."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
     "mistral": {"vocab_size": 32_000, "intermediate_size": 14_336, "max_position_embeddings": 131_072,
@@ -152,10 +154,7 @@ class _Config(BaseModel):
 
 
 def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig:
-    """Read a `config.json`.
-
-    Args:
-        context_length: replaces `max_position_embeddings`; at most that.
+    """Read a `config.json`; `context_length` replaces `max_position_embeddings`, and is at most that.
 
     Raises:
         UsageError: no such file, or a model that lmkit cannot express; the message names each key.
@@ -177,12 +176,10 @@ def read_config(path: Path, *, context_length: int | None = None) -> ModelConfig
             f"{path}: lmkit cannot express {'; '.join(refused)}",
             hint="lmkit imports Llama, Mistral without windows, Qwen2, Qwen3; rope_type default, linear or llama3",
         )
-    scaling: dict[str, Any] = {"rope_scaling": _rope_type(rope)}
-    if scaling["rope_scaling"] != "none":
-        scaling["rope_factor"] = rope.factor
-    if scaling["rope_scaling"] == "llama3":
-        scaling["rope_low_freq_factor"] = rope.low_freq_factor
-        scaling["rope_high_freq_factor"] = rope.high_freq_factor
+    kind = _rope_type(rope)
+    scaling: dict[str, Any] = {f"rope_{key}": getattr(rope, key) for key in _ROPE_KEYS[kind]}
+    scaling["rope_scaling"] = kind
+    if kind == "llama3":
         scaling["rope_original_context"] = rope.original_max_position_embeddings or longest
     try:
         return ModelConfig(
@@ -268,10 +265,9 @@ def _inexpressible(config: _Config, rope: _Rope, length: int) -> Iterator[str]:
     trained = config.original_max_position_embeddings  # transformers prefers it for llama3
     if kind == "llama3" and trained not in (None, rope.original_max_position_embeddings):
         yield "original_max_position_embeddings beside another one of rope_type llama3"
-    needed = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    if kind not in needed:
+    if kind not in _ROPE_KEYS:
         yield f"rope_type {kind}"
-    elif missing := [key for key in needed[kind] if getattr(rope, key) is None]:
+    elif missing := [key for key in _ROPE_KEYS[kind] if getattr(rope, key) is None]:
         yield f"rope_type {kind} without {' and '.join(missing)}"
     if {rope.partial_rotary_factor, config.partial_rotary_factor} - {None, 1.0}:
         yield "partial_rotary_factor"
@@ -287,7 +283,7 @@ def config_json(
 
     Args:
         dtype: of the weights, as PyTorch calls it.
-        begin, end: ids of the tokens that begin and end a text.
+        begin, end: ids of tokens.
         biased_llama: describe a model with `qkv_bias` as a Llama, which has `output_biases` as well.
 
     Raises:
@@ -312,12 +308,8 @@ def config_json(
             hint="train with one of them, or generate with lmkit",
         )
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not biased_llama else "llama"
-    scaling: dict[str, Any] | None = None
-    if config.rope_scaling != "none":
-        scaling = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
-    if scaling is not None and config.rope_scaling == "llama3":
-        scaling["low_freq_factor"] = config.rope_low_freq_factor
-        scaling["high_freq_factor"] = config.rope_high_freq_factor
+    scaling = {key: getattr(config, f"rope_{key}") for key in _ROPE_KEYS[config.rope_scaling]}
+    if config.rope_scaling == "llama3":
         scaling["original_max_position_embeddings"] = config.rope_original_context
     own = {
         "llama": {"attention_bias": config.qkv_bias, "mlp_bias": False},
@@ -338,7 +330,7 @@ def config_json(
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": {"rope_type": config.rope_scaling, **scaling} if scaling else None,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
         **own,

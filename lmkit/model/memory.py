@@ -46,12 +46,11 @@ LOSS, HEAD, LAST, FIRST, EMBEDDING = MOMENTS = (
 SLOT_BYTES = 64 << 20
 """Largest piece of a shard that other GPUs can read at a time, in bytes."""
 SEGMENTS_BYTES = 100_000_000
-"""Most bytes that CUDA's caching allocator takes beyond the tensors of a model of less than 2 GB: gaps stay in its
-segments of 2 and 20 MiB, 10 to 85 MB for models of 24 MB to 1.6 GB on an H200."""
+"""Most bytes that CUDA's caching allocator takes beyond the tensors of a model of less than 2 GB, for gaps in its
+segments of 2 and 20 MiB."""
 PEER_LAYER_BYTES = 256 << 20
 """If a layer's gathered weights have more bytes on average, the backend gathers them; else ranks copy them from each
-other's GPUs. On two H200, a step of the 8B model (450 MB a layer) took 4,296 ms with copies, whose barriers occupy
-SMs, and 4,273 ms with NCCL; a step of the 162M model (23 MB a layer) took 59.9 and 60.8 ms."""
+other's GPUs. On two H200, NCCL is faster at 450 MB a layer, and copies, whose barriers occupy SMs, at 23 MB."""
 
 NORM = "norms"
 INPUTS = "inputs of products"
@@ -67,14 +66,13 @@ class Form:
 
     Attributes:
         reuses_memory: the fact of the operations.
-        device: "cuda" or "cpu".
         stream, product: bytes of an element of the residual stream, and of what matrix products read and write.
         compiled: whether torch.compile compiles the blocks, from PyTorch's operations. `reuses_memory` then tells
             only of what runs before and after the blocks.
     """
 
     reuses_memory: bool
-    device: str
+    device: str  # "cuda" or "cpu"
     stream: int
     product: int
     compiled: bool = False
@@ -89,8 +87,7 @@ def saved(config: ModelConfig, form: Form) -> Mapping[str, int]:
     """Return kind -> bytes that a block keeps of each token if it computes nothing again.
 
     Attention kernels keep q, k, v, their output and a float32 per head and query (log-sum-exp); those that hold all
-    scores keep the weights, too, of `config.context_length` keys. Of a compiled block, the compiler decides: this is
-    what it kept on an H200 (`compile = "block"`, plain operations).
+    scores keep them, too, of `config.context_length` keys. The compiler decides otherwise; this it kept on an H200.
     """
     d, d_kv, d_ff = config.d_model, config.kv_heads * config.head_dim, config.d_ff
     others = config.switches - SWITCHES
@@ -161,9 +158,9 @@ def kept(config: ModelConfig, form: Form, keep: Keep) -> Mapping[str, int]:
 def kept_by_layers(config: ModelConfig, form: Form, *, tokens: int) -> list[Keep]:
     """Return what each block keeps of a micro-batch of this many tokens.
 
-    "selective" spends `config.activation_gb` on what saves most time for its bytes. That is first the outputs of
-    attention: of long sequences, a GB costs ten times as many FLOPs to compute again as a GB of matrix products. The
-    last blocks come first: their memory is free again when an earlier block computes anew.
+    "selective" spends `config.activation_gb` on what saves most time for its bytes: first the outputs of attention,
+    of which a GB takes ten times as many FLOPs as a GB of matrix products. The last blocks come first: their memory
+    is free again when an earlier block computes anew.
     """
     layers = config.num_layers
     if config.activation_checkpointing != "selective":
@@ -193,7 +190,7 @@ class Held:
         other_moments: the same for all other weights.
         of_weights, of_gradients, of_state: the share that the rank holds; of_state is of masters, too.
         gathered_units: blocks (or the embedding, or the head) whose whole weights it holds at a time, in the dtype of
-            the products: two, or all. Of the two before, it holds the whole gradients.
+            the products: two, or all; and whole gradients of the two before.
         packed: the share of the gradients that is copied, to be reduced.
         is_shared: whether other GPUs read from this rank's memory: its weights, or slots for gathered ones.
     """
@@ -214,7 +211,7 @@ class Held:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes that a rank holds of a model; activations need more. Masters are the optimizer's."""
+    """Bytes that a rank holds of a model, gradients with those that are copied. Masters are the optimizer's."""
 
     weights: int
     gradients: int
@@ -226,8 +223,7 @@ class TrainingMemory:
 
 
 def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
-    """Return the bytes of weights, their gradients and optimizer state; by default in float32, with AdamW's moments,
-    on one rank."""
+    """Return the bytes of a model; by default in float32, with AdamW's moments, on one rank."""
     counts = count_parameters(config)
     vectors, matrices = counts.vectors, counts.total - counts.vectors
     state = held.moments * counts.in_blocks + held.other_moments * (counts.total - counts.in_blocks)
@@ -239,12 +235,10 @@ def training_memory(config: ModelConfig, held: Held = Held()) -> TrainingMemory:
 
 
 @dataclass(frozen=True)
-class StepMemory:
+class StepMemory(TrainingMemory):
     """Bytes of a training step on one rank.
 
     Attributes:
-        weights, optimizer: held all the time; masters are the optimizer's.
-        gradients: of all weights, at the end of the backward pass, with those that are copied to be reduced.
         activations: kind -> bytes that all blocks keep.
         recomputed: what one block computes again, at most at a time.
         loss: the gradient of the hidden states at the head, and that of the head's matrix in float32.
@@ -253,9 +247,6 @@ class StepMemory:
         moments: what the step does -> bytes at that moment; the largest is the peak.
     """
 
-    weights: int
-    optimizer: int
-    gradients: int
     activations: Mapping[str, int]
     recomputed: int
     loss: int
@@ -281,11 +272,7 @@ class StepMemory:
 def step_memory(
     config: ModelConfig, form: Form, held: Held, *, tokens: int, accumulation: int = 1
 ) -> StepMemory:
-    """Count the bytes of a step in steady state: optimizer state exists, gradients of the step before do not.
-
-    Args:
-        tokens: of a micro-batch on one rank.
-    """
+    """Count the bytes of a step in steady state, with `tokens` in a micro-batch on one rank."""
     d, layers, product = config.d_model, config.num_layers, form.product
     counts = count_parameters(config)
     assert config.vocab_size is not None
@@ -341,9 +328,7 @@ def step_memory(
     elif config.tie_embeddings:
         embedding += held.gradient * table
     return StepMemory(
-        weights=model.weights,
-        optimizer=model.optimizer,
-        gradients=model.gradients,
+        **vars(model),
         activations=activations,
         recomputed=tokens * max(again),
         loss=loss,
@@ -366,19 +351,15 @@ def step_memory(
 
 
 def segment(num_bytes: int) -> int:
-    """Return what CUDA's caching allocator takes for a tensor of a pool of its own: 2 MiB, 20 MiB, or a multiple of
-    2 MiB."""
+    """Return what CUDA's caching allocator takes for a tensor of a pool of its own."""
     if num_bytes <= MIB:
         return 2 * MIB
     return 20 * MIB if num_bytes < 10 * MIB else -(-num_bytes // (2 * MIB)) * 2 * MIB
 
 
 def _gathered(config: ModelConfig, form: Form, held: Held, *, table: int, block: int) -> dict[str, int]:
-    """Return moment -> bytes of the whole weights and gradients of sharded units.
-
-    Args:
-        table, block: weights of the embedding, or the head, and of a block.
-    """
+    """Return moment -> bytes of the whole weights and gradients of sharded units: the embedding and the head have
+    `table` weights each, a block has `block`."""
     if not held.gathered_units:
         return dict.fromkeys(MOMENTS, 0)
     keeps, tables = held.gathered_units > 2, table if config.tie_embeddings else 2 * table

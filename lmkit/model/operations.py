@@ -21,11 +21,7 @@ from lmkit.registry import OPERATIONS
 
 @OPERATIONS.register("plain", order=2)
 class Operations:
-    """The operations by name. Another set is a subclass.
-
-    Attributes:
-        name: under which the set is registered.
-    """
+    """The operations by name. Another set is a subclass, registered under its `name`."""
 
     name = "plain"
 
@@ -47,12 +43,8 @@ class Operations:
         return total, rms_norm(total, gain, eps)
 
     def heads_norm(self, qkv: Tensor, q_norm: Any, k_norm: Any, kv_heads: int) -> Tensor:
-        """Return the projection q|k|v (..., (heads + 2 kv_heads) * head_dim) with normalised queries and keys, a new
-        tensor.
-
-        Args:
-            q_norm, k_norm: `RMSNorm` of head_dim channels.
-        """
+        """Return the projection q|k|v (..., (heads + 2 kv_heads) * head_dim) with queries and keys normalised by two
+        `RMSNorm` of head_dim channels, a new tensor."""
         heads = qkv.unflatten(-1, (-1, len(q_norm.weight)))  # (..., heads + 2 kv_heads, head_dim)
         q, k, v = heads.split((heads.shape[-2] - 2 * kv_heads, kv_heads, kv_heads), dim=-2)
         return torch.cat([q_norm(q).to(v.dtype), k_norm(k).to(v.dtype), v], dim=-2).flatten(-2)
@@ -72,11 +64,8 @@ class Operations:
         return rotate_joint(qkv, cos_sin, kv_heads)
 
     def swiglu(self, joint: Tensor, *, casts: bool = False) -> Tensor:
-        """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff).
-
-        Args:
-            casts: fp8 products stand before and after it, so it may keep casts for them.
-        """
+        """Return silu(gate) * up of gate|up, which may be overwritten: (..., 2 d_ff) -> (..., d_ff). If it `casts`,
+        it keeps casts for fp8 products before and after it."""
         gate, up = joint.chunk(2, dim=-1)  # (..., d_ff)
         return F.silu(gate) * up
 
@@ -85,11 +74,8 @@ PLAIN = Operations()
 
 
 def choose_operations(name: str, weight: Tensor) -> Operations:
-    """Return a registered set of operations for a model.
-
-    Args:
-        name: "auto" takes the first set that runs on the weight's device and in its dtype.
-        weight: one of the model's matrices. Without memory (on the device "meta") nothing runs: always "plain".
+    """Return a registered set of operations for a model with this weight; on the device "meta" always "plain". "auto"
+    takes the first set that runs on the weight's device and in its dtype.
 
     Raises:
         UsageError: the named set does not run there, or needs a package that is not installed.

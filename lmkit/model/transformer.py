@@ -1,8 +1,8 @@
 """The model of `lmkit.core.model` as it trains: the attention kernel of the recipe, joined matrix products, fused
 operations, and blocks that are computed again in the backward pass.
 
-With PyTorch's operations and nothing computed again, what runs is the core's forward pass. It also runs, on every
-device, in blocks with a switch that is not in `SWITCHES`, or with a layer that somebody replaced.
+With PyTorch's operations and nothing computed again, the core's forward pass runs; also in blocks with a switch that
+is not in `SWITCHES`, or with a layer that somebody replaced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -75,13 +74,9 @@ class SelfAttention(core.SelfAttention):
 
 
 class SwiGLU(core.SwiGLU):
-    """The feed-forward network with gate and up from one matrix product.
+    """The feed-forward network with gate and up from one matrix product."""
 
-    Attributes:
-        casts: whether the products around the activation are in fp8.
-    """
-
-    casts = False
+    casts = False  # whether the products around the activation are in fp8
 
     def joined_layers(self) -> tuple[Linear, ...]:
         return self.w1, self.w3
@@ -119,11 +114,7 @@ class TransformerBlock(core.TransformerBlock):
         keep: Keep = "all",
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the layer to x + delta; return (x, delta), whose sum is the output. All are (batch, seq, d_model).
-
-        Args:
-            operations: of the block.
-            keep: for the backward pass; the rest is computed again.
-        """
+        What the backward pass does not `keep` is computed again."""
         is_core = type(operations) is Operations and keep == "all"
         if is_core or not (self.is_known and are_plain(self.ln1, self.attn, self.ln2, self.ffn)):
             x = x if delta is None else x + delta
@@ -173,15 +164,10 @@ class TransformerBlock(core.TransformerBlock):
 
 
 class Layers(core.Layers):
-    """The stack of blocks.
+    """The stack of blocks."""
 
-    Attributes:
-        operations: of the blocks; None: those of the model.
-        sums: whether blocks get x + delta as one tensor, so that the first is compiled as the others are.
-    """
-
-    sums = False
-    operations: Operations | None = None
+    sums = False  # whether blocks get x + delta as one tensor, so that all are compiled alike
+    operations: Operations | None = None  # None: those of the model
 
     def forward(  # type: ignore[override]
         self,
@@ -193,11 +179,8 @@ class Layers(core.Layers):
         operations: Operations,
         keeps: Sequence[Keep] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (x, delta), whose sum is the output of the last block; (batch, seq, d_model).
-
-        Args:
-            keeps: what each block keeps for the backward pass; None: everything.
-        """
+        """Return (x, delta), whose sum is the output of the last block, (batch, seq, d_model). Each block keeps what
+        `keeps` says for the backward pass, or everything."""
         operations = self.operations or operations
         delta = None
         for index, block in enumerate(self):
@@ -255,11 +238,9 @@ class TransformerLM(core.TransformerLM):
 
     Args:
         config: the recipe's table `[model]` with `vocab_size` filled in.
-        device, dtype: of the parameters. `lmkit.training.precision` casts or autocasts them for training.
 
     Attributes:
-        operations: what runs around the matrix products. Chosen as the configuration says, again when the model moves
-            to another device or dtype.
+        operations: what runs around the matrix products on this device, in this dtype.
 
     Raises:
         ValueError: the configuration has no vocabulary size.
@@ -279,15 +260,10 @@ class TransformerLM(core.TransformerLM):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerLM:
         # nn.Module calls this in .to(), .half() and .to_empty().
-        before = list(self.parameters())
-        places = dict(zip(before, map(Tensor.data_ptr, before), strict=True))
+        places = {parameter: parameter.data_ptr() for parameter in self.parameters()}
         super()._apply(fn, recurse)
-        moved = set()
-        for parameter in self.parameters():
-            # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
-            if places.get(parameter) != parameter.data_ptr():
-                moved.add(parameter)
-        self._arrange(moved)
+        # Parameters that stayed may lie in memory of an optimizer, as those of a `ShardedOptimizer` do.
+        self._arrange({p for p in self.parameters() if places.get(p) != p.data_ptr()})
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -343,12 +319,11 @@ class TransformerLM(core.TransformerLM):
 def compile_model(
     model: TransformerLM, how: Literal["none", "block", "whole"], *, backend: str = "inductor"
 ) -> None:
-    """Compile the model's layers and its loss in place; names in the state dict stay as they are.
+    """Compile the model's layers and its loss in place, in the first call of each shape. State dicts keep names.
 
     Args:
-        how: "block" compiles one block and uses it for all of them, so that the first step starts soon. "whole"
-            compiles the stack of blocks as one graph, which fuses more; its first step takes longer with every layer.
-            Compilation itself happens in the first call of each shape.
+        how: "block" compiles one block and uses it for all of them. "whole" compiles the stack of blocks as one
+            graph, which fuses more; its first step takes longer with every layer.
     """
     if how == "none":
         return
@@ -365,8 +340,8 @@ def compile_model(
 
 # ---- Several linear layers of one input as one matrix product: q, k and v; gate and up
 #
-# The layers stay modules with weights of their own. Where their weights lie side by side in memory, the joined matrix
-# is a view; elsewhere it is a copy. A layer that somebody replaced or hooked into is called by itself.
+# Where the weights lie side by side in memory, the joined matrix is a view; elsewhere it is a copy. A layer that
+# somebody replaced or hooked into is called by itself.
 
 
 def are_plain(*modules: nn.Module) -> bool:
@@ -389,10 +364,7 @@ def are_plain(*modules: nn.Module) -> bool:
 
 def is_original(model: Any) -> bool:
     """Whether the weights of a `TransformerLM` tell all that it computes: nobody replaced a layer, added a bias, or
-    hooked into a part of a block.
-
-    Strategies hook into blocks, embedding, last norm and head, and change none of what they compute.
-    """
+    hooked into a part of a block. Strategies hook only into blocks, embedding, last norm and head."""
     for layer in (model.token_embeddings, model.ln_final, model.lm_head):
         if not type(layer).__module__.startswith("lmkit."):
             return False
@@ -408,12 +380,8 @@ def is_original(model: Any) -> bool:
 
 def joined_product(x: Tensor, *layers: Linear) -> Tensor:
     """Return the outputs of linear layers one after the other: (..., in) -> (..., sum of out)."""
-    weights, biases = [], []
-    for layer in layers:
-        weights.append(layer.weight)
-        if layer.bias is not None:
-            biases.append(layer.bias)
-    weight = join(weights)
+    weight = join([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
     if biases and len(biases) < len(layers):  # somebody replaced a layer by one with a bias
         biases = [weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in layers]
     bias = join(biases).to(weight.dtype) if biases else None
@@ -458,19 +426,15 @@ def joined_sets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     for module in model.modules():
         layers: Any = module.joined_layers() if isinstance(module, SelfAttention | SwiGLU) else ()
         if {*map(type, layers)} == {Linear}:
-            yield list(map(attrgetter("weight"), layers))
-            biases = list(map(attrgetter("bias"), layers))
-            if all(map(torch.is_tensor, biases)):
-                yield biases
+            yield [layer.weight for layer in layers]
+            if all(layer.bias is not None for layer in layers):
+                yield [layer.bias for layer in layers]
 
 
 @torch.no_grad()
 def place_side_by_side(model: nn.Module, moved: set[nn.Parameter] | None = None) -> None:
-    """Move parameters so that `join` needs no copy. Parameters without memory of their own stay.
-
-    Args:
-        moved: sets of parameters none of which is here stay, too; None: all are.
-    """
+    """Move parameters so that `join` needs no copy; only sets with a `moved` parameter, or all. Parameters without
+    memory of their own stay."""
     for parameters in joined_sets(model):
         first = parameters[0]
         if moved is not None and moved.isdisjoint(parameters):
@@ -496,7 +460,7 @@ def in_order_of_memory(parameters: Sequence[nn.Parameter], model: nn.Module) -> 
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of torch.compile and DDP: the name in checkpoints.
+    """Return a parameter's name in checkpoints, without the prefixes of torch.compile and DDP.
 
     >>> plain_name("module._orig_mod.layers.0.ln1.weight")
     'layers.0.ln1.weight'
@@ -505,13 +469,5 @@ def plain_name(name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the plain name of every parameter, of a tied one the first.
-
-    >>> from lmkit.model import SwiGLU
-    >>> list(parameter_names(SwiGLU(2, 3)).values())
-    ['w1.weight', 'w2.weight', 'w3.weight']
-    """
-    names = {}
-    for name, parameter in model.named_parameters():
-        names[parameter] = plain_name(name)
-    return names
+    """Return the plain name of every parameter, of a tied one the first."""
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}

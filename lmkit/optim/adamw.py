@@ -7,14 +7,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lmkit.core import adamw as core
-from lmkit.core.adamw import Scalars, adamw_update, new_state, scalars_of
+from lmkit.core.adamw import Scalars, adamw_update, loss_of, new_state, scalars_of
 from lmkit.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from lmkit.recipe.tables import OptimizerConfig
 
 Item = TypeVar("Item")
-# Elements that one sweep of the update works on. This bounds temporary memory; on a CPU the five arrays of a sweep
-# stay in the cache from one operation to the next.
+# Elements that one sweep of the update works on. This bounds temporary memory; on a CPU a sweep stays in the cache.
 SWEEP_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 # Devices and dtypes for which a kernel of ours updates in one pass over memory.
@@ -39,23 +37,21 @@ class AdamW(core.AdamW):
     """`lmkit.core.adamw.AdamW`, whose arguments it has, and what fast training needs of it.
 
     Attributes:
-        gradient_factor: a scalar on the parameters' device. Until `zero_grad`, `step` multiplies gradients by it as
-            it reads them, so clipping needs no pass over memory. `grad` itself does not change.
+        gradient_factor: a scalar on the parameters' device, or None. Until `zero_grad`, `step` multiplies gradients
+            by it as it reads them; `grad` itself does not change.
         decision: a scalar on the parameters' device, or None. Until `zero_grad`, `step` changes nothing and does not
             count if it is zero. If all parameters are updated in one pass, the host does not read it, and the
             learning rate may be a scalar on the device, too.
         copies: parameter -> a contiguous tensor of its shape and any dtype, to which every step writes the new value.
 
     State per parameter: that of `torch.optim.AdamW`, with `step` on the device after a decision; either loads the
-    other's state, unless it was made with `maximize` or `amsgrad`. With `keep_masters` there is also `master`; the
-    moments have its dtype. A gradient may have another dtype than its parameter if its `grad_dtype` allows it.
+    other's state. With `keep_masters` there is also `master`; the moments have its dtype.
 
     On CUDA devices, `lmkit.kernels.adamw` updates contiguous parameters of at most 32 bits in one pass over memory,
     in float32. `adamw_update` updates everything else, a sweep of parameters at a time.
     """
 
-    writes_copies = True
-    """Whether it obeys `copies`."""
+    writes_copies = True  # whether it obeys `copies`
 
     # PyTorch's wrappers of these methods import torch._dynamo, which is slow and needed only for torch.compile.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -72,11 +68,7 @@ class AdamW(core.AdamW):
             self._forget_tensors()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an AdamW, of this class or of PyTorch.
-
-        Raises:
-            ValueError: it was made with a setting that this class lacks.
-        """
+        """Load the state of an AdamW, of this class or of PyTorch; a ValueError if this class lacks its settings."""
         for setting in ("maximize", "amsgrad"):
             if any(group.get(setting) for group in state_dict["param_groups"]):
                 raise ValueError(f"the state was made with {setting}=True, which this AdamW does not support")
@@ -100,13 +92,7 @@ class AdamW(core.AdamW):
                 self.state[param][MASTER] = param.detach().float()
 
     def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Keep float32 weights of these parameters in the state `master`; the parameters become rounded copies.
-
-        Call it before the first step.
-
-        Args:
-            masters: parameter -> its value before rounding.
-        """
+        """Keep float32 weights (parameter -> value before rounding) in the state `master`; before the first step."""
         for param, master in masters.items():
             self.state[param][MASTER] = master
 
@@ -121,10 +107,7 @@ class AdamW(core.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         work, fits_one_pass = [], True
         for group in self.param_groups:
             for kind, updates in self._updates(group).items():
@@ -160,7 +143,7 @@ class AdamW(core.AdamW):
                 self._update_in_one_pass(alike, scalars)
                 continue
             limit = SWEEP_ELEMENTS.get(alike[0].param.device.type, SWEEP_ELEMENTS["cuda"])
-            for sweep in sweeps(alike, map(Tensor.numel, map(itemgetter(0), alike)), limit):
+            for sweep in sweeps(alike, [update.param.numel() for update in alike], limit):
                 params, grads, means, squares, copies, _ = map(list, zip(*sweep, strict=True))
                 grads = list(map(Tensor.type_as, grads, params))  # masters are wider than gradients
                 if self.gradient_factor is not None:
@@ -188,11 +171,8 @@ class AdamW(core.AdamW):
 
     @contextmanager
     def captured(self) -> Iterator[object]:
-        """Let a CUDA graph capture the steps inside. Every parameter must have been updated before.
-
-        Yields:
-            An object that must live as long as the graph.
-        """
+        """Let a CUDA graph capture the steps inside; yield an object that must live as long as the graph. Every
+        parameter must have been updated before."""
         before = self._launches
         launches = self._launches = {which: launch.for_graph() for which, launch in before.items()}
         try:
@@ -228,10 +208,8 @@ class AdamW(core.AdamW):
         return by_kind
 
     def _count_on_device(self, updates: list[Update], decision: Tensor) -> list[list[Update]]:
-        """Count the step if it is made; group updates with equal numbers of steps, without reading the numbers.
-
-        Parameters stay in one cohort as long as every step updates all of them or none.
-        """
+        """Count the step if it is made; group updates with equal numbers of steps, without reading the numbers: those
+        of a cohort, as long as every step updates all of them or none."""
         numbers = itertools.count(max(self._cohorts.values(), default=0) + 1)
         sizes = Counter(self._cohorts.values())
         before: dict[tuple[str, int], list[Update]] = {}
@@ -273,20 +251,14 @@ class AdamW(core.AdamW):
 
 @OPTIMIZERS.register("adamw", order=1, keeps_masters=True)
 def make_adamw(groups: list[dict[str, Any]], options: OptimizerConfig) -> AdamW:
-    """Make the optimizer of the recipe's table `[optimizer]`. The groups hold the weight decay."""
+    """Make the optimizer of the recipe's table `[optimizer]`; the groups hold the weight decay."""
     return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
 
 class Update(NamedTuple):
-    """The tensors of one parameter's update.
+    """The tensors of one parameter's update; `copy` receives the new value."""
 
-    Attributes:
-        param: the tensor to update: the parameter, or its master if it has one.
-        copy: receives the new value; None: there is no copy.
-        state: the parameter's state.
-    """
-
-    param: Tensor
+    param: Tensor  # the parameter, or its master if it has one
     grad: Tensor
     mean: Tensor
     square: Tensor
@@ -312,11 +284,7 @@ class _Kind(NamedTuple):
 
 
 def sweeps(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:
-    """Split items in order into sweeps of at most `limit` elements, but at least one item.
-
-    Args:
-        sizes: elements of each item.
-    """
+    """Split items of these `sizes` in order into sweeps of at most `limit` elements, but at least one item."""
     sweep: list[Item] = []
     elements = 0
     for item, size in zip(items, sizes, strict=True):

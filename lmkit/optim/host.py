@@ -20,13 +20,8 @@ class HostAdamW(AdamW):
     """`AdamW`, updated by the CPU from state in the host's memory: float32 weights and moments, 12 bytes a parameter
     (ZeRO-Offload, Ren et al. 2021, on one GPU).
 
-    A step copies the gradients to the host and the weights back, and waits for both. Use it if the state does not fit
-    on the GPU. It costs least with many micro-batches a step.
-
-    The state is that of `AdamW` with masters, on the CPU. Each optimizer loads the state of the other.
-
-    Attributes:
-        state_device: where its state lies, whatever the device of the parameters.
+    A step copies the gradients to the host and the weights back, and waits for both. The state is that of `AdamW`
+    with masters, on the CPU; each optimizer loads the state of the other.
     """
 
     state_device = torch.device("cpu")
@@ -46,11 +41,10 @@ class HostAdamW(AdamW):
 
     @property
     def captured(self) -> Any:
-        """Say by an AttributeError, as `hasattr` asks for, that no CUDA graph can hold what the CPU computes."""
+        """Raise an AttributeError, for `hasattr`."""
         raise AttributeError("a CUDA graph cannot capture what the CPU computes")
 
     def keep_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Keep float32 weights of these parameters, in the host's memory."""
         super().keep_masters({param: _on_host(master) for param, master in masters.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

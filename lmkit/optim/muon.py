@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmkit.core import muon as core
+from lmkit.core.adamw import loss_of
 from lmkit.core.muon import MOMENTUM, directions_of, move, move_matrices, orthogonalize, scale_of
 from lmkit.measure.environment import has_bf16
 from lmkit.optim.adamw import MASTER, SWEEP_ELEMENTS, AdamW, sweeps
@@ -35,7 +36,7 @@ class MatrixShard(NamedTuple):
     """This rank's elements of matrices, which lie in a flat tensor that is cut into one part per rank.
 
     Attributes:
-        part: this rank's part, flat; on some ranks it may be padding alone.
+        part: this rank's part, flat; perhaps padding alone.
         pieces: parameters of the optimizer (flat), each with its place in this rank's part.
         matrices: start in the flat tensor, rows and columns of every matrix, also of those on other ranks.
         begin: of this rank's part.
@@ -54,8 +55,7 @@ class MatrixShard(NamedTuple):
 class Muon(AdamW, core.Muon):
     """`lmkit.core.muon.Muon`, whose arguments it has, and what fast training needs of it; see `AdamW`.
 
-    All matrices of one shape are orthogonalised in one batched product, in bfloat16 where the device has instructions
-    for it; on CPUs not if they are float64.
+    Matrices are orthogonalised in bfloat16 where the device has instructions for it; on CPUs not if they are float64.
 
     Attributes:
         shards: set by a strategy that shards the optimizer. Momentum, weights and their updates stay on the rank that
@@ -69,10 +69,7 @@ class Muon(AdamW, core.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure`, called first, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.decision is not None and not self.decision.is_cuda:  # costs nothing to read
             if not self.decision:
                 return loss
@@ -111,9 +108,7 @@ class Muon(AdamW, core.Muon):
         return super()._updates(group)
 
     def _directions(self, params: Sequence[Tensor], momentum: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Add the gradients to their running means.
-
-        If `decision` skips the step, means stay as they are, whatever the gradients hold.
+        """Add the gradients to their running means, unless `decision` skips the step.
 
         Returns:
             The tensor to update of each parameter (it or its master), and its u, a new tensor.
@@ -139,9 +134,7 @@ class Muon(AdamW, core.Muon):
 
     def _rates(self, group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
         """Return the learning rate of matrices and what share of them decays; both 0 if `decision` skips the step.
-
-        They are equal bits whether the group's `lr` is a number or, in a CUDA graph, a float64 scalar on the device.
-        """
+        The bits do not depend on whether the group's `lr` is a number or a float64 scalar on the device."""
         rate = group["lr"] * group["lr_ratio"]
         if self.decision is not None:
             rate = (rate * (self.decision != 0).to(torch.float32)).float()

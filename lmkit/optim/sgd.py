@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 
 @OPTIMIZERS.register("sgd", order=3, moments=1, options={"momentum": 0.9, "nesterov": False})
 def make_sgd(groups: list[dict[str, Any]], options: OptimizerConfig) -> torch.optim.SGD:
-    """Make `torch.optim.SGD` from the recipe's tables `[optimizer]` and `[optimizer.options]`.
-
-    The weight decay is added to the gradient, as PyTorch's SGD does it.
-
-    Raises:
-        UsageError: momentum is out of range.
-    """
+    """Make `torch.optim.SGD`, which adds the weight decay to the gradient, from the recipe's tables `[optimizer]` and
+    `[optimizer.options]`."""
     own: dict[str, Any] = {**OPTIMIZERS.facts("sgd").options, **options.options}
     lowest = "above 0 with nesterov" if own["nesterov"] else "0 or more"
     if not 0 <= own["momentum"] < 1 or (own["nesterov"] and own["momentum"] == 0):

@@ -14,12 +14,12 @@ from lmkit.errors import LmkitError
 
 
 class WatchedBuckets(GradientBuckets):
-    """Launch buckets inside the backward pass, with few hooks.
+    """Launch buckets inside the backward pass, with few hooks: each costs the host microseconds in every step.
 
-    At first every parameter has a hook. A hook costs the host microseconds in every step. Once the order in which
-    gradients become ready is known, `watch_ends` keeps only the hooks of the pass's first parameter and of each
-    bucket's last. Then `grad is not None` has to mean that a gradient is complete, which holds only if every grad was
-    None when the pass began. If one was not, or gradients accumulate, `watch` restores all hooks.
+    At first every parameter has a hook. Once the order in which gradients become ready is known, `watch_ends` keeps
+    only the hooks of the pass's first parameter and of each bucket's last. Then `grad is not None` has to mean that a
+    gradient is complete, which holds only if every grad was None when the pass began. If one was not, or gradients
+    accumulate, `watch` restores all hooks.
 
     Attributes:
         watches_all: whether every parameter has a hook. `order` is recorded only then.
@@ -38,10 +38,7 @@ class WatchedBuckets(GradientBuckets):
         self.watches_all = True
 
     def watch_ends(self) -> None:
-        """Keep hooks on the first of all parameters, and on the last of each bucket.
-
-        In a pass with another order than `in_ready_order` the buckets are launched later.
-        """
+        """Keep hooks on the first of all parameters, and on the last of each bucket in `in_ready_order`."""
         if not self.in_ready_order:
             return
         self.close()
@@ -66,11 +63,7 @@ class WatchedBuckets(GradientBuckets):
             self.watch()
 
     def check_finished(self) -> None:
-        """Refuse to add to gradients of an unfinished step: they may be in flight, or moved out of `parameter.grad`.
-
-        Raises:
-            LmkitError: a backward pass has ended and was not finished.
-        """
+        """Raise an LmkitError if a backward pass has ended and was not finished: its gradients may be in flight."""
         if self._pass_has_ended:
             raise LmkitError(
                 "parallel.unfinished_backward",
@@ -130,10 +123,8 @@ def at_end_of_pass(callback: Callable[[], None]) -> weakref.ref[Callable[[], Non
 
 
 def in_each_pass(tensors: Sequence[torch.Tensor], count: int, call: Callable[[], None]) -> None:
-    """Call `call` in each backward pass when `count` of the tensors have their gradients.
-
-    `register_multi_grad_hook` would make a reference cycle: its hook holds the graph, which holds the hook.
-    """
+    """Call `call` in each backward pass when `count` of the tensors have their gradients; unlike
+    `register_multi_grad_hook`, whose hook holds the graph that holds the hook."""
     if len(tensors) == 1:
         tensors[0].register_hook(lambda _: call())
         return

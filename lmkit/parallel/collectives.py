@@ -29,9 +29,9 @@ class Traffic:
     Attributes:
         calls: collectives started. A tensor read from the memory of other ranks counts as one.
         payload_bytes: size of the tensors that were reduced or gathered.
-        link_bytes: bytes that a ring sends per rank: 2 (W-1)/W of an all-reduce's bytes, (W-1)/W of a
-            reduce-scatter's, an all-gather's (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
-            Communication Operations") or a broadcast's, averaged over the ranks.
+        link_bytes: bytes that a ring sends per rank, averaged: 2 (W-1)/W of an all-reduce's bytes, (W-1)/W of a
+            reduce-scatter's, all-gather's or broadcast's (Thakur, Rabenseifner and Gropp 2005, "Optimization of
+            Collective Communication Operations").
     """
 
     calls: int = 0
@@ -54,11 +54,8 @@ def reduce_dtype_for(dtype: torch.dtype, option: str) -> torch.dtype:
 
 
 class Averager:
-    """Start averaging collectives and count them in `traffic`.
-
-    Args:
-        group: of `ranks`; None: the default group. `all_reduce` of several tensors always uses the default group.
-    """
+    """Start averaging collectives in a group (None: the default group) and count them in `traffic`. `all_reduce` of
+    several tensors always uses the default group."""
 
     def __init__(self, ranks: Ranks, traffic: Traffic, group: dist.ProcessGroup | None = None) -> None:
         self.ranks = ranks
@@ -67,10 +64,8 @@ class Averager:
         self._has_nccl = "nccl" in str(dist.get_backend_config())
 
     def all_reduce(self, tensors: list[torch.Tensor]) -> PendingMean:
-        """Start averaging contiguous tensors of one device in place, in one call of the backend for each dtype.
-
-        gloo has no grouped call for CUDA tensors, so it reduces them one by one.
-        """
+        """Start averaging contiguous tensors of one device in place, in one call of the backend for each dtype; gloo
+        has none for CUDA tensors, so it reduces them one by one."""
         if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
             parts = [self.all_reduce([x for x in tensors if x.dtype == dtype]) for dtype in dtypes]
@@ -175,10 +170,8 @@ def agree(ranks: Ranks, *, stop: bool = False) -> bool:
 
 
 def on_any_rank(ranks: Ranks, *facts: bool) -> tuple[bool, ...]:
-    """Return, for each fact, whether it holds on at least one rank. Collective.
-
-    On GPUs gloo sends the facts, because NCCL would wait for kernels.
-    """
+    """Return, for each fact, whether it holds on at least one rank. Collective by gloo: NCCL would wait for
+    kernels."""
     if ranks.world_size == 1:
         return facts
     flags = torch.tensor(facts, dtype=torch.int32)

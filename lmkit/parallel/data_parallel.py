@@ -23,8 +23,8 @@ from lmkit.registry import STRATEGIES
 LAST_BUCKET_BYTES = 1 * MIB
 """Size of the last bucket. No backward pass is left to overlap its reduction, so it is kept small."""
 LATE_BYTES = 32 * MIB
-"""Smallest last bucket, in bytes, for which the optimizer's step is split (`LateStep`). The reduction of a smaller
-bucket takes less time than a second pass of the optimizer."""
+"""Smallest last bucket for which the optimizer's step is split: a smaller one is reduced in less time than a second
+pass of the optimizer takes."""
 
 
 class AveragedBuckets(WatchedBuckets):
@@ -108,7 +108,7 @@ class BucketedSync(Strategy):
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(make, groups)
         if self.ranks.world_size > 1:
-            LateStep(optimizer, self._late_parameters, self.buckets.wait)
+            split_step(optimizer, self._late_parameters, self.buckets.wait)
         return optimizer
 
     @torch.no_grad()
@@ -146,43 +146,33 @@ class OverlapSync(BucketedSync):
         return 0
 
 
-class LateStep:
-    """Split an optimizer's step: update the parameters whose gradients have arrived, wait, then update the rest.
+def split_step(
+    optimizer: torch.optim.Optimizer, late: Callable[[], Iterable[nn.Parameter]], wait: Callable[[], None]
+) -> None:
+    """Make each step update the parameters whose gradients have arrived, wait, then update the rest.
 
-    In many models the embedding's gradient is the largest and is ready last. Its reduction cannot overlap the
-    backward pass, which has ended, but it overlaps the update of all other parameters. The optimizer must skip
-    parameters without a gradient and keep its state per parameter, as PyTorch's optimizers do.
+    The embedding's gradient is often the largest and ready last. Its reduction overlaps the update of all other
+    parameters. The optimizer must skip parameters without a gradient and keep its state per parameter.
 
     Args:
-        late: returns the parameters whose gradients are still being reduced.
-        wait: waits for these gradients.
+        late: returns the parameters whose gradients are still being reduced; `wait` waits for them.
     """
+    withheld: dict[nn.Parameter, torch.Tensor | None] = {}
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        late: Callable[[], Iterable[nn.Parameter]],
-        wait: Callable[[], None],
-    ) -> None:
-        self._late = late
-        self._wait = wait
-        self._withheld: dict[nn.Parameter, torch.Tensor | None] = {}
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-
-    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._withheld = {parameter: parameter.grad for parameter in self._late()}
-        for parameter in self._withheld:
+    def before(*_: Any) -> None:
+        withheld.clear()
+        withheld.update((parameter, parameter.grad) for parameter in late())
+        for parameter in withheld:
             parameter.grad = None
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._withheld:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not withheld:
             return
-        late, self._withheld = self._withheld, {}
-        for parameter, gradient in late.items():
+        for parameter, gradient in withheld.items():
             parameter.grad = gradient
-        self._wait()  # nothing is late any more
-        others = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p not in late}
+        wait()  # nothing is late any more
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        others = {param: param.grad for param in params if param not in withheld}
         for parameter in others:
             parameter.grad = None
         try:
@@ -191,13 +181,13 @@ class LateStep:
             for parameter, gradient in others.items():
                 parameter.grad = gradient
 
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
 
 @STRATEGIES.register("naive", order=2, aliases=("Naive DDP",))
 class NaiveSync(Strategy):
-    """After the backward pass, all-reduce every parameter's gradient, one after the other.
-
-    It pays the latency of a collective once per parameter.
-    """
+    """After the backward pass, all-reduce every parameter's gradient, one after the other."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         for parameter in self.parameters:
@@ -208,10 +198,7 @@ class NaiveSync(Strategy):
 
 @STRATEGIES.register("flat", order=3, aliases=("naive bucketed",), uses=("reduce_dtype",), packs="all")
 class FlatSync(Strategy):
-    """After the backward pass, copy all gradients of a device and dtype into one tensor and all-reduce that.
-
-    This needs memory for a second copy of the gradients.
-    """
+    """After the backward pass, copy all gradients of a device and dtype into one tensor and all-reduce that."""
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
         pending = [

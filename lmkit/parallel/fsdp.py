@@ -3,7 +3,7 @@ Zhao et al. 2023, "PyTorch FSDP").
 
 A layer's weights are gathered for its forward pass and again for its backward pass, while the layer before it
 computes, and are freed afterwards. Every backward pass reduce-scatters a layer's gradients as soon as they are
-complete. So no rank ever holds more than a few layers' weights and gradients.
+complete.
 
 Ranks may compute different gradients, in different orders. So gathers and reductions use two process groups, and the
 order in each follows from the calls of the forward pass alone.
@@ -196,7 +196,7 @@ class Fsdp(Strategy):
     # Reading weights without a layer's call
 
     def refresh(self) -> None:
-        """Free all gathered weights after the shards changed; gather again those that stay gathered. Collective."""
+        """Free weights that were gathered before the shards changed; gather again those that stay. Collective."""
         for flat in self._flats:
             flat.hide()
             if flat.kept:
@@ -208,11 +208,8 @@ class Fsdp(Strategy):
             flat.open()
 
     def whole_weights(self, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-        """Return the exact weights by the names of checkpoints, tied names too. Collective.
-
-        Args:
-            device: for the result; None: the shards' device, which otherwise holds one whole layer at a time.
-        """
+        """Return the exact weights, on the shards' or another device, by all their names in checkpoints.
+        Collective."""
         weights: dict[str, torch.Tensor] = {}
         for flat in self._flats:
             weights |= flat.named(flat.gather_state().to(device or flat.shard.device))
@@ -322,8 +319,7 @@ class Fsdp(Strategy):
                     flat.start()
 
     def _after_backward(self, layer: nn.Module) -> None:
-        """Free frozen weights once the backward pass no longer needs them. Trained weights are freed when their
-        gradients are reduced."""
+        """Free frozen weights, too. Trained weights are freed when their gradients are reduced."""
         flats = self._flats_of[layer]
         is_complete = all(self._arrived[flat] == len(flat.parameters) for flat in flats if flat.trains)
         if is_complete and self._calls.count(layer) == 1:
@@ -458,8 +454,7 @@ class FreedShards(FlatShards):
     def make_shard(self) -> None:
         """Allocate the shard, as zeros. Call it after all flat tensors were made: each is whole for a moment."""
         self.shard = torch.zeros(self.shard_size, dtype=self.gradient_dtype, device=self._device)
-        if self.trains:
-            self.cut_shard()
+        self.cut_shard()
 
     # Weights
 
@@ -557,11 +552,7 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def draw(module: nn.Module) -> None:
-    """Draw initial values of a module's parameters, in the order of its constructor.
-
-    Raises:
-        ValueError: a parameter is drawn by no `reset_parameters`.
-    """
+    """Draw initial values of a module's parameters, in the order of its constructor."""
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)
         if reset is not None:

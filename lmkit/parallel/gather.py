@@ -45,10 +45,7 @@ class Gather:
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def refill(self, flats: Sequence[torch.Tensor]) -> list[Work]:
-        """Start collecting the other ranks' parts of tensors from `allocate`. Collective.
-
-        Call it after this rank's parts are written (on GPUs: by kernels launched on the current stream).
-        """
+        """Start collecting the other ranks' parts of tensors from `allocate`; this rank's are written. Collective."""
         return [self._averager.all_gather(flat) for flat in flats]
 
     def reserve(self, num_bytes: int) -> None:
@@ -67,13 +64,11 @@ class Gather:
 
 
 class PeerGather(Gather):
-    """Read the other ranks' parts from the memory of their GPUs, on a separate stream.
-
-    Copies take no SMs from the matrix products of the forward pass, as NCCL's kernels would.
+    """Read the other ranks' parts from the memory of their GPUs, on a separate stream, without taking SMs.
 
     A rank may read only after every rank has written; a reduction of four bytes makes sure of it. A rank may write
-    again only after every rank has read. Each rank reads a bucket's weights before it reduces the bucket's next
-    gradients (`KeptShards.reduce`), and no rank updates a shard before that reduction has ended.
+    again only after every rank has read: each reads a bucket's weights before it reduces the bucket's next gradients
+    (`KeptShards.reduce`), and no rank updates a shard before that reduction has ended.
 
     Args:
         num_bytes: of all tensors that will be allocated, each `aligned`.
@@ -116,10 +111,9 @@ class PeerGather(Gather):
 class PeerShardGather(Gather):
     """Copy the other ranks' shards from the memory of their GPUs, on a separate stream.
 
-    Copies take no SMs from concurrent kernels; NCCL's kernels do. But a barrier occupies part of an SM while it
-    waits, so NCCL gathers large layers (`PEER_LAYER_BYTES`). Each rank first casts its shard to the dtype of the
-    gathered weights, piece by piece, into two slots in turn that all ranks can read. A barrier after each piece shows
-    that every rank has written its piece, and that every rank has read the piece before, whose slot is then free.
+    A barrier occupies part of an SM while it waits, so NCCL gathers large layers (`PEER_LAYER_BYTES`). Each rank
+    first casts its shard to the dtype of the gathered weights, piece by piece, into two slots in turn that all ranks
+    can read. A barrier after each piece shows that every rank has written it and has read the piece before.
     """
 
     def __init__(self, averager: Averager) -> None:
@@ -158,8 +152,7 @@ class PeerShardGather(Gather):
             return _Done() if self._stream is None else self._stream.record_event()
 
     def end_step(self) -> None:
-        """Wait until every rank has read the last piece that was gathered without a graph: the first in a graph may
-        take the same slot. Collective."""
+        """Wait until every rank has read the last piece: the first in a graph may take the same slot. Collective."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -198,10 +191,9 @@ class _Done:
 
 
 class Links(NamedTuple):
-    """How a rank communicates with the `ranks` that share its copy of the model.
+    """How a rank communicates with the `ranks` that share its copy of the model, its place among them.
 
     Attributes:
-        ranks: this rank's place among them.
         gathers: collects shards; None if this rank is alone.
         reductions: reduces gradients; None if this rank is alone or its gradients are already averaged.
         replicas: averages among the ranks that keep the same shard of other copies; None if there is one copy.
@@ -214,12 +206,8 @@ class Links(NamedTuple):
 
 
 def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) -> Links:
-    """Return the links by which this rank communicates under `fsdp`. Collective.
-
-    Args:
-        within: this rank's place among the `within.world_size` consecutive ranks that share its copy of the model.
-        reads_peers: gather by reading the memory of other GPUs; only where all ranks share one copy.
-    """
+    """Return this rank's links under `fsdp`, with its place `within` the consecutive ranks that share its copy of the
+    model; it reads peers only where all ranks share one. Collective."""
     groups = _groups(dist.group.WORLD, within.world_size, ranks.timeout_s)
     replicas = None
     if within.world_size < ranks.world_size:
@@ -233,10 +221,8 @@ def link(ranks: Ranks, within: Ranks, traffic: Traffic, *, reads_peers: bool) ->
 
 @functools.lru_cache(maxsize=1)
 def _groups(world: dist.ProcessGroup, count: int, timeout_s: float) -> dict[str, Any]:
-    """Return this rank's process groups. Collective.
-
-    The `count` ranks that share a copy of the model have two groups; the ranks that keep the same shard have one.
-    """
+    """Return this rank's groups: two of the `count` ranks that share a copy, one of the ranks with the same shard.
+    Collective."""
     ranks = list(range(world.size()))
     copies = [ranks[start : start + count] for start in range(0, len(ranks), count)]
     members = {"reductions": copies}
@@ -266,14 +252,13 @@ def aligned(num_bytes: int) -> int:
 class PeerMemory:
     """Map `num_bytes` of every rank's GPU into the address space of all ranks (symmetric memory). Collective.
 
-    Views of this rank's memory, such as weights, may outlive this object. Once they are gone,
-    `torch.cuda.empty_cache` frees the memory. PyTorch calls the interface alpha.
+    Views of this rank's memory may outlive this object. `torch.cuda.empty_cache` frees the memory after them.
 
     Attributes:
         of_rank: every rank's memory, (num_bytes,) uint8 each; this rank's own is zeroed.
 
     Raises:
-        LmkitError: the driver or the container does not let the processes share memory, or see `check_pairing`.
+        LmkitError: the processes cannot share memory, or see `check_pairing`.
     """
 
     def __init__(self, num_bytes: int, ranks: Ranks) -> None:
@@ -304,21 +289,14 @@ class PeerMemory:
         check_pairing(self.of_rank, ranks)
 
     def barrier(self) -> None:
-        """Make the current stream wait until every rank's stream reaches this call. Collective.
-
-        Kernels after it see what every rank wrote before it. It is a kernel of one block, which takes the host less
-        time than a collective of the backend.
-        """
+        """Make the current stream wait until every rank's stream reaches this call. Collective."""
         self._shared.barrier()
 
 
 def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
-    """Check that every rank sees in the memory of each other rank what its owner has just written. Collective.
+    """Raise an LmkitError on every rank unless all see in each other's memory what its owner has just written.
 
-    Nothing else would notice wrong pairing: ranks would go on training with stale weights.
-
-    Raises:
-        LmkitError: on every rank.
+    Nothing else would notice that ranks train with stale weights. Collective.
     """
     mine = secrets.token_bytes(8)
     of_rank[ranks.rank][:8] = torch.tensor(list(mine), dtype=torch.uint8)
@@ -339,7 +317,7 @@ def check_pairing(of_rank: list[torch.Tensor], ranks: Ranks) -> None:
 
 
 def can_share_memory(ranks: Ranks) -> bool:
-    """Return whether all ranks run on GPUs of one host with peer access. Collective; equal on every rank."""
+    """Return whether all ranks run on GPUs of one host with peer access. Collective."""
     if ranks.device.type != "cuda" or TorchVersion(torch.__version__) < FIRST_TORCH:
         return False
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""

@@ -28,12 +28,9 @@ from lmkit.plugins import PLUGINS, load_plugin, plugin_error
 from lmkit.streams import Progress, secure_streams
 
 GRACE_S = 3.0
-"""Seconds that ranks get to report their errors after the first failure, to end after SIGTERM, and to end after a
-second stopping signal."""
-
+"""Seconds for ranks to report errors after the first failure, to end after SIGTERM or a second stopping signal."""
 _POLL_S = 1.0
-"""Seconds between polls. A signal that is delivered to another thread does not interrupt a wait; the next poll sees
-it."""
+"""Seconds between polls, for signals that are delivered to another thread and do not interrupt a wait."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _STOPPED = tuple(code for number in _STOPPING for code in (-number, 128 + number))
 
@@ -58,14 +55,9 @@ def spawn_ranks(nproc: int, target: Callable[..., Any], args: Sequence[Any] = ()
 
     Raises:
         UsageError: torchrun has started this process.
-        LmkitError: the error of the first rank that failed, with the rank's name in front of the message. Errors of
-            lost contact are raised only if there is no other.
+        LmkitError: the error of the first rank that failed, of lost contact only if there is no other.
         RankFailed: that rank was killed, exited with a code, or raised something else (its traceback is on stderr).
     """
-    if nproc < 1:
-        raise UsageError(
-            "parallel.nproc", f"--nproc: {nproc} is not a number of ranks", hint="give 1 or more"
-        )
     refuse_torchrun()
     with hosted_store() as environment:
         environment["WORLD_SIZE"] = str(nproc)
@@ -125,7 +117,7 @@ class _Rank:
 
     @property
     def waitables(self) -> list[Any]:
-        """Return what to wait for: the report while it may come (the pipe outlives the child), then the end."""
+        """What to wait for: the report while it may come (the pipe outlives the child), then the end."""
         if self.process.pid is None:
             return []
         if self._listening:
@@ -137,7 +129,7 @@ class _Rank:
             os.kill(self.process.pid, number)
 
     def receive(self) -> None:
-        """Take the rank's report if it has arrived. The end of the pipe means that none will."""
+        """Take the rank's report if it has arrived."""
         if not self._listening or not self._reports.poll():
             return
         self._listening = False
@@ -191,8 +183,8 @@ def _run_rank(
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, name="lmkit-parent-watch", daemon=True).start()
     os.environ.update(environment)
-    # SIGINT ends a rank that sets no handler, as SIGTERM does. Python's KeyboardInterrupt would not reach a rank that
-    # waits in C++, and in the middle of an import it would turn into other errors.
+    # SIGINT ends a rank that sets no handler. KeyboardInterrupt would not reach a rank that waits in C++, and in the
+    # middle of an import it would turn into other errors.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a SIGINT during the start arrives here
     result: Any = None
@@ -289,10 +281,8 @@ def _first_failure(ranks: Sequence[_Rank], received: Sequence[int]) -> LmkitErro
 
 @contextmanager
 def relayed(progress: Progress) -> Iterator[Progress]:
-    """Yield a `Progress` for the arguments of `spawn_ranks`: a thread passes on to `progress` what the ranks report.
-
-    The ranks must end inside the block. Every report has been passed on when the block ends.
-    """
+    """Yield a `Progress` for the arguments of `spawn_ranks`: a thread passes on to `progress` what the ranks, which
+    end inside the block, report."""
     receiving, sending = multiprocessing.get_context("spawn").Pipe(duplex=False)
 
     def pass_on() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from lmkit.core.adamw import loss_of
 from lmkit.core.buckets import MIB, on_gradient
 from lmkit.core.step import clip_for, gradient_norm
 from lmkit.errors import UsageError
@@ -58,7 +59,7 @@ class DataParallel(nn.Module):
         self._sync = build_strategy(ParallelConfig(strategy=name, **table, options=options), ranks)
         self.module = module
         self._frozen = _frozen(module.parameters()) if ranks.world_size > 1 else []
-        # Not registered as a submodule: the strategy may wrap the module once more.
+        # Not a submodule: the strategy may wrap the module once more.
         self.__dict__["_call"] = self._sync.attach(module)
         self._is_finished = False  # whether the end of a backward pass has averaged the gradients
         self._is_running = False  # whether a backward pass runs that will average them
@@ -80,10 +81,8 @@ class DataParallel(nn.Module):
         return self._sync.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
-        """Average the gradients, unless the end of the backward pass has done it.
-
-        A rank whose backward pass reached no parameter must call it: the other ranks wait for its part.
-        """
+        """Average the gradients, unless the end of the backward pass has done it: a rank whose backward pass reached
+        no parameter must call it."""
         if not self._is_finished:
             self._sync.finish()
         self._is_finished = False
@@ -100,7 +99,7 @@ class DataParallel(nn.Module):
 
 
 class ShardedOptimizer(Zero1Optimizer):
-    """Shard the state of any element-wise optimizer over the ranks of the existing process group.
+    """Shard the state of any element-wise optimizer over the ranks.
 
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
         loss.backward()        # the gradients must be averaged: with `DataParallel`, or PyTorch's DDP
@@ -152,12 +151,9 @@ class ShardedOptimizer(Zero1Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters, on all ranks. Gradients must be equal on all ranks."""
+        """Update the parameters by gradients that are equal on all ranks. Collective."""
         _refuse_unfrozen(self._frozen, "ShardedOptimizer")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({**mine, "params": inner["params"]})  # a schedule may have set "lr"
         self.unused = {p for bucket in self._flats for p in bucket.parameters if p.grad is None}
@@ -224,9 +220,8 @@ class FSDP(nn.Module):
         optimizer.step()
 
     `parameters` and `named_parameters` return this rank's elements, flat. A backward pass adds the mean gradients of
-    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers in
-    the same order; see `lmkit.parallel.fsdp` for what a layer is. `state_dict` returns the whole module's weights on
-    the CPU; `load_state_dict` takes whole weights.
+    all ranks to theirs. The optimizer must update every element by itself. Every rank must call the same layers (see
+    `Fsdp`) in the same order. `state_dict` returns whole weights on the CPU; `load_state_dict` takes whole weights.
 
     Args:
         module: the same on every rank; all take rank 0's values. On "meta", layers are initialised one by one.
@@ -253,7 +248,7 @@ class FSDP(nn.Module):
         self.module = module
         self._frozen = _frozen(module.parameters())
         self._slices: dict[nn.Parameter, Any] = {}
-        for piece in (piece for flat in self._sync._flats for piece in flat.pieces):
+        for piece in (piece for flat in self._sync._flats if flat.trains for piece in flat.pieces):
             self._slices[piece.parameter] = piece.part
             piece.part.whole_dim = piece.parameter.dim()  # type: ignore[attr-defined]
 
@@ -265,10 +260,8 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all ranks by one factor, so that their joint norm is at most `max_norm`. Collective.
-
-        Returns:
-            The norm before scaling, a float64 scalar. Functions that clip a list of tensors see one rank alone.
+        """Scale the gradients of all ranks to a joint norm of at most `max_norm`; functions that clip a list of
+        tensors see one rank alone. Return the norm before scaling, a float64 scalar. Collective.
 
         Raises:
             ValueError: `max_norm` is not positive.

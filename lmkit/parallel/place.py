@@ -20,32 +20,19 @@ def read_place() -> Place:
     """Return this process's place; that of a single rank for a process that no launcher started.
 
     Raises:
-        UsageError: the rank variables are incomplete or inconsistent ("parallel.environment").
+        UsageError: the variables describe no rank ("parallel.environment").
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Place(0, 1, 0)
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
-        given = next(name for name in ("RANK", "WORLD_SIZE") if name in os.environ)
-        raise _wrong_environment(
-            f"{given} is set without {', '.join(missing)}",
-            hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
-        )
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise _wrong_environment(f"RANK={rank} does not fit WORLD_SIZE={world_size}")
-    if not 0 <= _integer("MASTER_PORT") < 1 << 16:
-        raise _wrong_environment(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
-    return Place(rank, world_size, _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
-
-
-def _integer(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise _wrong_environment(f"{name}={text!r} is not a number")
-    return int(text)
-
-
-def _wrong_environment(mistake: str, hint: str = "use torchrun (or --nproc N), which sets it") -> UsageError:
-    return UsageError("parallel.environment", f"environment: {mistake}", hint=hint)
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    given["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", given["RANK"])
+    numbers = [text for name, text in given.items() if name != "MASTER_ADDR"]
+    if given["MASTER_ADDR"] and all(map(str.isdecimal, numbers)):
+        rank, world_size, port, local_rank = map(int, numbers)
+        if rank < world_size and port < 1 << 16:
+            return Place(rank, world_size, local_rank)
+    raise UsageError(
+        "parallel.environment",
+        f"environment: {' '.join(map('='.join, given.items()))} describe no rank",
+        hint="use torchrun (or --nproc N), which set all of them, or unset RANK and WORLD_SIZE",
+    )

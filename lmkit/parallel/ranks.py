@@ -1,11 +1,11 @@
 """Ranks: which process this is among how many, on which device, and the process group that joins them.
 
-The settings come from the environment that `torchrun` (any rendezvous backend, one node or many) or
-`lmkit.parallel.launch.spawn_ranks` gives its processes. A process without them is alone and needs no group.
+The settings come from the environment that `torchrun` or `lmkit.parallel.launch.spawn_ranks` gives its processes. A
+process without them is alone and needs no group.
 
 A rank that dies or hangs becomes an error that names the rank and the step, within the timeout. With gloo, a broken
-or late collective raises in the caller. The surviving ranks then ask the store which ranks are alive. With NCCL, the
-caller only waits for the GPU, so a thread watches the clock instead.
+or late collective raises in the caller, and the survivors ask the store which ranks are alive. With NCCL, the caller
+only waits for the GPU, so a thread watches the clock instead.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ _graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's `rank` of `world_size`, `local_rank` on its machine, and device."""
+    """This process's `rank` of `world_size`, and device."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (torch.device is immutable)
     timeout_s: float = 600.0
     store: dist.Store | None = field(default=None, repr=False, compare=False)
@@ -57,20 +56,16 @@ class Ranks:
 
     @staticmethod
     def current(otherwise: str = "cpu") -> Ranks:
-        """Return the place in torch.distributed's default group, or a single rank if there is no group.
+        """Return the place in torch.distributed's default group; its device is the current GPU if it uses NCCL.
 
-        The device is the current GPU if the group uses NCCL, else the CPU.
-
-        Args:
-            otherwise: the device of a single rank, as `process_group` takes it.
+        Without a group: a single rank on the device `otherwise`, as `process_group` takes it.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(device=local_device(otherwise, local_rank=0))
         has_nccl = "nccl" in str(dist.get_backend_config())
         device = torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
-        local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
         store = dist.distributed_c10d._get_default_store()
-        return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, store=store)
+        return Ranks(dist.get_rank(), dist.get_world_size(), device, store=store)
 
 
 @contextmanager
@@ -92,9 +87,8 @@ def process_group(
     if world_size == 1:
         yield Ranks(device=local_device(device, local_rank), timeout_s=timeout_s)
         return
-    # Let the host run 4,000 launches ahead of its GPU instead of 1,000, which is a step or two of a model of GPT-2's
-    # size. A rank whose host is late holds up all ranks. Set this before the first question about GPUs: the driver
-    # reads the variable when it starts.
+    # Let the host run 4,000 launches ahead of its GPU instead of 1,000: a rank whose host is late holds up all ranks.
+    # Set this before the first question about GPUs: the driver reads the variable when it starts.
     os.environ.setdefault(LAUNCH_QUEUES_VARIABLE, "4x")
     # NCCL would register the tensors of captured collectives, and cannot where they lie in expandable segments.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -106,9 +100,8 @@ def process_group(
     backend = backend or ("cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo")
     options = None
     if place.type == "cuda" and "nccl" in backend:
-        # With normal priority, a reduction would start only after all CTAs of the kernels launched before it. The
-        # reduction of the last gradients would then wait for the update of the other parameters instead of
-        # overlapping it.
+        # With normal priority, the reduction of the last gradients would start only after all CTAs of the kernels
+        # launched before it, and not overlap the update of the other parameters.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout  # PyTorch warns if it differs from the group's
     dist.init_process_group(
@@ -121,7 +114,7 @@ def process_group(
         device_id=place if place.type == "cuda" else None,
     )
     try:
-        yield Ranks(rank, world_size, local_rank, place, timeout_s, store)
+        yield Ranks(rank, world_size, place, timeout_s, store)
     except BaseException:
         _free_graphs()
         # Destroying a group would wait for kernels that wait for a lost rank. Abort all groups, also of strategies.
@@ -134,7 +127,7 @@ def process_group(
 
 
 def free_before_leaving(graph: torch.cuda.CUDAGraph) -> None:
-    """Free a CUDA graph, if it still exists, before `process_group` ends: NCCL would wait for it forever."""
+    """Free a CUDA graph before `process_group` ends: NCCL would wait for it forever."""
     _graphs.add(graph)
 
 
@@ -145,11 +138,7 @@ def _free_graphs() -> None:
 
 
 def local_device(device: str | torch.device, local_rank: int) -> torch.device:
-    """Return the device of a rank; see `process_group`.
-
-    Raises:
-        UsageError: it asks for a GPU that is not there.
-    """
+    """Return the device of a rank; see `process_group`. Raise a UsageError if it asks for a GPU that is not there."""
     if str(device) == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
@@ -176,8 +165,7 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
 def hosted_store() -> Iterator[dict[str, str]]:
     """Host the store in which the ranks of this machine find one another; yield the environment by which they do.
 
-    The process that starts the ranks hosts it, because rank 0 may die. A file would not do: a rank killed while it
-    writes would leave half an entry, and readers would wait forever for the rest. The system picks a free port.
+    The process that starts the ranks hosts it, because rank 0 may die. The system picks a free port.
     """
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -220,27 +208,21 @@ def _rendezvous(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def absent_ranks(store: dist.Store, sign: str, world_size: int, patience_s: float) -> list[int]:
-    """Return the ranks that have not set `<sign>/<rank>` in the store within `patience_s`.
-
-    It polls, because no signal reaches a rank that waits inside the store.
-
-    Raises:
-        torch.distributed.DistNetworkError: the store itself is gone.
-    """
+    """Return the ranks that have not set `<sign>/<rank>` in the store within `patience_s`; a DistNetworkError if the
+    store itself is gone."""
     deadline = time.monotonic() + patience_s
     absent = list(range(world_size))
     while True:
         absent = [rank for rank in absent if not store.check([f"{sign}/{rank}"])]
         if not absent or time.monotonic() > deadline:
             return absent
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # no signal reaches a rank that waits inside the store
 
 
 def release_collectives(ranks: Ranks) -> None:
     """Make NCCL drop the tensors of ended collectives, so that memory measurements do not count them. Collective.
 
-    Call it after a device synchronisation. NCCL's watchdog thread drops tensors ten times a second. Where only the
-    future of a collective was waited for, as in PyTorch's DDP, the next collective drops them.
+    Call it after a device synchronisation. By itself NCCL drops them ten times a second, or in the next collective.
     """
     if ranks.world_size > 1 and ranks.device.type == "cuda" and "nccl" in str(dist.get_backend_config()):
         assert dist.group.WORLD is not None
@@ -252,9 +234,8 @@ def release_collectives(ranks: Ranks) -> None:
 def shutdown(code: int) -> NoReturn:
     """End this process: join threads, run exit handlers and flush, but skip the interpreter's teardown.
 
-    After `destroy_process_group`, gloo's worker threads still own tensors of the last collectives and need the
-    interpreter to release them. Python before 3.14 ends such a thread inside C++ code during teardown, which aborts
-    the process ("terminate called without an active exception").
+    gloo's worker threads still own tensors then, and need the interpreter to release them. Python before 3.14 ends
+    such a thread inside C++ code, which aborts the process ("terminate called without an active exception").
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -277,16 +258,10 @@ class RankLost(LmkitError):
 
 @contextmanager
 def step_watch(ranks: Ranks) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """Name the step in errors of communication, and on GPUs bound its time.
+    """Yield a context for each step, `watch(step)`, that names the step in errors of communication.
 
-        with step_watch(ranks) as watch:
-            for step in ...:
-                with watch(step):
-                    ...  # forward, backward, finish, optimizer
-
-    A collective that fails inside `watch(n)` becomes a `RankLost`, see `losses_named`. On GPUs, a step that is not
-    finished after `ranks.timeout_s` seconds ends the process with exit code 1 and one line on stderr, because no
-    exception can reach a thread that waits for the GPU.
+    On GPUs, a step that is not finished after `ranks.timeout_s` seconds ends the process with exit code 1 and one
+    line on stderr, because no exception can reach a thread that waits for the GPU.
     """
     running: list[tuple[int, float]] = []  # the step and its deadline
     ended = threading.Event()

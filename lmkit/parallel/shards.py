@@ -6,8 +6,8 @@ and optimizer state of the elements [r * shard_size, (r + 1) * shard_size). A sh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +38,8 @@ def shard_size_of(num_elements: int, world_size: int) -> int:
 
 
 def consolidate(states: Sequence[StateDict]) -> ParameterStates:
-    """Join the state dicts of all ranks, in order, into whole tensors per parameter.
-
-    Raises:
-        ValueError: a rank's state dict is missing, doubled, or belongs to another layout.
-    """
+    """Join the state dicts of all ranks, in order, into whole tensors per parameter. Raise a ValueError if one is
+    missing, doubled, or of another layout."""
     layout = states[0]["layout"]
     found = [state["rank"] for state in states]
     if found != list(range(layout["world_size"])):
@@ -95,7 +92,7 @@ class FlatShards:
 
     Attributes:
         shard: this rank's elements as the optimizer updates them, (shard_size,).
-        pieces: the parts of `shard` that are parameters of the optimizer.
+        pieces: the parts of `shard`, one for each parameter.
         offsets: where each parameter begins in the flat tensor, and where the last one ends.
         gradient: mean gradient of the shard over the ranks, (shard_size,), or None.
         saves_masters: whether `shard` is a part of the optimizer's state, because the weights are its rounding.
@@ -125,27 +122,23 @@ class FlatShards:
         self._weight_dtype, self._reduce_dtype = weight_dtype, reduce_dtype
         self.gradient_dtype = state_dtype or self._given_dtype
         self._sizes = [parameter.numel() for parameter in self.parameters]
-        self.offsets = list(accumulate(self._sizes, initial=0))
+        self.offsets = list(itertools.accumulate(self._sizes, initial=0))
         self.shard_size = shard_size_of(sum(self._sizes), links.ranks.world_size)
         self.size = self.shard_size * links.ranks.world_size
         self._arriving: Work | None = None
         self._pending: PendingMean | None = None
         self._is_given = False  # whether the pieces have their gradients
 
-    def own_part(self, position: int) -> tuple[slice, slice]:
-        """Return this rank's part of the `position`-th parameter as slices of the shard and of the parameter, which
-        may be empty."""
-        start, stop = self.offsets[position : position + 2]
-        begin = self.links.ranks.rank * self.shard_size
-        first = min(max(begin, start), stop)
-        last = max(min(begin + self.shard_size, stop), first)
-        return slice(first - begin, last - begin), slice(first - start, last - start)
-
     def cut_shard(self) -> None:
         """Make a piece of every parameter."""
-        for position, (parameter, name) in enumerate(zip(self.parameters, self.names, strict=True)):
-            in_shard, own = self.own_part(position)
-            self.pieces.append(Piece(parameter, name, nn.Parameter(self.shard[in_shard]), in_shard, own))
+        begin = self.links.ranks.rank * self.shard_size
+        spans = itertools.pairwise(self.offsets)
+        for parameter, name, (start, stop) in zip(self.parameters, self.names, spans, strict=True):
+            first = min(max(begin, start), stop)
+            last = max(min(begin + self.shard_size, stop), first)
+            in_shard, own = slice(first - begin, last - begin), slice(first - start, last - start)
+            part = nn.Parameter(self.shard[in_shard], requires_grad=parameter.requires_grad)
+            self.pieces.append(Piece(parameter, name, part, in_shard, own))
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""
@@ -164,7 +157,7 @@ class FlatShards:
 
     def matrices(self, among: Set[nn.Parameter]) -> MatrixShard:
         """Return this rank's part of the parameters that are `among` an optimizer's matrices."""
-        places = zip(self.parameters, self.offsets, strict=False)
+        places = zip(self.parameters, self.offsets[:-1], strict=True)
         return MatrixShard(
             self.shard,
             [(piece.part, piece.in_shard) for piece in self.held() if piece.parameter in among],
@@ -193,10 +186,8 @@ class FlatShards:
     @torch.no_grad()
     def take_own(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements from whole weights by name."""
-        for position, name in enumerate(self.names):
-            in_shard, in_parameter = self.own_part(position)
-            if in_shard.start < in_shard.stop:
-                self.shard[in_shard] = weights[name].reshape(-1)[in_parameter].to(self.shard.device)
+        for piece in self.held():
+            piece.part.copy_(weights[piece.name].reshape(-1)[piece.own])
 
     # Gradients
 
@@ -250,7 +241,7 @@ class FlatShards:
 
 
 def forget_capture(flats: Sequence[FlatShards], device: torch.device) -> None:
-    """Forget what is in flight on a GPU: events of a capture that failed cannot be waited for."""
+    """Forget what is in flight: events of a capture that failed cannot be waited for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         for flat in flats:
@@ -275,10 +266,9 @@ def pack(gradients: list[torch.Tensor], size: int, dtype: torch.dtype) -> torch.
 class ShardedState(torch.optim.Optimizer):
     """An optimizer of which every rank keeps and updates a part.
 
-    `param_groups` are the given groups, one to one, with pieces of shards in place of the parameters: a schedule sets
-    "lr" there as usual. The optimizer must update every element from its own gradient and state alone (AdamW, SGD,
-    Adam and RMSprop do; LAMB, which looks at whole matrices, does not) or take `shards` as our Muon does, and skip
-    parameters without a gradient.
+    `param_groups` are the given groups, one to one, with pieces of shards in place of the parameters. The optimizer
+    must update every element from its own gradient and state alone (AdamW and SGD do; LAMB, which looks at whole
+    matrices, does not) or take `shards` as our Muon does, and skip parameters without a gradient.
 
     Args:
         make: makes the optimizer from parameter groups.
@@ -314,7 +304,7 @@ class ShardedState(torch.optim.Optimizer):
             [{**_settings(group), **kind, "params": held} for group, held in zip(given, parts, strict=True)]
         )
         if matrices:
-            reached = [flat for flat in flats if flat.pieces and not matrices.isdisjoint(flat.parameters)]
+            reached = [flat for flat in flats if not matrices.isdisjoint(flat.parameters)]
             self.inner.shards = [flat.matrices(matrices) for flat in reached]  # type: ignore[attr-defined]
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.state = self.inner.state
@@ -332,7 +322,7 @@ class ShardedState(torch.optim.Optimizer):
                     "start": start,
                     "shard_size": flat.shard_size,
                 }
-                for piece, start in zip(flat.pieces, flat.offsets, strict=False)
+                for piece, start in zip(flat.pieces, flat.offsets[:-1], strict=True)
             ]
 
     @torch.no_grad()
@@ -355,10 +345,8 @@ class ShardedState(torch.optim.Optimizer):
                 parameter.grad = None
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state: {"rank", "layout", "param_groups", "state": {bucket: {name: tensor}}}.
-
-        Everything but the tensors is JSON. "master" is among the states where weights are bf16.
-        """
+        """Return this rank's state, JSON but for the tensors: {"rank", "layout", "param_groups", "state": {bucket:
+        {name: tensor}}}. "master" is among the states where weights are bf16."""
         state: dict[str, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
             for piece in flat.pieces:

@@ -46,9 +46,6 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
     """Make a strategy from its name (or an alias), or from a recipe's [parallel] table.
 
-        build_strategy("bucketed", ranks)
-        build_strategy(ParallelConfig(strategy="bucketed", bucket_mb=25), ranks)
-
     Raises:
         UsageError: no such strategy, or a key or option that it does not use.
         LmkitError: what is registered makes no strategy.
@@ -66,9 +63,7 @@ def build_strategy(strategy: str | ParallelConfig, ranks: Ranks) -> Strategy:
 
 
 class Strategy(Sync):
-    """Train one model on all ranks. Subclasses reduce the gradients. Not thread-safe; one instance serves one model.
-
-    CONTRIBUTING.md shows a strategy outside this package, in a file that `--plugin FILE` loads in every rank.
+    """Train one model on all ranks. Subclasses, which may be plugins (CONTRIBUTING.md), reduce the gradients.
 
     A parameter that this rank did not use contributes zeros. If no rank used it, its `grad` is None afterwards, as
     with PyTorch's DDP.
@@ -76,7 +71,6 @@ class Strategy(Sync):
     Attributes:
         gather: how weights that other ranks updated arrive: "reads peers" (copies from their GPUs' memory),
             "collective", or None if every rank updates all weights. Set by `build_optimizer`.
-        is_accumulating: whether the passes that run are inside `no_sync`.
     """
 
     buckets: WatchedBuckets | None = None
@@ -112,8 +106,9 @@ class Strategy(Sync):
 
         Raises:
             LmkitError: on every rank, if models (names, ties, shapes, dtypes, frozen parameters) or fingerprints
-                differ between ranks.
+                differ.
         """
+        self._model = model
         self.parameters = trainable_parameters(model)
         if self.ranks.world_size > 1 and self.averages:
             check_same_model(model, self.ranks, fingerprint)
@@ -132,8 +127,7 @@ class Strategy(Sync):
         """Accumulate the gradients of the passes inside, without communication. Enter it before the forward pass.
 
         Every backward pass of a step but the last belongs inside. Strategies that communicate during the backward
-        pass (`overlap`, `bucketed`, `zero1`) raise an LmkitError if the next pass begins, or `no_sync` is entered,
-        before `finish` or `reset` was called.
+        pass raise an LmkitError if it is entered, or the next pass begins, before `finish` or `reset` was called.
         """
         if self.buckets is not None:
             self.buckets.pause()
@@ -148,8 +142,6 @@ class Strategy(Sync):
     @torch.no_grad()
     def finish(self, *, wait: bool = True) -> None:
         """Average the gradients over the ranks. Call it after the last backward pass of a step.
-
-        On return every gradient is the mean (on GPUs: for work launched afterwards on the current stream).
 
         Args:
             wait: if False, the last gradients may still be in flight; `clip_gradients` and the optimizer's step wait
@@ -168,15 +160,11 @@ class Strategy(Sync):
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale the reduced gradients to a global norm of at most `max_norm`; return the norm before that.
-
-        Our AdamW scales gradients when its step reads them; `parameter.grad` then stays as it is.
-
-        Args:
-            max_norm: inf measures without scaling.
+        """Scale the reduced gradients to a global norm of at most `max_norm` (inf: measure only). Our AdamW scales
+        them when its step reads them; `parameter.grad` then stays as it is.
 
         Returns:
-            A scalar on the device, equal on every rank. The host does not wait for it.
+            The norm before scaling, a scalar on the device, equal on every rank. The host does not wait for it.
         """
         gradients = present_gradients(self.parameters)
         norm = gradient_norm(gradients)
@@ -184,34 +172,25 @@ class Strategy(Sync):
         return norm
 
     def wait_for_weights(self) -> None:
-        """Make all weights whole. Call it before anything but the model's call, `loss` and `state_dict` reads them.
-
-        To write to parameters that other ranks may be reading, call this, then a barrier, then write.
-        """
+        """Make all weights whole. Call it before anything but the model's call, `loss` and `state_dict` reads them;
+        before writing to parameters, call a barrier, too."""
 
     def end_step(self) -> None:
         """Wait (on GPUs: on the current stream) for what is in flight: a graph may be replayed next. Collective."""
 
     def weights_to_save(self) -> Mapping[str, torch.Tensor] | None:
-        """Return this rank's share of the weights by the names of checkpoints; None: rank 0 has them all. Collective.
-
-        Every weight belongs to one rank. The shares need not be on the model's device.
-        """
+        """Return the weights that this rank saves, by the names of checkpoints, on any device; None: rank 0 has them
+        all. Collective."""
         return None
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Load this rank's share of the weights by the names of checkpoints. Weights are read one at a time.
-
-        Returns:
-            False if nothing was loaded, because the rank holds the model's whole weights.
-        """
+        """Load this rank's share of the weights, one at a time, by the names of checkpoints. Return False if nothing
+        was loaded, because the rank holds the model's whole weights."""
         return False
 
     def reset(self) -> None:
-        """Drop a step that raised in the backward pass, or whose gradients are not needed.
-
-        Call it instead of `finish`, on all ranks and after the same passes; the next step then starts clean.
-        """
+        """Drop a step that raised in the backward pass, or whose gradients are not needed: instead of `finish`, on
+        all ranks and after the same passes."""
 
     # What subclasses define
 
@@ -223,15 +202,8 @@ class Strategy(Sync):
         return [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
 
     def _reduce(self, unused: Sequence[int], *, wait: bool) -> Sequence[int]:
-        """Make every parameter's `grad` (all of them exist) the mean over the ranks.
-
-        Args:
-            unused: indices of the parameters that this rank did not use; their gradients are zeros.
-            wait: if False, `clip_gradients` and the optimizer's step must wait for the rest.
-
-        Returns:
-            The indices of the parameters that had a gradient on no rank.
-        """
+        """Make every parameter's `grad` the mean over the ranks; return the indices of the parameters that had one on
+        no rank. This rank did not use the `unused` ones, whose gradients are zeros. `wait`: see `finish`."""
         raise UsageError(
             "parallel.no_reduce",
             f"strategy {self.config.strategy!r}: its class {type(self).__name__} has no method _reduce",
@@ -266,11 +238,7 @@ def present_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check_same_model(model: nn.Module, ranks: Ranks, fingerprint: str = "") -> None:
-    """Compare names, ties, shapes, dtypes and frozen parameters, and `fingerprint`, between ranks. Collective.
-
-    Raises:
-        LmkitError: on every rank, naming the ranks that differ.
-    """
+    """Raise an LmkitError on every rank if the ranks differ; see `Strategy.attach`. Collective."""
     first_name: dict[torch.Tensor, str] = {}  # tied names share one tensor
     described = "\n".join(
         f"{name} {first_name.setdefault(tensor, name)} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"

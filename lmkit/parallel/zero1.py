@@ -55,10 +55,6 @@ class Zero1(Strategy):
         self._flats: list[KeptShards] = []
         self._called: set[nn.Module] = set()  # layers, since the last step
 
-    def attach(self, model: nn.Module, *, fingerprint: str = "") -> nn.Module:
-        self._model = super().attach(model, fingerprint=fingerprint)
-        return self._model
-
     @torch.no_grad()
     def build_optimizer(self, make: MakeOptimizer, groups: Iterable[dict[str, Any]]) -> Zero1Optimizer:
         given = [{**group, "params": list(group["params"])} for group in groups]
@@ -239,11 +235,9 @@ def plan_shards(
 class KeptShards(FlatShards):
     """Parameters whose whole weights every rank keeps: they become views of the flat tensor.
 
-    Weights of another dtype than the parameters' are cast; `shard` then keeps this rank's elements in the old dtype.
-
     Attributes:
         weights: the parameters' storage, (size,).
-        own_weights: this rank's part of `weights`, a view; `shard` itself, unless the weights were cast.
+        own_weights: this rank's part of `weights`; `shard` itself, unless the weights were cast to another dtype.
     """
 
     _copies_mean = False
@@ -284,13 +278,10 @@ def start_gather(buckets: Sequence[KeptShards]) -> None:
 
 
 class Zero1Optimizer(ShardedState):
-    """Update this rank's shards of all buckets, then start gathering the weights (Rajbhandari et al. 2020, P_os).
+    """Update this rank's shards of all buckets, given in the order of their reductions, and start gathering the
+    weights.
 
     Our AdamW reads gradients in the dtype in which they were reduced, and writes shards and weights together.
-
-    Args:
-        make, groups, ranks: see `ShardedState`.
-        buckets: in the order in which their gradients are reduced.
 
     Attributes:
         unused: parameters that no rank used; the next step does not change them.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lmkit.parallel import data_parallel
-from lmkit.parallel.data_parallel import AveragedBuckets, LateStep
+from lmkit.parallel.data_parallel import AveragedBuckets, split_step
 
 
 def sizes_of_buckets(sizes: tuple[int, ...], capacity: int, dtype: str = "fp32") -> list[list[int]]:
@@ -47,7 +47,7 @@ def run():
         late.grad.fill_(3.0)
         on_its_way.clear()
 
-    LateStep(optimizer, lambda: on_its_way, wait)
+    split_step(optimizer, lambda: on_its_way, wait)
     return optimizer, early, late, events
 
 

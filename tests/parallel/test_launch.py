@@ -123,11 +123,6 @@ def test_a_rank_that_fails_is_told_in_one_line_and_one_that_just_leaves_has_fail
         spawn_ranks(1, getattr(module, target))
 
 
-def test_nproc_must_be_positive():
-    with raises(UsageError, "parallel.nproc", "--nproc", "0"):
-        spawn_ranks(0, rank_faults.refuse)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "to_one", "code"),

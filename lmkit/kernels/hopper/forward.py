@@ -109,22 +109,20 @@ class ForwardConfig(NamedTuple):
     own_o: bool = True
 
 
-HEAD_DIM_256 = ForwardConfig(consumers=2, stages=2, keys=64, own_o=False)
-HEAD_DIM_128 = ForwardConfig(consumers=2, stages=2)
-HEAD_DIM_64 = ForwardConfig(consumers=3, stages=3)
+CONFIGS = {
+    64: ForwardConfig(consumers=3, stages=3),
+    128: ForwardConfig(consumers=2, stages=2),
+    256: ForwardConfig(consumers=2, stages=2, keys=64, own_o=False),
+}
 # Tiles of 192 queries reach too far beyond the diagonal, or the end, of a short sequence.
-HEAD_DIM_64_SHORT = ForwardConfig(consumers=2, stages=4)
-SHORT_CAUSAL = 2048  # queries
-SHORT_FULL = 768
+SHORT_CONFIG = ForwardConfig(consumers=2, stages=4)
+SHORT_CAUSAL, SHORT_FULL = 2048, 768  # queries
 
 
 def choose_config(width: int, num_queries: int, causal: bool) -> ForwardConfig:
     """Return the fastest variant, as measured on an H200 with heads of 64, 128 and 256."""
-    if width > 64:
-        return HEAD_DIM_256 if width == 256 else HEAD_DIM_128
-    if num_queries < (SHORT_CAUSAL if causal else SHORT_FULL):
-        return HEAD_DIM_64_SHORT
-    return HEAD_DIM_64
+    is_short = num_queries < (SHORT_CAUSAL if causal else SHORT_FULL)
+    return SHORT_CONFIG if width == 64 and is_short else CONFIGS[width]
 
 
 def forward(
