@@ -96,7 +96,7 @@ class BucketedSync(Strategy):
         hooks.unused = unused
         hooks.launch_rest()
         hooks.unused = ()
-        everything = everything or sum(p.nbytes for p in self._last_bucket()) < LATE_BYTES
+        everything = everything or sum(p.nbytes for bucket in hooks.buckets[-1:] for p in bucket) < LATE_BYTES
         hooks.wait(leave=0 if everything else 1)
         if not unused:
             return []
@@ -124,10 +124,7 @@ class BucketedSync(Strategy):
         return norm
 
     def _late_parameters(self) -> list[nn.Parameter]:
-        return self._last_bucket() if self.buckets is not None and self.buckets.pending else []
-
-    def _last_bucket(self) -> list[nn.Parameter]:
-        return self.buckets.buckets[-1] if self.buckets.buckets else []
+        return self.buckets.buckets[-1] if self.buckets is not None and self.buckets.pending else []
 
     def reset(self) -> None:
         if self.buckets is None:  # one rank

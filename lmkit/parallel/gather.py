@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from lmkit.core.buckets import Work
+from lmkit.core.buckets import PendingMean, Work
 from lmkit.errors import LmkitError
 from lmkit.measure.memory import is_out_of_memory, without_expandable_segments
 from lmkit.model.memory import SLOT_BYTES
@@ -149,7 +149,7 @@ class PeerShardGather(Gather):
                 self._memory.barrier()
                 for slot, part in others:
                     part.copy_(slot, non_blocking=True)
-            return _Done() if self._stream is None else self._stream.record_event()
+            return PendingMean([], []) if self._stream is None else self._stream.record_event()
 
     def end_step(self) -> None:
         """Wait until every rank has read the last piece: the first in a graph may take the same slot. Collective."""
@@ -182,12 +182,6 @@ SlotCopies = tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]
 
 def _stream_of(ranks: Ranks) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-
-
-class _Done:
-    """A finished copy: on a CPU, copies are synchronous."""
-
-    def wait(self) -> None: ...
 
 
 class Links(NamedTuple):

@@ -278,8 +278,7 @@ def start_gather(buckets: Sequence[KeptShards]) -> None:
 
 
 class Zero1Optimizer(ShardedState):
-    """Update this rank's shards of all buckets, given in the order of their reductions, and start gathering the
-    weights.
+    """Update this rank's shards of all buckets, in the order of their reductions, and start gathering the weights.
 
     Our AdamW reads gradients in the dtype in which they were reduced, and writes shards and weights together.
 
